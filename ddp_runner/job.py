@@ -54,10 +54,6 @@ class Wire(Protocol):
     def stop(self) -> bool:
         """Whether to finish the step, save and end."""
 
-    @property
-    def lost(self) -> set[int]:
-        """The ranks that have ended, in a run that continues without them."""
-
     def claimed(self, folder: Path) -> None:
         """Tell the run folder, once it is known."""
 

@@ -62,19 +62,11 @@ def mode_needs(mode: Mapping[str, Any]) -> ModeNeeds:
     return ModeNeeds(**mode.get("needs", {}))
 
 
-def is_asynchronous(mode: Mapping[str, Any]) -> bool:
-    """Return whether the ranks that compute for servers do so without waiting for each other.
-
-    Each takes whole batches, and the run continues when some of them are lost.
-    """
-    return mode_needs(mode).num_servers > 0 and mode.get("mode") == "async"
-
-
 def num_shares(mode: Mapping[str, Any], ranks: int) -> int:
     """Return the parts into which the ranks of a mode split a global batch."""
     needs = mode_needs(mode)
-    if is_asynchronous(mode):
-        return 1
+    if needs.num_servers > 0 and mode.get("mode") == "async":
+        return 1  # each trainer computes whole batches
     return (ranks - needs.num_servers) // (needs.model_ranks or ranks)
 
 

@@ -1,8 +1,8 @@
 """The order of samples: the same global batches at every world size and in every mode."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import tee
 from typing import Any
 
@@ -56,8 +56,6 @@ class GlobalBatches:
     is_computed: bool = True  # false: by other ranks, so the steps come without data
     num_randoms: int = 0  # random numbers per sample, for the augmentation
     lengths: Tensor | None = None  # (num_samples,): put samples of similar length in one batch
-    # Batch number in the run -> number of the earlier, skipped batch to use in its place.
-    instead: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -91,10 +89,9 @@ class GlobalBatches:
         return MicroBatch(data, num_samples=len(wanted))
 
     def _plans(self, epoch: int, start_step: int) -> Iterator["_Plan"]:
-        order, first = self.order(epoch), epoch * self.steps_per_epoch
-        for number in range(first + start_step, first + self.steps_per_epoch):
-            used, index = divmod(self.instead.get(number, number), self.steps_per_epoch)
-            yield self._plan(used, index, order=order if used == epoch else self.order(used))
+        order = self.order(epoch)
+        for index in range(start_step, self.steps_per_epoch):
+            yield self._plan(epoch, index, order=order)
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of all samples in the epoch's order, int64 ``(num_samples,)``."""

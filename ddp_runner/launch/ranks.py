@@ -11,7 +11,6 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.schema import is_asynchronous
 from ddp_runner.host.load import oom_kills
 from ddp_runner.host.processes import (
     children,
@@ -28,7 +27,6 @@ from ddp_runner.launch.wire import run_rank
 POLL_S = 0.05
 UNKNOWN = 255  # multiprocessing's exit code of a rank whose server is gone, or os._exit's own
 ANSWER_S = 3.0  # from the first failure to the end of ranks that do not fail themselves
-SERVING_GRACE_S = 10.0  # from the end of rank 0 to that of the ranks that only serve it
 SAVING_FACTOR = 10  # during a save, an end waits this many times launch.shutdown_timeout_s
 
 
@@ -59,10 +57,6 @@ class Ranks:
         self._saved_at = 0.0
         self._is_training = False
         self._is_asked = False  # to stop
-        self._told = set[int]()  # the lost ranks that rank 0 knows of
-        # Whether the run goes on when a rank that serves the loop is lost.
-        is_alone = job.config.launch.nnodes == 1
-        self._outlives_trainers = is_alone and is_asynchronous(job.config.parallelism)
 
     def run(self, environs: Sequence[Mapping[str, str]]) -> Failure | None:
         """Start the ranks and wait for the end of all; return the failure that came first."""
@@ -118,12 +112,8 @@ class Ranks:
         return True
 
     def all_ended(self) -> bool:
-        """Return whether the ranks that the run needs had ended at the last ``poll``."""
-        needed = [0] if self._outlives_trainers else list(self._seen)
-        if any(self._seen[rank] is None for rank in needed):
-            return False
-        self._wait_for_all(SERVING_GRACE_S)
-        return True
+        """Return whether all ranks had ended at the last ``poll``."""
+        return None not in self._seen.values()
 
     def suspended(self) -> list[int]:
         """Return the ranks that are suspended, as by SIGSTOP. Linux only: elsewhere none."""
@@ -141,11 +131,6 @@ class Ranks:
         self._stop_if_asked()
         ended = {rank: code for rank, code in self._seen.items() if code is not None}
         lost = {rank: code for rank, code in ended.items() if rank not in self.results}
-        if self._outlives_trainers and self._is_training:
-            for rank in lost.keys() - self._told:
-                self._told.add(rank)
-                self._send(0, "lost", rank)
-            lost = {rank: code for rank, code in lost.items() if rank == 0}
         return lost | self._not_started
 
     def end(self) -> None:

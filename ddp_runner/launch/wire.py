@@ -2,9 +2,9 @@
 
 A rank sends ``claimed, folder`` on several machines, ``began, step`` once it has restored its
 state, ``ready`` when the training loop begins, ``saving, flag`` around each checkpoint, and last
-``result, value`` or ``failure, Failure``. The launcher sends ``stop``, ``lost, rank`` and
-``stack``, answered by ``stack, time_ns, text``. A thread takes these, so that a rank answers even
-while it is in a collective.
+``result, value`` or ``failure, Failure``. The launcher sends ``stop`` and ``stack``, answered by
+``stack, time_ns, text``. A thread takes these, so that a rank answers even while it is in a
+collective.
 """
 
 import os
@@ -45,7 +45,6 @@ class PipeWire:
 
     def __init__(self, pipe: Connection) -> None:
         self.stop = False  # whether to finish the step, save and end
-        self.lost = set[int]()  # the ranks that have ended, in a run that goes on without them
         self._pipe, self._sending = pipe, threading.Lock()
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
@@ -78,14 +77,12 @@ class PipeWire:
     def _listen(self) -> None:
         while True:
             try:
-                word, *rest = self._pipe.recv()
+                (word,) = self._pipe.recv()
             except (EOFError, OSError):
                 time.sleep(SERVER_GRACE_S if sys.platform == "linux" else 0.0)
                 os._exit(128 + signal.SIGKILL)
             if word == "stop":
                 self.stop = True
-            elif word == "lost":
-                self.lost = self.lost | set(rest)
             elif word == "stack":
                 frame = sys._current_frames().get(threading.main_thread().ident or 0)
                 stack = "".join(traceback.format_stack(frame)) if frame else ""

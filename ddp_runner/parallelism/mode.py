@@ -4,7 +4,7 @@ A mode is a frozen dataclass with the keys of its YAML as fields and the methods
 it does what most modes do, it names a function of this module. The loop is the same for all modes.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -20,10 +20,6 @@ from ddp_runner.metric_names import StepPart
 class GradientSource(Protocol):
     """Where a step's gradients come from: this rank's backward, or other ranks."""
 
-    @property
-    def lost(self) -> Collection[int]:
-        """Return the ranks that the run has lost and continues without."""
-
     def compute(self, state: Any, batch: Any) -> Tensor:
         """Leave a step's gradients in the module, and its scalars in the state.
 
@@ -35,8 +31,8 @@ class GradientSource(Protocol):
             This rank's part of the mean loss, a scalar.
         """
 
-    def outstanding(self, state: Any) -> tuple[int, ...]:
-        """Return the batches before the state's position whose gradients were never applied."""
+    def may_stop(self, is_asked: bool) -> bool:
+        """Return whether the loop stops now, given whether it is asked to."""
 
     def metrics(self) -> Mapping[str, float]:
         """Return the source's own metrics of the steps since the last call."""
@@ -50,14 +46,10 @@ class Duties:
     """What the ranks need if some of them compute gradients for the loop."""
 
     module: nn.Module
-    first_step: int  # number of the first batch of this session
-    num_steps: int  # number of steps that the loop will take
-    outstanding: Sequence[int]  # batches to compute before any new one
     compute: Callable[[int], Tensor]  # (batch number) -> loss; leaves the gradients
-    timeout_s: float  # a rank that sends nothing for this long counts as lost
-    ended: Callable[[], Collection[int]]  # ranks whose processes have ended
+    steps_ahead: Callable[[], int]  # how many steps come before the next save or evaluation
+    timeout_s: float  # how long a rank waits for another one's gradients
     mark: Callable[[StepPart], None]  # adds the time since the last mark to a part
-    log: Callable[[str], None]
     # Of the batch computed last: this rank's part of the tokens of a mean sample, by whose sum the
     # loop divides, or 0 if samples are counted; then its parts of the training step's scalars.
     sums: Callable[[], Sequence[float]] = lambda: [0.0]

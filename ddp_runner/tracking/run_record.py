@@ -84,7 +84,6 @@ class RunFields(TypedDict, total=False):
     skew_step_ms: float | None  # the mean of the steps in which it was measured
     flops_per_sample: float | None  # of a forward and backward; None: they cannot be counted
     matmul_flops_per_s: float | None  # of all ranks
-    lost_ranks: Sequence[int]
     stopped_early: str | None  # why the run ended before its last step; None: it did not
     checks: Sequence[Mapping[str, Any]]  # task=check
     collectives: Sequence[Mapping[str, Any]]  # task=collectives

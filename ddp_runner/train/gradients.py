@@ -1,7 +1,7 @@
 """Computes gradients on this rank, for its own loop or for a loop on another rank."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 
 from torch import Tensor
@@ -23,8 +23,6 @@ WITHOUT_GRADIENT = re.compile(
 
 class OwnGradients:
     """Gradients from this rank's own backward; see ``GradientSource``."""
-
-    lost: Collection[int] = ()
 
     def compute(self, state: TrainState, batch: StepBatch) -> Tensor:
         """Accumulate over the micro-batches and reduce with the last one. Collective.
@@ -50,10 +48,9 @@ class OwnGradients:
                 "model"
             ) from error
 
-    def outstanding(self, state: TrainState) -> tuple[int, ...]:
-        """Return the batches that an asynchronous run skipped and this run has yet to compute."""
-        instead = state.setup.batches.instead
-        return tuple(batch for place, batch in instead.items() if place >= state.next_batch)
+    def may_stop(self, is_asked: bool) -> bool:
+        """Return whether it is asked: after a step nothing is under way."""
+        return is_asked
 
     def metrics(self) -> Mapping[str, float]:
         """Return no metrics: there is no other rank to measure."""
@@ -63,16 +60,12 @@ class OwnGradients:
         """Do nothing: no other rank waits for the end of the run."""
 
 
-def take_role(
-    state: TrainState, *, ended: Callable[[], Collection[int]], log: Callable[[str], None]
-) -> Status | None:
+def take_role(state: TrainState) -> Status | None:
     """Take this rank's role in its mode. Collective: every rank must call.
 
     Args:
         state: at the position from which the run continues. Its gradients come from the ranks that
             serve the loop, if the mode has them.
-        ended: returns the ranks whose processes have ended.
-        log: takes a sentence for the user.
 
     Returns:
         The run's status if this rank has served the loop to its end; None if it runs the loop.
@@ -80,17 +73,12 @@ def take_role(
     config, role = state.setup.config, state.setup.role
     if role.serve is None and role.gradients is None:
         return None  # all ranks do the same
-    assert state.last_step is not None
     duties = Duties(
         module=state.module,
-        first_step=state.next_batch,
-        num_steps=max(0, state.last_step - state.position.step),
-        outstanding=state.position.outstanding,
         compute=partial(backward_by_number, state, lru_cache(maxsize=2)(state.numbered.order)),
+        steps_ahead=partial(_steps_ahead, state),
         timeout_s=config.backend.timeout_s,
-        ended=ended,
         mark=state.setup.timer.mark,
-        log=log,
         sums=partial(_sums, state),
         scalars=state.setup.scalars or (),
     )
@@ -99,6 +87,18 @@ def take_role(
     if role.gradients is not None:
         state.gradients = role.gradients(duties)
     return None
+
+
+def _steps_ahead(state: TrainState) -> int:
+    """Return how many steps come before the next save or evaluation, or the end of the epoch."""
+    config, position, last_step = state.setup.config, state.position, state.last_step
+    assert last_step is not None
+    periods = config.checkpoint.every_steps, config.train.eval_every_steps
+    return min(
+        last_step - position.step,
+        state.numbered.steps_per_epoch - position.step_in_epoch,
+        *(every - position.step % every for every in periods if every),
+    )
 
 
 def _sums(state: TrainState) -> list[float]:

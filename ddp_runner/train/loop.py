@@ -86,7 +86,7 @@ def train(
                 state.model.train()
                 timer.restart()
             # After the last step only the evaluation is left; stopping now would lose it.
-            if not finished and vote.agreed(stop_requested()):
+            if not finished and state.gradients.may_stop(vote.agreed(stop_requested())):
                 save()
                 return Status.PREEMPTED
             if finished or has_ended:

@@ -59,14 +59,9 @@ def restore(state: TrainState, folder: Path, *, log: Callable[[str], None]) -> i
     objects: Mapping[str, Any] = saver.objects
     place: _Place = objects["position"]
     state.position = replace(place.found, metrics=found.metrics)
-    if isinstance(setup.batches, StreamBatches):
-        if state.position.step_in_epoch:
-            batches = replace(setup.batches, resumed=objects["stream"].found)
-            state.setup = replace(setup, batches=batches)
-    else:
-        # The loop begins with the batches that an asynchronous run never applied.
-        instead = dict(enumerate(state.position.outstanding, start=state.next_batch))
-        state.setup = replace(setup, batches=replace(setup.batches, instead=instead))
+    if isinstance(setup.batches, StreamBatches) and state.position.step_in_epoch:
+        batches = replace(setup.batches, resumed=objects["stream"].found)
+        state.setup = replace(setup, batches=batches)
     _count_in_epochs(state, then=place.order.get(GLOBAL_SIZE))
     return found.step
 
@@ -125,9 +120,7 @@ class _Place:
         self.order: Mapping[str, Any] = {}  # likewise
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._state
-        outstanding = state.gradients.outstanding(state)
-        position = asdict(replace(state.position, outstanding=outstanding))
+        position = asdict(self._state.position)
         del position["metrics"]  # the manifest keeps them
         return {**position, "order": self._order(), "data": self._data()}
 
@@ -141,11 +134,11 @@ class _Place:
         found = Position(**{name: saved[name] for name in names})
         counts = (found.epoch, found.step, found.step_in_epoch, found.bad_evaluations)
         steps = self._state.setup.batches.steps_per_epoch
-        are_whole = all(type(one) is int and one >= 0 for one in (*counts, *found.outstanding))
+        are_whole = all(type(one) is int and one >= 0 for one in counts)
         if not are_whole or (steps is not None and found.step_in_epoch > steps):
             raise UserError(f"no run stands at {found}; use a checkpoint that this program wrote")
         self._validate_data(saved["data"])
-        if found.step_in_epoch or found.outstanding:
+        if found.step_in_epoch:
             self._validate_order(saved["order"], found)
         self.found, self.order = found, saved["order"]
 

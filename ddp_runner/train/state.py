@@ -34,9 +34,6 @@ class Position:
     step_in_epoch: int = 0
     # Metrics of the last step; a checkpoint keeps them in its manifest.
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
-    # Batches before this position whose gradients were never applied, numbered from the start of
-    # the run. Only an asynchronous mode has them, since it applies batches out of order.
-    outstanding: tuple[int, ...] = ()
     # Of early stopping: the metric and its direction, its best value, and the evaluations in a row
     # since then that were no better.
     watched: str = ""

@@ -41,7 +41,6 @@ class StreamBatches:
     mark: Callable[[StepPart], None] = field(repr=False)  # of the timer
     group: ProcessGroup | None = None  # one rank of each share; None: all
     resumed: Mapping[str, Any] | None = None  # this rank's state in a checkpoint
-    instead: Mapping[int, int] = field(default_factory=dict)  # always empty: no batch has a number
     _now: dict[str, Any] = field(default_factory=dict, repr=False)  # the state after the last step
 
     @property

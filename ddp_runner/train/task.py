@@ -51,8 +51,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         freeze(session.job, run_dir)  # only now, so that a failed resume changes nothing
     else:  # rank 0 logs it with the facts of the run
         session.log(f"rank {session.env.rank} is process {os.getpid()}")
-    ended = (lambda: wire.lost) if wire else set
-    served = take_role(state, ended=ended, log=session.log)
+    served = take_role(state)
     if served is not None:
         return served
     if wire is not None:
@@ -83,12 +82,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         position, reason = state.position, stop_reason(state.position, early_stop_of(state.setup))
         if reason is not None and session.env.is_rank_zero:
             session.log(reason)
-        fields = RunFields(
-            step=position.step,
-            epoch=position.epoch,
-            lost_ranks=list(state.gradients.lost),
-            stopped_early=reason,
-        )
+        fields = RunFields(step=position.step, epoch=position.epoch, stopped_early=reason)
         logger.finish(status, **(fields | state.measured))
     return status
 

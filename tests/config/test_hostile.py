@@ -198,7 +198,7 @@ FOREIGN = (
     *("ddp_runner.models.bert.import_module", "ddp_runner.models.bert._pretrained"),
     *(
         "ddp_runner.models.torchvision_models.Mapping",
-        "ddp_runner.parallelism.parameter_server.mode.os",
+        "ddp_runner.parallelism.parameter_server.time",
         "ddp_runner.models",
     ),
     *("ddp_runner.train.losses.math.prod", "ddp_runner.models..convnet.ConvNet", "models.bert"),

@@ -167,7 +167,7 @@ def take_steps(
     state, trace = state or build(env, config), Trace()
     batches = state.setup.batches
     end_at(state, num_steps)
-    if take_role(state, ended=set, log=trace.logged.append) is None:
+    if take_role(state) is None:
         while len(trace.losses) < num_steps:
             for batch in batches.epoch(len(trace.losses) // batches.steps_per_epoch):
                 trace.losses.append(global_loss(state, train_step(state, batch)))
@@ -225,7 +225,7 @@ def run_loop(
 
     if max_steps is not None:
         end_at(state, max_steps)
-    served = take_role(state, ended=set, log=trace.logged.append)
+    served = take_role(state)
     if served is not None:
         trace.status, trace.weights = served, flat_weights(state.module)
         return trace

@@ -94,27 +94,6 @@ def test_a_server_that_is_killed_while_it_imports_is_replaced(tmp_path: Path) ->
     assert (end.exit_code, end.stderr) == (143, "")
 
 
-@pytest.mark.full
-def test_a_lost_trainer_costs_the_launcher_nothing_and_its_child_ends_with_it(
-    tmp_path: Path,
-) -> None:
-    """An asynchronous parameter server goes on without a trainer, whose pipe stays at EOF."""
-    keys = ("parallelism=ps", "parallelism.mode=async", "world_size=3")
-    with starting_children(tmp_path, *keys) as process:
-        wait_for(lambda: is_training(process, tmp_path))
-        pids = children_of_ranks(tmp_path, 3)
-        rank_processes(process.pid)[2].kill()
-        wait_for(lambda: "rank 2 is lost" in (tmp_path / "stdout").read_text())
-        assert all(map(psutil.pid_exists, pids))
-        before = psutil.Process(process.pid).cpu_times()
-        time.sleep(WATCHED_S)
-        after = psutil.Process(process.pid).cpu_times()
-        assert after.user + after.system - before.user - before.system < MOST_CPU_S
-        process.kill()
-        wait_for(lambda: not any(map(psutil.pid_exists, pids)))
-        wait_until_gone(process)
-
-
 LOUD = """
 import os
 from torch import nn

@@ -1,4 +1,4 @@
-"""The parameter server: both modes, lost trainers, resuming. Its parity is in test_parity."""
+"""The parameter server: both modes, a lost trainer, resuming. Its parity is in test_parity."""
 
 import os
 import re
@@ -14,26 +14,29 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import train_states
 from commands import background, run_command, wait_for, wait_for_end
 from configs import config_error
 from own_steps import WORDS
 from ranks import run_ranks
 from run_folders import assert_same_state, last_step, metrics, record, reproducible_metrics
 from torch import Tensor, nn
-from train_states import TOY, build, compose_config, take_steps
+from train_states import TOY, build, compose_config, run_loop, take_steps
 
 from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.mode import Duties
-from ddp_runner.parallelism.parameter_server.messages import (
+from ddp_runner.parallelism.parameter_server import (
+    ParameterServer,
+    Server,
     copy_parts,
     flatten_gradients,
     flatten_state,
 )
-from ddp_runner.parallelism.parameter_server.mode import ParameterServer
-from ddp_runner.parallelism.parameter_server.server import Server
+from ddp_runner.train import loop
 from ddp_runner.train.first_batch import try_first_batch
+from ddp_runner.train.state import TrainState
 
 PS = ("parallelism=ps", "train.num_threads=1")
 # Dropout and momentum: a resumed run must find both as they were.
@@ -84,7 +87,7 @@ def test_both_modes_train_from_one_trainer_up(tmp_path: Path) -> None:
     for run_dir in end.run_dirs:
         fields, is_sync = record(run_dir), "mode=sync" in run_dir.name
         num_trainers = fields["world_size"] - 1
-        assert (fields["status"], fields["step"], fields["lost_ranks"]) == ("completed", 24, [])
+        assert (fields["status"], fields["step"]) == ("completed", 24)
         lines = [line for line in metrics(run_dir) if "ps/pushes_per_s" in line]
         for line in lines:
             assert line["ps/num_trainers"] == num_trainers
@@ -123,71 +126,36 @@ def test_a_stopped_run_goes_on_where_it_stood(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_an_asynchronous_run_outlives_its_trainers(tmp_path: Path) -> None:
-    """Two of three are killed: it says so, goes on with the third, and completes."""
-    with background(*LONG, folder=tmp_path) as process:
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_lost_trainer_is_named_and_the_group_restarts(tmp_path: Path, mode: str) -> None:
+    """From the last checkpoint, with all trainers, as in every other mode."""
+    keys = (f"parallelism.mode={mode}", "launch.max_restarts=1", "checkpoint.every_steps=10")
+    with background(*LONG, *keys, folder=tmp_path, spares=4) as process:
         wait_for(lambda: last_step(tmp_path) >= 20)
-        for rank in (1, 3):
-            kill(pid_of(tmp_path, rank))
+        kill(pid_of(tmp_path, 2))
         end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
-    fields = record(end.run_dir)
-    assert (fields["status"], sorted(fields["lost_ranks"])) == ("completed", [1, 3])
-    assert "rank 3 is lost (its process ended); the run continues with" in end.stdout
-    assert metrics(end.run_dir)[-2]["ps/num_trainers"] == 1
-    assert fields["metrics"]["eval/accuracy"] > 0.9
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("mode", "ranks", "sentence"),
-    [
-        ("async", (1, 2, 3), "all trainers are lost (ranks "),
-        ("async", (0,), "rank 0 was killed by SIGKILL"),
-        ("sync", (2,), "rank 2 was killed by SIGKILL"),
-    ],
-)
-def test_a_run_that_lost_too_much_fails(
-    tmp_path: Path, mode: str, ranks: tuple[int, ...], sentence: str
-) -> None:
-    """The server, all trainers, or one of a synchronous run: named, and nothing is left behind."""
-    with background(*LONG, f"parallelism.mode={mode}", folder=tmp_path) as process:
-        wait_for(lambda: last_step(tmp_path) >= 20)
-        for rank in ranks:
-            kill(pid_of(tmp_path, rank) or _server(tmp_path))
-        end = wait_for_end(process, tmp_path)
-    assert end.exit_code == 1
-    assert sentence in end.stderr.splitlines()[0]
-    assert record(end.run_dir)["status"] == "failed"
-
-
-def _server(folder: Path) -> int:
-    (log,) = folder.rglob("rank-0.log")
-    match = re.search(r"this is rank 0, process (\d+)", log.read_text())
-    assert match is not None
-    return int(match[1])
+    assert record(end.run_dir)["status"] == "completed"
+    log = (end.run_dir / "logs" / "rank-0.log").read_text()
+    assert "rank 2 was killed by SIGKILL" in log
+    assert re.search(r"restart 1 of 1.*step [1-9]\d*0", log)
+    assert metrics(end.run_dir)[-2]["ps/num_trainers"] == 3
 
 
 def duties(
     module: nn.Module,
     compute: Callable[[int], Tensor] = lambda number: torch.zeros(()),
     *,
-    num_steps: int = 0,
-    first_step: int = 0,
-    outstanding: tuple[int, ...] = (),
+    steps_ahead: Callable[[], int] = lambda: 1,
     timeout_s: float = 240,
 ) -> Duties:
     """Return what a test without a launcher asks of server and trainers."""
     return Duties(
         module=module,
-        first_step=first_step,
-        num_steps=num_steps,
-        outstanding=outstanding,
         compute=compute,
+        steps_ahead=steps_ahead,
         timeout_s=timeout_s,
-        ended=set,
         mark=lambda part: None,
-        log=print,
     )
 
 
@@ -196,41 +164,70 @@ def collected(server: Server, number: int) -> Tensor:
     return server.compute(SimpleNamespace(), SimpleNamespace(number=number))
 
 
-def computed_steps(env: DistEnv, num_steps: int) -> list[int]:
-    """Return the batches that this trainer computed; rank 2 falls silent after its third."""
+def applied_batches(env: DistEnv, num_steps: int) -> list[int]:
+    """Return the batches that a rank computed or, on the server, applied; stop at a step."""
     mode = ParameterServer("ps", mode="async")
-    module, steps = nn.Linear(3, 1), list[int]()
+    module, computed, first, period = nn.Linear(3, 1), list[int](), 100, 25
 
-    def compute(step: int) -> Tensor:
-        steps.append(step)
-        if env.rank == 2 and len(steps) == 4:
-            raise InterruptedError
+    def compute(number: int) -> Tensor:
+        computed.append(number)
         module(torch.ones(1, 3)).sum().backward()
-        return torch.tensor(float(step))
+        return torch.tensor(float(number))
 
-    if env.rank == 0:
-        server = mode.start_server(duties(module, num_steps=num_steps, first_step=100))
-        losses = [int(collected(server, step)) for step in range(100, 100 + num_steps)]
-        server.close("completed")
-        assert server.lost == [2]
-        return losses
-    try:
-        assert mode.run_trainer(duties(module, compute)) == "completed"
-    except InterruptedError:
-        groups = torch.distributed.distributed_c10d._world.pg_map
-        (link,) = (group for group in groups if group is not torch.distributed.group.WORLD)
-        torch.distributed.distributed_c10d._abort_process_group(link)
-        return steps[:-1]
-    return steps
+    if env.rank:
+        assert mode.run_trainer(duties(module, compute)) == "preempted"
+        return computed
+    asked = duties(module, steps_ahead=lambda: period - len(computed) % period)
+    server, under_way = mode.start_server(asked), set[bool]()
+    while not server.may_stop(len(computed) >= num_steps):
+        computed.append(int(collected(server, first + len(computed))))
+        if len(computed) % period == 0:
+            assert server.may_stop(True)
+            assert sorted(computed) == list(range(first, first + len(computed)))
+        elif len(computed) < num_steps:
+            under_way.add(not server.may_stop(True))
+    assert True in under_way
+    assert len(computed) <= num_steps + 2
+    server.close("preempted")
+    return computed
 
 
-def test_each_batch_is_computed_once_even_if_a_trainer_is_lost() -> None:
-    """What the lost one held is given to another; nothing beyond the last step is begun."""
-    applied, *computed = run_ranks(computed_steps, 4, 50)
-    wanted = Counter(range(100, 150))
+def test_each_batch_is_applied_once_and_none_is_under_way_at_a_boundary() -> None:
+    """A stop waits for what the trainers still compute: at most a batch of each."""
+    applied, *computed = run_ranks(applied_batches, 4, 510)
+    wanted = Counter(range(100, 100 + len(applied)))
     assert Counter(applied) == wanted
     assert Counter(step for steps in computed for step in steps) == wanted
-    assert len(computed[1]) == 3
+
+
+def rests(env: DistEnv, config: Config) -> list[tuple[str, int, bool]]:
+    """Return each save and evaluation of a run, its step, and whether nothing was under way."""
+    state, found = build(env, config), list[tuple[str, int, bool]]()
+
+    def noted(name: str, call: Callable[[TrainState], Any]) -> Callable[[TrainState], Any]:
+        def wrapped(state: TrainState) -> Any:
+            found.append((name, state.position.step, state.gradients.may_stop(True)))
+            state.gradients.may_stop(False)
+            return call(state)
+
+        return wrapped
+
+    with (
+        patch.object(train_states, "snapshot", noted("save", train_states.snapshot)),
+        patch.object(loop, "evaluate", noted("evaluation", loop.evaluate)),
+    ):
+        run_loop(env, config, max_steps=17, state=state)
+    return found
+
+
+def test_nothing_is_under_way_at_a_save_or_an_evaluation() -> None:
+    """Inside an epoch, at its end and at the last step: trainers wait for each other there."""
+    periods = ("checkpoint.every_steps=4", "train.eval_every_steps=6", "batch.global_size=3")
+    keys = ("parallelism.mode=async", "train.eval_every_epochs=1")
+    found, *_ = run_ranks(rests, 4, compose_config(*TOY, *PS, *periods, *keys, world_size=4))
+    assert {step for name, step, _ in found if name == "save"} >= {4, 8, 12, 16, 17}
+    assert {step for name, step, _ in found if name == "evaluation"} >= {6, 12, 17}
+    assert all(is_at_rest for _, _, is_at_rest in found)
 
 
 def partly_trained(env: DistEnv, config: Config) -> dict[str, Tensor]:
@@ -244,13 +241,6 @@ def partly_trained(env: DistEnv, config: Config) -> dict[str, Tensor]:
     return {name: one.detach() for name, one in state.module.named_parameters()}
 
 
-def test_batches_that_wait_for_a_trainer_are_outstanding() -> None:
-    """A run that is stopped before it has handed out what was left over leaves it once more."""
-    asked = duties(nn.Linear(1, 1), num_steps=4, outstanding=(7, 3))
-    server = Server(asked, groups=[], waits_for_all=False)
-    assert server.outstanding(None) == (3, 7)
-
-
 def test_parameters_without_a_gradient_stay_as_they_are() -> None:
     """Neither weight decay nor momentum moves a frozen or an unused one, as in one process."""
     keys = (*TOY, "optimizer.weight_decay=0.5", "optimizer.momentum=0.9")
@@ -261,60 +251,18 @@ def test_parameters_without_a_gradient_stay_as_they_are() -> None:
         torch.testing.assert_close(served[name], expected, rtol=1e-13, atol=1e-14)
 
 
-def applied_steps(env: DistEnv, folder: Path) -> list[int]:
-    """Stop an asynchronous run while trainer 2 holds its first batch, and go on from there."""
-    mode = ParameterServer("ps", mode="async")
-    module, stopped = nn.Linear(3, 1), folder / "stopped"
-    outstanding, applied = (), list[int]()
-    for num_steps in (10, 20):  # of 30
-        if env.rank == 0:
-            place = len(applied)
-            server = mode.start_server(
-                duties(
-                    module,
-                    num_steps=30 - place,
-                    first_step=place,
-                    outstanding=outstanding,
-                    timeout_s=30,
-                )
-            )
-            applied += [int(collected(server, place + i)) for i in range(num_steps)]
-            outstanding = server.outstanding(None)
-            assert (len(outstanding) > 0) == (len(applied) < 30)
-            stopped.touch()
-            server.close("preempted")
-            continue
-
-        def compute(step: int) -> Tensor:
-            while env.rank == 2 and not stopped.exists():
-                time.sleep(0.01)
-            module(torch.ones(1, 3)).sum().backward()
-            return torch.tensor(float(step))
-
-        assert mode.run_trainer(duties(module, compute, timeout_s=30)) == "preempted"
-    return applied
-
-
-def test_a_stopped_asynchronous_run_applies_each_batch_once(tmp_path: Path) -> None:
-    """What was handed out and not applied when it stopped is computed again, and nothing else."""
-    applied, *_ = run_ranks(applied_steps, 4, tmp_path)
-    assert Counter(applied) == Counter(range(30))
-    assert sorted(applied[:10]) != list(range(10)), "it stopped at a place without a gap"
-
-
 def patient_steps(env: DistEnv, how: str) -> list[int]:
     """Return the batches collected by a server that is busy for longer than the timeout."""
     mode = ParameterServer("ps", mode=how)
     module = nn.Linear(3, 1)
     if env.rank == 0:
-        server = mode.start_server(duties(module, num_steps=4, timeout_s=2))
+        server = mode.start_server(duties(module, timeout_s=2))
         applied = []
         for step in range(4):
             if step == 2:
                 time.sleep(4.5)  # an evaluation, a slow disk
             applied.append(int(collected(server, step)))
         server.close("completed")
-        assert server.lost == []
         return applied
 
     def compute(step: int) -> Tensor:
@@ -331,33 +279,6 @@ def test_trainers_outlast_a_server_that_is_busy(how: str) -> None:
     """However long it evaluates or saves: the timeout is for one that says nothing at all."""
     applied, *_ = run_ranks(patient_steps, 3, how)
     assert sorted(applied) == [0, 1, 2, 3]
-
-
-def silent_server(env: DistEnv) -> str:
-    """Return what a trainer says of a server whose process stands still."""
-    mode = ParameterServer("ps", mode="sync")
-    module = nn.Linear(3, 1)
-    pids: list[int] = [0]
-    if env.rank == 0:
-        pids = [os.getpid()]
-    torch.distributed.broadcast_object_list(pids, src=0)
-    if env.rank == 0:
-        mode.start_server(duties(module, num_steps=1, timeout_s=2))
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return ""
-    try:
-        mode.run_trainer(duties(module, timeout_s=2))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        os.kill(pids[0], signal.SIGCONT)
-    return "it never noticed"
-
-
-def test_a_server_that_stands_still_is_noticed() -> None:
-    """Its signs of life come from its process: a stopped one sends none."""
-    _, sentence = run_ranks(silent_server, 2)
-    assert "imed out" in sentence
 
 
 def drawn_numbers(env: DistEnv, config: Config) -> list[float]:
@@ -386,7 +307,7 @@ def served_buffers(env: DistEnv) -> list[float]:
         return torch.zeros(())
 
     if env.rank == 0:
-        server = mode.start_server(duties(norm, num_steps=1))
+        server = mode.start_server(duties(norm))
         collected(server, 0)
         server.close("completed")
     else:
@@ -478,7 +399,7 @@ def wide_loss(env: DistEnv) -> float:
         return torch.tensor(1 / 3, dtype=torch.float64)
 
     if env.rank == 0:
-        server = mode.start_server(duties(module, num_steps=1))
+        server = mode.start_server(duties(module))
         loss = collected(server, 0)
         server.close("completed")
     else:
@@ -509,7 +430,7 @@ def clocked(env: DistEnv) -> list[dict[str, float]]:
         if env.rank:
             assert mode.run_trainer(duties(module, compute)) == "completed"
             return figures
-        server = mode.start_server(duties(module, num_steps=2))
+        server = mode.start_server(duties(module))
         for step, (begins, ends) in enumerate([(10, 12), (50, 54)]):
             now[0] = begins
             collected(server, step)

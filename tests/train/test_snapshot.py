@@ -37,7 +37,6 @@ from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.gradients import take_role
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import Position, TrainState
 
@@ -431,7 +430,6 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "word": of("position", lambda position: position | {"step": "abc"}),
     "negative": of("position", lambda position: position | {"step_in_epoch": -1}),
     "beyond the epoch": of("position", lambda position: position | {"step_in_epoch": 99}),
-    "odd batches": of("position", lambda position: position | {"outstanding": ("a",)}),
     "position": of("position", lambda _: [1]),
     "order": of("position", lambda position: position | {"order": [1]}),
     "optimizer": of("optimizer", lambda _: []),
@@ -557,26 +555,3 @@ def test_the_last_checkpoint_of_a_resumed_run_is_that_of_an_undisturbed_one(
     one, other = (load_checkpoint(tmp_path / run / name) for run in ("whole", "parts"))
     assert one.keys() == other.keys()
     assert [key for key in one if not equal(one[key], other[key])] == []
-
-
-def catching_up(env: DistEnv, config: Config, folder: Path) -> tuple[list[int], list[list[int]]]:
-    """Go on from where an asynchronous run stood with batches 1 and 3 of six outstanding."""
-    state = build(env, config)
-    stands = {"epoch": 1, "step": 4, "step_in_epoch": 0, "outstanding": (1, 3)}
-    content = snapshot(at(state, epoch=1, step=4))
-    content["objects"]["position"] |= stands
-    save_whatever(folder, content, step=4)
-    assert restore(state, folder, log=print) == 4
-    assert take_role(state, ended=set, log=print) is None
-    numbers, left = [], []
-    for batch in state.setup.batches.epoch(state.position.epoch):
-        numbers.append(batch.number)
-        state.position.step_in_epoch += 1
-        left.append(list(snapshot(state)["objects"]["position"]["outstanding"]))
-    return numbers, left
-
-
-def test_what_an_asynchronous_run_left_out_comes_first_in_any_mode(tmp_path: Path) -> None:
-    """Batches 0, 2, 4 and 5 were applied; the epoch's other two follow those left out."""
-    (found,) = run_ranks(catching_up, 1, config_of(*TOY, world_size=1), tmp_path)
-    assert found == ([1, 3, 6, 7], [[3], [], [], []])

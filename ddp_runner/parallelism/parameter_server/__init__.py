@@ -1,1 +1,0 @@
-"""A parameter server: one rank holds the parameters, the others compute gradients."""
