@@ -2,16 +2,21 @@
 
 import importlib
 import json
+import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from configs import compose_raw
 
 from ddp_runner import __version__, new
+from ddp_runner.cli import app
+from ddp_runner.config.training import TrainConfig
 from ddp_runner.new import TEMPLATE, main, uv_source
 
 SLOW_IMPORTS = "import sys; print([one for one in ('torch', 'hydra') if one in sys.modules])"
@@ -46,6 +51,41 @@ def test_the_command_imports_neither_torch_nor_hydra(tmp_path: Path) -> None:
         "uv run pytest",
     ]
     assert imported == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_added"),
+    [
+        ([], True),
+        (["-m", "optimizer.lr=0.1,0.2"], True),
+        (["resume=auto", "seed=3"], True),
+        (["model=other"], False),
+        (["-m", "experiment=one,two"], False),
+        (["task=predict", "resume=last"], False),
+    ],
+)
+def test_its_command_trains_its_model_unless_it_names_another(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, *, is_added: bool
+) -> None:
+    """Else a command without a word would train this program's own model."""
+    started = Mock()
+    monkeypatch.setattr(app, "main", started)
+    monkeypatch.setattr("sys.argv", ["my_project", *words])
+    runpy.run_path(str(TEMPLATE / "my_project" / "__main__.py"), run_name="__main__")
+    ((given,), _) = started.call_args
+    assert given[3:] == [*["model=small_net"] * is_added, *words]
+
+
+def test_a_model_of_the_project_is_trained_as_its_own_yaml_says(tmp_path: Path) -> None:
+    """Not as the one that the project began with."""
+    text = "# @package _global_\ndefaults:\n  - override /optimizer: adadelta\nmodel: {name: own}\n"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "own.yaml").write_text(text)
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "adadelta.yaml").write_text("name: adadelta\n")
+    raw = compose_raw("model=own", folders=[TEMPLATE / "conf", tmp_path])
+    assert raw.optimizer == {"name": "adadelta"}
+    assert raw.train.epochs == TrainConfig().epochs
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,11 @@ def test_what_its_readme_gives_to_try_runs(project: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((TEMPLATE / "conf").glob("*/*.yaml")), ids=lambda p: p.stem)
 def test_each_yaml_composes_by_its_own_command(path: Path) -> None:
-    """As those in conf/ do; the default experiment by a command without a word."""
+    """As those in conf/ do, with the model that the project's command adds."""
     first = next(line for line in path.read_text().splitlines() if line.startswith("# python"))
     overrides = first.removeprefix("# python -m my_project").split()
-    named = f"{path.parent.name}={path.stem}"
-    assert overrides == ([] if named == "experiment=default" else [named])
-    config, _ = resolved(*overrides, "allowed_targets=[my_project]", folders=[TEMPLATE / "conf"])
+    assert overrides == [f"{path.parent.name}={path.stem}"]
+    words = ("model=small_net", "allowed_targets=[my_project]")
+    config, _ = resolved(*words, *overrides, folders=[TEMPLATE / "conf"])
     assert config.model["name"] == "small_net"
     assert config.dataset["name"] == "shifted_digits"

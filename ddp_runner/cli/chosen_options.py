@@ -15,10 +15,11 @@ from hydra.conf import HydraConf
 from hydra.core.default_element import GroupDefault
 from omegaconf import OmegaConf, open_dict, read_write
 
-from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
+from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, leaves
 from ddp_runner.errors import listed
 
-NOTES = "ddp_runner/notes"  # among the choices of the hydra node, which reach each job of a sweep
+# Among the choices of the hydra node, which reach each job of a sweep.
+NOTES, KEYS = "ddp_runner/notes", "ddp_runner/keys"
 EXPERIMENT = "experiment"
 GROUPS = (*RUNNER_KEYS, "backend")
 Note = tuple[str, list[str]]  # a text, and the keys that it is about
@@ -39,14 +40,17 @@ def notes_of(node: HydraConf, *, chosen: Collection[str]) -> list[str]:
     return [f"{text}: {listed(keys)}" for text, keys in left.items() if keys]
 
 
+def keys_of_yamls(node: HydraConf) -> list[str]:
+    """Return the dotted keys that the YAMLs of the chosen model and experiment set."""
+    return list(node.runtime.choices.get(KEYS, []))
+
+
 def _defaults_list(repo: IConfigRepository, **given: Any) -> DefaultsList:
     """Return Hydra's list of the YAMLs to merge, which `repo` holds, and change these."""
     found = create_defaults_list(repo, **given)
     choices, origins = found.overrides.override_choices, found.overrides.override_metadata
     known = [one for one in (*GROUPS, *LIST_GROUPS) if one in origins]
     chosen = {one: choices[one] for one in known if origins[one].external_override}
-    if not chosen:
-        return found
     files = {str(one.config_path): one.package for one in found.defaults}
     by_kind: dict[str, dict[str, Any]] = {EXPERIMENT: {}, "model": {}}
     usual: dict[str, Any] = {}
@@ -60,8 +64,19 @@ def _defaults_list(repo: IConfigRepository, **given: Any) -> DefaultsList:
     for group, option in chosen.items():
         if usual.get(group) != option:
             notes += _leave_out(repo, files, group=group, option=_shown(option))
-    vars(found.overrides)["known_choices"][NOTES] = notes
+    said = vars(found.overrides)["known_choices"]
+    said[NOTES], said[KEYS] = notes, _keys_of(repo, files, has_model="model" in origins)
     return found
+
+
+def _keys_of(
+    repo: IConfigRepository, files: Mapping[str, str | None], *, has_model: bool
+) -> list[str]:
+    """Return the keys in the experiment's YAML, and in the model's unless it is the default one."""
+    kinds = (EXPERIMENT, "model") if has_model else (EXPERIMENT,)
+    loaded = [repo.load_config(path) for path in files if path.partition("/")[0] in kinds]
+    trees: Any = [OmegaConf.to_container(one.config, resolve=False) for one in loaded if one]
+    return sorted({key for tree in trees for key, _ in leaves(tree)})
 
 
 def _options_in(repo: IConfigRepository, path: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.hydra_adapter import compose_config, parse_options, quoted
 from ddp_runner.cli.resume import resumed_overrides
-from ddp_runner.config.schema import AUTO, CONFIG_DIR
+from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import UserError, nearest
 
 # Words of other programs for the last part of a key of this program.
@@ -91,8 +91,6 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     read = OverridesParser.create().parse_overrides
     folders = own_folders(parsed.config_dir, read(parsed.overrides))
     overrides, implied = resumed_overrides(parsed.overrides, folders=group_folders(folders))
-    default = default_experiment(overrides, folders)
-    overrides, implied = [*default, *overrides], [*default, *implied]
     return CommandLine(
         written=tuple(arguments),
         options=tuple(options),
@@ -202,22 +200,6 @@ def own_folders(config_dir: str | None, overrides: Sequence[Override]) -> list[s
     return folders
 
 
-def default_experiment(overrides: Sequence[str], urls: Sequence[str]) -> list[str]:
-    """Return the override that chooses the user's own experiment/default.yaml, if it counts.
-
-    It does unless the command names an experiment, or resumes a run, which has its own config.
-
-    Args:
-        overrides: as written, or with those that a resumed run implies.
-        urls: of the user's own groups; see ``own_folders``.
-    """
-    own = [folder / "experiment" / "default.yaml" for folder in group_folders(urls)[1:]]
-    chosen = any(re.match(r"[~+]*experiment(=|$)", one) for one in overrides)
-    resumes = any(one.startswith("resume=") and one != f"resume={AUTO}" for one in overrides)
-    is_there = any(path.is_file() for path in own)
-    return ["experiment=default"] if is_there and not chosen and not resumes else []
-
-
 def group_folders(urls: Sequence[str]) -> list[Path]:
     """Return the folders that hold groups: the project's, and the user's own by their URLs."""
     return [CONFIG_DIR, *(Path(url.removeprefix("file://")) for url in urls)]
@@ -230,7 +212,7 @@ def _compose_groups(arguments: Sequence[str]) -> DictConfig:
     overrides = OverridesParser.create().parse_overrides(written)
     folders = own_folders(parsed.config_dir, overrides)
     groups = {path.name for root in group_folders(folders) for path in root.glob("*")}
-    chosen = default_experiment(parsed.overrides, folders)
+    chosen = list[str]()
     for override in overrides:
         group = override.key_or_group
         is_group = group in groups or group.startswith("hydra/")

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.chosen_options import keep_chosen_options, notes_of
+from ddp_runner.cli.chosen_options import keep_chosen_options, keys_of_yamls, notes_of
 from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened, opened_node
 from ddp_runner.cli.preflight import validate_files
@@ -20,8 +20,10 @@ from ddp_runner.cli.resume import NotARunError, left_trackers, said_again, with_
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.keys import help_text
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
+from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import AUTO, LIST_GROUPS, Config
+from ddp_runner.config.unused import unused_note
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
@@ -111,10 +113,13 @@ def plan_at(
         raw, overrides, lacks_run, notes = given, _written(node, command), False, list[str]()
         try:
             raw = with_resumed(given, overrides, is_launched=env is not None)
+            own_keys = chosen_keys(overrides)
             if raw is given:
-                notes = notes_of(node, chosen=chosen_keys(overrides))
+                notes = notes_of(node, chosen=own_keys)
+                own_keys += keys_of_yamls(node) if has_own_loop(raw.task) else []
             else:
                 notes = left_trackers(given, overrides)
+            notes += unused_note(raw.task, own_keys)
         except NotARunError:
             lacks_run = (env.num_nodes if env else given.launch.nnodes) > 1
             if not lacks_run:

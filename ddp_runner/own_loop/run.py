@@ -35,8 +35,8 @@ class Run:
         rank, world_size: this rank, from 0, and how many there are.
         is_rank_zero: whether this rank logs and saves.
         devices, device: of this rank, as its mode of parallelism wants them; the first of them.
-        config: the resolved config. Of its keys under train, the runner itself applies
-            deterministic and num_threads alone; under checkpoint all but every_epochs.
+        config: the resolved config. Of train the runner applies deterministic and num_threads, of
+            checkpoint all but every_epochs; nothing of params, ema, early_stop, scheduler, metrics.
         seed: ``config.seed``.
         run_dir: the run's folder.
     """

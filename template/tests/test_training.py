@@ -20,7 +20,7 @@ def train(folder: Path, *overrides: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The metrics of the default experiment on two ranks."""
+    """The metrics of this project's model on two ranks."""
     return train(tmp_path_factory.mktemp("runs") / "two", "world_size=2")
 
 

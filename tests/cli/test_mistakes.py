@@ -36,7 +36,7 @@ OWN = {
     "optimizer/number": "5: 3\n",
     "optimizer/nothing": "null: 3\n",
     "experiment/kinds": "# @package _global_\ntrain:\n  epochs: many\n",
-    "experiment/default": "# @package _global_\ndefaults:\n  - override /model: mine\n",
+    "experiment/own": "# @package _global_\ndefaults:\n  - override /model: mine\n",
     "model/mine": "name: mine\n_target_: torch.nn.Linear\nwidth: 3\n",
 }
 UNKNOWN = "train.epoch is not a key of the config; did you mean train.epochs?"
@@ -55,7 +55,7 @@ ANSWERS = {
         "the keys of optimizer are name, _target_, lr, alpha",
     "-m --config-dir=MINE optimizer=rmsprop,sgd optimizer.alfa=3": "did you mean optimizer.alpha?",
     "--config-dir=MINE optimizer=rmsprob": "did you mean rmsprop?",
-    "--config-dir=MINE model.wdth=3": "did you mean model.width?",  # of experiment/default.yaml
+    "--config-dir=MINE experiment=own model.wdth=3": "did you mean model.width?",
     "--config-dir=MINE optimizer=broken train.epoch=3": "broken.yaml",
     "--config-dir=MINE optimizer=broken": "line 2, column 1; correct the YAML there",
     "--config-dir=MINE optimizer=five": "Invalid loaded object type: int",

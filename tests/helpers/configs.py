@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ddp_runner.cli.compose as compose_module
-from ddp_runner.cli.command_line import default_experiment
 from ddp_runner.cli.compose import validate_files
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.resume import with_resumed
@@ -44,6 +43,7 @@ def compose_raw(*overrides: str, folders: Sequence[Path] = ()) -> Any:
 
 def compose_by_hydra(*overrides: str, folders: Sequence[Path] = ()) -> Any:
     """Return what Hydra composes, without the cache."""
+    register()
     search = (
         [f"hydra.searchpath=[{','.join(path.as_uri() for path in folders)}]"] if folders else []
     )
@@ -78,9 +78,7 @@ def resolved(
     folders: Sequence[Path] = (),
 ) -> tuple[Config, list[str]]:
     """Return the resolved config of a command line, and its warnings."""
-    register()
-    default = default_experiment(overrides, [path.as_uri() for path in folders])
-    raw = compose_raw(*default, *overrides, folders=folders)
+    raw = compose_raw(*overrides, folders=folders)
     return resolve(
         to_config(with_resumed(raw, overrides)),
         hardware=hardware,
