@@ -33,7 +33,7 @@ def change_weight(run: Path) -> None:
     """Change a weight of the last checkpoint, with correct checksums."""
     path = max((run / "checkpoints").iterdir())
     state, manifest = load_checkpoint(path), read_manifest(path)
-    next(iter(state["model"].values())).view(-1)[0] += 1e-6
+    next(iter(state["objects"]["model"].values())).view(-1)[0] += 1e-6
     shutil.rmtree(path)
     facts = {"step": manifest.step, "metrics": manifest.metrics}
     save_checkpoint(path.parent, state, **facts, config=CheckpointConfig(keep=9), log=print)

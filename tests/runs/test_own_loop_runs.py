@@ -244,7 +244,7 @@ def test_a_carried_hidden_state_resumes_bit_for_bit(tmp_path: Path) -> None:
     first = run_function(CARRIED, "+loop.steps=3", *keys, folder=tmp_path / "cut")
     again = run_command(
         f"resume={first.run_dir}",
-        "loop.steps=6",
+        "+loop.steps=6",
         "allowed_targets=[mine]",
         folder=tmp_path / "cut",
         environ={"PYTHONPATH": str(tmp_path / "cut")},
