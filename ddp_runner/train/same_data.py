@@ -13,7 +13,7 @@ from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import Piece
 from ddp_runner.data.streams import AnySplit, StreamSplit
-from ddp_runner.data.trees import tensors_of
+from ddp_runner.data.trees import inputs_of, shape_of, tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 
@@ -26,10 +26,12 @@ def agreed_samples(dataset: Dataset) -> Samples:
     """Return what tells the data of a run, equal on all ranks. Collective: every rank must call.
 
     Raises:
-        UserError: a rank has other samples than rank 0, or gets them in another order.
+        UserError: a rank has other samples than rank 0, or gets them in another order; or only one
+            split is normalised.
     """
     splits = {"train": dataset.train, "eval": dataset.eval}
-    by_rank = gather_objects({name: _in_short(split) for name, split in splits.items()})
+    loaded = {name: _first_and_last(split) for name, split in splits.items()}
+    by_rank = gather_objects({name: _in_short(data) for name, data in loaded.items()})
     for rank, samples in enumerate(by_rank):
         for name, split in splits.items():
             if are_same(samples[name], by_rank[0][name]):
@@ -46,7 +48,20 @@ def agreed_samples(dataset: Dataset) -> Samples:
                 "seeded; sort the files, and draw from random, numpy.random or torch, which the "
                 "run seeds, or give your own generator a fixed seed"
             )
+    if dataset.mean is not None:
+        _validate_pixels(dataset.name, *(inputs_of(loaded[name][0]) for name in splits))
     return by_rank[0]
+
+
+def _validate_pixels(name: str, train: Any, evaluation: Any) -> None:
+    """Reject inputs of which ``Dataset.normalize`` changes those of one split only."""
+    are_pixels = [getattr(inputs, "dtype", None) == torch.uint8 for inputs in (train, evaluation)]
+    if len(set(are_pixels)) == 2:
+        raise UserError(
+            f"the training inputs of dataset={name} are {shape_of(train)} and those of the "
+            f"evaluation {shape_of(evaluation)}, and only uint8 is normalised by dataset.mean and "
+            "dataset.std; let the transforms of both return uint8, or both floats, normalised"
+        )
 
 
 def are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -64,17 +79,20 @@ def begins_alike(samples: Samples) -> bool:
     return has_values and are_same(*firsts)
 
 
-def _in_short(split: AnySplit) -> dict[str, Any]:
-    """Describe the first and the last sample; of a stream only the first."""
+def _first_and_last(split: AnySplit) -> list[Any]:
+    """Return two batches of one sample; of a stream only the first."""
     if isinstance(split, StreamSplit):
-        loaded = [split.first([0])]
-    else:
-        if isinstance(split, LoaderSplit):  # the rank itself must not open the dataset's files
-            workers = min(1, split.num_workers)
-            split = replace(split, num_workers=workers, persistent_workers=False)
-        places = (0, len(split) - 1)
-        pieces = [Piece(torch.tensor([place], device=split.device)) for place in places]
-        loaded = list(split.load(pieces, seed=0))
+        return [split.first([0])]
+    if isinstance(split, LoaderSplit):  # the rank itself must not open the dataset's files
+        workers = min(1, split.num_workers)
+        split = replace(split, num_workers=workers, persistent_workers=False)
+    places = (0, len(split) - 1)
+    pieces = [Piece(torch.tensor([place], device=split.device)) for place in places]
+    return list(split.load(pieces, seed=0))
+
+
+def _in_short(loaded: Sequence[Any]) -> dict[str, Any]:
+    """Describe the tensors of some samples."""
     return {
         f"{number} {place}": _of_tensor(tensor)
         for number, data in enumerate(loaded)

@@ -1,7 +1,7 @@
 """Ranks and resumes have the same data, or say so in one line before the first step."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pictures import write_folders, write_shards
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, random_split
@@ -141,6 +142,49 @@ def test_ranks_with_other_data_say_so(train: str, evaluation: str, expected: str
     assert expected in first
     assert bool(first) == bool(expected)
     assert "\n" not in first
+
+
+def as_floats(picture: Any) -> Tensor:
+    """Scale a PIL picture to 0..1."""
+    return torch.from_numpy(np.array(picture.resize((8, 8)), dtype=np.float32) / 255).movedim(2, 0)
+
+
+def as_bytes(picture: Any) -> Tensor:
+    """Keep the pixels of a PIL picture."""
+    return (as_floats(picture) * 255).round().to(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("source", "transforms", "is_refused"),
+    [
+        ("image_folder", ("as_floats", None), True),
+        ("image_folder", (None, "as_floats"), True),
+        ("image_folder", ("as_floats", "as_floats"), False),
+        ("image_folder", ("as_bytes", None), False),
+        ("shards", ("as_floats", None), True),
+        ("shards", ("as_bytes", "as_bytes"), False),
+    ],
+)
+def test_both_splits_are_normalised_or_neither_is(
+    source: str, transforms: Sequence[str | None], tmp_path: Path, *, is_refused: bool
+) -> None:
+    """Pixels of 8 bits are, floats are not: a model would be evaluated on other pixels."""
+    write = write_folders if source == "image_folder" else write_shards
+    write(tmp_path / "pets", num_train=4, num_eval=4)
+    sides = [
+        f"dataset.{split}_transform={{_target_:{__name__}.{one},_partial_:true}}"
+        for split, one in zip(("train", "eval"), transforms, strict=True)
+        if one is not None
+    ]
+    config = compose_config(
+        *("model=convnet", f"dataset={source}", "dataset.folder=pets", f"data_root={tmp_path}"),
+        *("dataset.num_classes=3", "dataset.height=8", "dataset.width=8", "dataset.num_workers=0"),
+        *(*sides, f"allowed_targets=[{__name__}]", "batch.global_size=4", "model.in_channels=3"),
+        world_size=1,
+    )
+    (answer,) = run_ranks(agreement, 1, config)
+    assert ("only uint8 is normalised by dataset.mean and dataset.std" in answer) == is_refused
+    assert bool(answer) == is_refused
 
 
 def resumed(env: DistEnv, configs: list[Config], folder: Path) -> list[str]:
