@@ -130,7 +130,9 @@ def _parts() -> list[str]:
 def _defined(module: str) -> frozenset[str]:
     """Return the public parts that a module of this package defines itself."""
     path = PACKAGE.parent.joinpath(*module.split("."))
-    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    source = path / "__init__.py"
+    if not source.is_file():  # an update may leave the folder of a former package
+        source = path.with_suffix(".py")
     if not source.is_file():
         return frozenset()
     kinds = next(kinds for package, kinds in OWN.items() if is_inside(module, [package]))
