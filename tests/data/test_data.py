@@ -7,7 +7,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
 
@@ -136,21 +136,6 @@ def test_random_numbers_are_new_in_each_step() -> None:
     again = randoms(3, 1)[1]
     assert again is not None
     assert tuple(again.flatten().tolist()) == numbers[3]
-
-
-def test_a_batch_that_was_left_out_comes_in_anothers_place_as_it_was() -> None:
-    """A batch of an earlier epoch has that epoch's samples, number and random numbers."""
-    plain = batches(41, rank=0, world_size=1, num_randoms=2)
-    first, second = ([*plain.epoch(epoch)] for epoch in (0, 1))
-    found = [*replace(plain, instead={len(first) + 1: 2}).epoch(1)]
-    for index, step in enumerate(found):
-        expected = first[2] if index == 1 else second[index]
-        assert samples(step) == samples(expected)
-        assert step.number == expected.number
-        randoms, others = step.micro_batches[0].randoms, expected.micro_batches[0].randoms
-        assert randoms is not None
-        assert others is not None
-        assert torch.equal(randoms, others)
 
 
 def test_start_step_goes_on_where_the_epoch_stopped() -> None:
