@@ -137,8 +137,8 @@ def test_a_lost_trainer_is_named_and_the_group_restarts(tmp_path: Path, mode: st
     assert (end.exit_code, end.stderr) == (0, "")
     assert record(end.run_dir)["status"] == "completed"
     log = (end.run_dir / "logs" / "rank-0.log").read_text()
-    assert "rank 2 was killed by SIGKILL" in log
-    assert re.search(r"restart 1 of 1.*step [1-9]\d*0", log)
+    assert "restart 1 of 1: rank 2 was killed by SIGKILL" in log
+    assert re.search(r"resumed from \S+step-0*[1-9]\d*0\b", log)
     assert metrics(end.run_dir)[-2]["ps/num_trainers"] == 3
 
 
