@@ -13,6 +13,7 @@ from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra.conf import HydraConf
 from hydra.core.default_element import GroupDefault
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf, open_dict, read_write
 
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, leaves
@@ -74,8 +75,7 @@ def _keys_of(
 ) -> list[str]:
     """Return the keys in the experiment's YAML, and in the model's unless it is the default one."""
     kinds = (EXPERIMENT, "model") if has_model else (EXPERIMENT,)
-    loaded = [repo.load_config(path) for path in files if path.partition("/")[0] in kinds]
-    trees: Any = [OmegaConf.to_container(one.config, resolve=False) for one in loaded if one]
+    trees = [_tree(repo, path) for path in files if path.partition("/")[0] in kinds]
     return sorted({key for tree in trees for key, _ in leaves(tree)})
 
 
@@ -84,14 +84,12 @@ def _options_in(repo: IConfigRepository, path: str) -> dict[str, Any]:
 
     With a key such as dataset.name it makes an option of its own.
     """
-    loaded = repo.load_config(path)
-    assert loaded is not None
-    groups = (one for one in loaded.defaults_list or () if isinstance(one, GroupDefault))
+    defaults, tree = _loaded(repo, path).defaults_list or (), _tree(repo, path)
+    groups = (one for one in defaults if isinstance(one, GroupDefault))
     options = {str(one.group).lstrip("/"): one.value for one in groups if one.value != []}
     kind, is_of_group, _ = path.partition("/")
-    tree: Any = OmegaConf.to_container(loaded.config, resolve=False)
     for group in GROUPS if is_of_group else ():
-        if group != kind and isinstance(tree.get(group), dict) and "name" in tree[group]:
+        if group != kind and "name" in _dict(tree.get(group)):
             options[group] = tree[group]["name"]
     return options
 
@@ -111,20 +109,17 @@ def _leave_out(
     repo: IConfigRepository, files: Mapping[str, str | None], *, group: str, option: str
 ) -> Iterator[Note]:
     """Remove what other YAMLs say of a group; yield a note if it is something else."""
-    loaded = {path: repo.load_config(path) for path in files}
-    configs = {path: one.config for path, one in loaded.items() if one is not None}
     own, absent, keys = dict[str, Any](), object(), dict[str, set[str]]()
-    for path, config in configs.items():
+    for path, package in files.items():
         if path.startswith(f"{group}/"):
-            tree: Any = OmegaConf.to_container(config, resolve=False)
-            own |= tree.get(group, {}) if files[path] == "" else tree
-    for path, config in configs.items():
-        tree = OmegaConf.to_container(config, resolve=False)
-        kind, is_file, _ = path.partition("/")
-        is_other = files[path] == "" and is_file and kind != group
-        if not is_other or not isinstance(tree.get(group), dict):
+            tree = _tree(repo, path)
+            own |= _dict(tree.get(group)) if package == "" else tree
+    for path, package in files.items():
+        kind, is_of_group, _ = path.partition("/")
+        said = _dict(_tree(repo, path).get(group))
+        if package != "" or not is_of_group or kind == group or not said:
             continue
-        said = tree[group]
+        config: Any = _loaded(repo, path).config
         # All options of backend have the same other keys, such as timeout_s.
         left = {key for key in said if group != "backend" or key in own}
         with read_write(config), open_dict(config):
@@ -133,6 +128,21 @@ def _leave_out(
     if differing := sorted(set().union(*keys.values())):
         paths = " and ".join(f"{path}.yaml" for path in keys if keys[path])
         yield f"{group}={option} does not take what {paths} says of another option", differing
+
+
+def _loaded(repo: IConfigRepository, path: str) -> ConfigResult:
+    loaded = repo.load_config(path)
+    assert loaded is not None
+    return loaded
+
+
+def _tree(repo: IConfigRepository, path: str) -> dict[str, Any]:
+    """Return a YAML's keys; none if it has another form, which Hydra reports when it merges."""
+    return _dict(OmegaConf.to_container(_loaded(repo, path).config, resolve=False))
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _shown(option: Any) -> str:

@@ -36,6 +36,8 @@ OWN = {
     "optimizer/number": "5: 3\n",
     "optimizer/nothing": "null: 3\n",
     "experiment/kinds": "# @package _global_\ntrain:\n  epochs: many\n",
+    "experiment/list": "- a\n",
+    "model/number": "# @package _global_\nmodel: 5\n",
     "experiment/own": "# @package _global_\ndefaults:\n  - override /model: mine\n",
     "model/mine": "name: mine\n_target_: torch.nn.Linear\nwidth: 3\n",
 }
@@ -68,6 +70,8 @@ ANSWERS = {
     "params.groups=[1]": "holds int where mappings belong; write params.groups=[{match:head.*",
     "params.groups=[[a]]": "params.groups[0] must be a mapping; write params.groups=[{match:head",
     "--config-dir=MINE optimizer=list": "Cannot merge DictConfig with ListConfig",
+    "--config-dir=MINE experiment=list optimizer=adam": "Key 'experiment' not in 'Config'",
+    "--config-dir=MINE model=number": "model is a group of keys; write model.KEY=VALUE",
     "--config-dir=MINE optimizer=loop": "lead back to itself",
     "--config-dir=MINE optimizer=lacking": "optimizer=nowhere does not exist",
     "--config-dir=MINE optimizer=tagged": "could not determine a constructor",
