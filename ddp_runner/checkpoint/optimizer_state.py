@@ -1,16 +1,19 @@
 """The states of optimizers and schedulers: by parameter names, and apart from their settings."""
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, listed, one_line
 from ddp_runner.parallelism.shards import is_shard, like
+
+SCHEDULED = {"lr", "momentum", "betas"}  # what schedulers change in the optimizer's groups
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
@@ -80,6 +83,12 @@ def load_optimizer(
     numbers = {name: number for number, name in known.items()}
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     then = {name: place for place, group in enumerate(saved["groups"]) for name in group["params"]}
+    left = [name for name in then if name not in numbers]
+    if left and len(saved["groups"]) > len(optimizer.param_groups):
+        raise UserError(
+            f"it had {len(saved['groups'])} groups of parameters, among them {listed(left)}, and "
+            f"now it has {len(optimizer.param_groups)}; add the groups before it is restored"
+        )
     state = {}
     for key, values in saved["state"].items():
         if key in numbers:
@@ -93,7 +102,11 @@ def load_optimizer(
         if place is None:  # none of its parameters was trained
             groups.append(group)
             continue
-        before, now = saved["settings"][place], saved["groups"][place]
+        now = saved["groups"][place]
+        if place >= len(saved["settings"]):  # the loop added it later
+            groups.append({**now, "params": group["params"]})
+            continue
+        before = saved["settings"][place]
         merged = _merged(group, before, now) | {"params": group["params"]}
         if not _is_same(before["lr"], now["lr"]):  # by a scheduler, whose rates are a state
             rates = [one.get("initial_lr", one["lr"]) for one in (start, before)]
@@ -113,11 +126,21 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
     return {"class": _class(scheduler), "state": scheduler.state_dict()}
 
 
-def load_scheduler(scheduler: Any, saved: Mapping[str, Any], settings: Any) -> None:
+def load_scheduler(
+    scheduler: Any, saved: Mapping[str, Any], settings: Any, groups: Sequence[Any] | None
+) -> None:
     """Load a scheduler's state; what has not changed since it was built stays this one's.
 
+    Args:
+        scheduler: as it was built.
+        saved: its state, and ``settings``, as they were before the first step of that run.
+        settings: of this scheduler before its first step.
+        groups: of its optimizer, likewise: with other settings the scheduler takes all steps once
+            more, so that its rates are those of a run that always had them. None: another scheduler
+            changes the same rates, so it goes on from those that were saved.
+
     Raises:
-        UserError: it is the state of another class.
+        UserError: it is the state of another class, or cannot take that many steps.
     """
     then, now = saved["settings"], saved["state"]
     if now["class"] != settings["class"]:
@@ -125,10 +148,28 @@ def load_scheduler(scheduler: Any, saved: Mapping[str, Any], settings: Any) -> N
             f"it was a {now['class']}, and now it is a {settings['class']}; keep the scheduler, or "
             "start a new run with model.weights"
         )
-    state = _merged(settings["state"], then["state"], now["state"])
-    scheduler.load_state_dict(copy.deepcopy(state))
-    if isinstance(scheduler, LambdaLR):
-        set_rates(scheduler)
+    own, start, state = settings["state"], then["state"], now["state"]
+    is_by_metric = isinstance(scheduler, ReduceLROnPlateau) or "last_epoch" not in state
+    if groups is None or is_by_metric or _is_same(own, start):
+        scheduler.load_state_dict(copy.deepcopy(_merged(own, start, state)))
+        return
+    for group, first in zip(scheduler.optimizer.param_groups, groups, strict=True):
+        group.update({key: copy.deepcopy(first[key]) for key in SCHEDULED & first.keys()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer has taken no step in this process
+        try:
+            for _ in range(state["last_epoch"] - own["last_epoch"]):
+                scheduler.step()
+        except ValueError as error:  # OneCycleLR past its end
+            raise UserError(f"{one_line(error)}; give it more steps") from error
+
+
+def groups_of(scheduler: Any, objects: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """Return the first groups of a scheduler's optimizer; None if others schedule it, too."""
+    optimizer = scheduler.optimizer
+    if sum(is_scheduler(one) and one.optimizer is optimizer for one in objects.values()) > 1:
+        return None
+    return next((settings[name] for name, one in objects.items() if one is optimizer), None)
 
 
 def set_rates(scheduler: LambdaLR) -> None:

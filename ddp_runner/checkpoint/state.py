@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -28,6 +29,7 @@ from ddp_runner.checkpoint.fetched import on_every_machine
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.optimizer_state import (
     by_names,
+    groups_of,
     is_scheduler,
     load_optimizer,
     load_scheduler,
@@ -85,27 +87,23 @@ class Saver:
             copies: takes the addresses of tensors that are copies already, as ``gathered``.
 
         Raises:
-            UserError: a parameter is NaN or infinite, or a tensor is only this rank's shard and
-                not a DTensor. Such a state is never saved.
+            UserError: a parameter is NaN or infinite, or a tensor is a shard but no DTensor.
         """
         for name, value in self.objects.items():
-            if isinstance(value, nn.Module):
-                _validate_finite(name, value, step)
-        names = parameter_names(self.objects)
-        states, own = dict[str, Any](), dict[str, Any]()
+            _validate_finite(name, value, step)
+        names, states, own = parameter_names(self.objects), dict[str, Any](), dict[str, Any]()
         for name, value in self.objects.items():
             states[name] = _state(value, self.settings.get(name), names)
             own[name] = _own(value, states[name], compares_buffers=self.compares_buffers)
-        digests = gather_objects(
-            {name: digest_of(one) for name, one in own.items()}, group=self.group
-        )
+        own_digests = {name: digest_of(one) for name, one in own.items()}
+        digests = gather_objects(own_digests, group=self.group)
         differ = [name for name in own if len({of_rank[name] for of_rank in digests}) > 1]
-        by_rank = list[Any]()
+        by_rank: list[Any] = []
         if differ:
             parts = {name: on_cpu(own[name]) for name in differ}
-            by_rank = gather_objects(parts, group=self.group)
-        found = gathered(states, keep=self.rank == 0, copies=copies)
-        reject_sharded(found)
+            by_rank = [None] * self.num_ranks if self.rank == 0 else []
+            dist.gather_object(parts, by_rank or None, dst=0, group=self.group)
+        reject_sharded(found := gathered(states, keep=self.rank == 0, copies=copies))
         content = {"task": self.task, "step": step, "num_shares": self.num_shares}
         return {**content, "objects": found, "by_rank": by_rank}
 
@@ -143,7 +141,11 @@ class Saver:
         names = parameter_names(self.objects)
         for name, value in self.objects.items():
             with _named(path, name):
-                _load(value, content["objects"][name], self.settings.get(name), names)
+                state, own = content["objects"][name], self.settings.get(name)
+                if is_scheduler(value):
+                    load_scheduler(value, state, own, groups_of(value, self.objects, self.settings))
+                else:
+                    _load(value, state, own, names)
         self._load_by_rank(content, path, log=log)
         log(f"resumed from {path}, step {content['step']}")
         metrics = from_rank_zero(lambda: read_manifest(path).metrics)
@@ -193,8 +195,9 @@ class Saver:
                 _load_own(self.objects[name], state)
 
 
-def _validate_finite(name: str, module: nn.Module, step: int) -> None:
-    if (key := first_not_finite(module.named_parameters())) is not None:
+def _validate_finite(name: str, value: Any, step: int) -> None:
+    named = value.named_parameters() if isinstance(value, nn.Module) else ()
+    if (key := first_not_finite(named)) is not None:
         raise UserError(
             f"parameter {name}.{key} became NaN or infinite by step {step}; it was not saved: "
             "start again with a smaller optimizer.lr, or resume from a checkpoint whose loss was "
@@ -228,8 +231,6 @@ def _load(value: Any, state: Any, settings: Any, names: Mapping[int, str]) -> No
         load_module(value, state)
     elif isinstance(value, Optimizer):
         load_optimizer(value, state, settings, names)
-    elif is_scheduler(value):
-        load_scheduler(value, state, settings)
     else:
         _load_own(value, state)
 

@@ -39,6 +39,7 @@ def split_layers(
             "write model.tensor_parallel={PATTERN:colwise}, or parallelism=fsdp"
         )
     styles, numbers = _styles(is_sequence_split=is_sequence_split), _OwnNumbers(mesh)
+    module.register_forward_pre_hook(numbers.begin)
     for pattern, word in plan.items():
         if word not in _styles(is_sequence_split=True):
             raise UserError(
@@ -62,6 +63,10 @@ class _OwnNumbers:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._rank = mesh.get_local_rank()
         self._seed: int | None = None  # with which the ranks go on together
+
+    def begin(self, *_: Any) -> None:
+        """Forget what an earlier forward has left: it may end in such a part."""
+        self._seed = None
 
     def between(self, layer: nn.Module, word: str) -> None:
         """Watch a layer that begins such a part of the model, or ends it."""

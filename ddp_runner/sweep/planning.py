@@ -74,8 +74,8 @@ class Planner:
             shown = RunDir(shown_path(run)).resume_argument
             raise UserError(
                 f"{shown} goes on with one run, in its own folder, and several jobs of this sweep "
-                f"would; to start each from its weights, write "
-                f"{shown.replace('resume', 'model.weights', 1)} with the run's groups in its place"
+                f"would; to start each from its weights, choose the run's groups and write "
+                f"++model.weights={shown_path(run)} in place of resume"
             )
         self._resumed.add(run.resolve())
 

@@ -1,14 +1,16 @@
 """Buffers that training changes, such as a codebook: all ranks take rank 0's in each step.
 
 A forward that reads them would else depend on the rank, and on when an evaluation or a resume has
-given all ranks those of rank 0. The statistics of BatchNorm are left alone: training only writes
-them, and an evaluation takes rank 0's.
+given all ranks those of rank 0. The statistics of BatchNorm are left alone, since training only
+writes them and an evaluation takes rank 0's; but not if the training step has BatchNorm, too, as
+that of a teacher, which reads them.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ddp_runner.data.trees import shape_of
 from ddp_runner.distributed import broadcast_tensors, gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
@@ -25,16 +27,24 @@ def find_changing(state: TrainState) -> None:
     Collective: every rank must call.
 
     Raises:
-        UserError: the training step changes its own under a parameter server.
+        UserError: the training step changes its own under a parameter server, or the shape of a
+            buffer follows the batch.
     """
     setup = state.setup
     parts = {"model": state.module, **modules_of(setup.step)}
+    own = [value for name, value in parts.items() if name != "model"]
+    has_teacher = any(
+        isinstance(one, _NormBase)
+        for value in own
+        if isinstance(value, nn.Module)
+        for one in value.modules()
+    )
     places = [
         (f"{root}.{path}.{name}".replace("..", "."), owner, name)
         for root, value in parts.items()
         if isinstance(value, nn.Module)
         for path, owner in value.named_modules()
-        if not isinstance(owner, _NormBase)
+        if has_teacher or not isinstance(owner, _NormBase)
         # A step may also average weights into parameters of its own.
         for name in (owner._buffers if root == "model" else {**owner._buffers, **owner._parameters})
     ]
@@ -64,17 +74,31 @@ def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set
     with restored_after(state):
         state.module.train()
         seed_all(0)
+        shapes = []
         try:  # with gradients, since a part may ask whether there are any
-            forward(state, state.module, state.setup.batches.samples(range(NUM_SAMPLES)))
+            for count in (NUM_SAMPLES, NUM_SAMPLES + 1):
+                forward(state, state.module, state.setup.batches.samples(range(count)))
+                shapes.append([_shape(getattr(owner, name)) for _, owner, name in places])
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of two samples alone; a run's own batches will tell
             return {key for key, _, _ in places}
+        for (key, _, _), *sizes in zip(places, *shapes, strict=True):
+            if sizes[0] != sizes[1]:
+                raise UserError(
+                    f"the buffer {key} is {sizes[0]} for {NUM_SAMPLES} samples and {sizes[1]} for "
+                    f"{NUM_SAMPLES + 1}, and ranks and checkpoints need one shape; keep what "
+                    "follows the batch in a plain attribute"
+                )
         return {
             key
             for (key, owner, name), value in zip(places, before, strict=True)
             if not _is_same(getattr(owner, name), value)
         }
+
+
+def _shape(buffer: Tensor | None) -> str:
+    return "none" if buffer is None else shape_of(buffer)
 
 
 def _copy(buffer: Tensor | None) -> Tensor | None:

@@ -1,8 +1,8 @@
 """Measures what ``perf/mfu`` compares: a sample's operations, and what the ranks can do."""
 
-import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, typed
+from ddp_runner.parallelism.module_names import blocks_of
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.rank_log import log_to_file
-from ddp_runner.train.build_model import one_process_model
-from ddp_runner.train.evaluation import DTYPES
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.evaluation import DTYPES, forward
+from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.trial import NUM_SAMPLES
 
 BUDGET_S = 0.05  # to measure the matrix products of one device
@@ -38,35 +38,51 @@ def measure_peaks(state: TrainState) -> tuple[float, float]:
 def flops_per_sample(state: TrainState) -> float:
     """Return the operations of a sample's forward and backward: of products, by torch's formulas.
 
-    Nothing is computed: two samples and a copy of the whole model are tensors without values.
-    """
-    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode  # take 0.1 s
-    from torch.utils.flop_counter import FlopCounterMode
+    Two samples are computed, and the state is left as it was, but for the gradients. Collective if
+    the model is split.
 
-    setup, config, module, copies = state.setup, state.setup.config, state.module, dict[int, Any]()
+    Raises:
+        UserError: no rank computes a whole sample, or the step multiplies nothing.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # takes 0.1 s
+
+    setup, module = state.setup, state.module
     if setup.role.gradients is not None or isinstance(state.model, nn.DataParallel):
         raise UserError("other devices than this rank's compute its gradients")
-    device, precision, fake = setup.devices[0], config.train.precision, FakeTensorMode()
-    data = setup.dataset.prepare(setup.batches.samples(range(NUM_SAMPLES)).data, device)
-    # Checkpointing computes twice what counts once; the others wait for other ranks.
-    is_repeated = config.train.activation_checkpointing
-    if is_repeated or has_shards(module) or config.parallelism.get("sync_batchnorm"):
-        with torch.device("meta") as meta:
-            module = one_process_model(config, setup.dataset.model_arguments, meta)
-        with fake:
-            for one in (*module.parameters(), *module.buffers()):
-                empty = torch.empty(one.shape, dtype=one.dtype, device=device)
-                copies[id(one)] = empty.requires_grad_(one.requires_grad)
-    with FakeCopyMode(fake):
-        module, step, data = copy.deepcopy((module, setup.step, data), copies)
+    if setup.role.model_ranks > 1:
+        raise UserError("each rank computes a part of a sample")
     formulas = {torch.ops.aten.convolution_backward: _convolution_backward}
-    with fake, FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        with torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32"):
-            loss = step(module.train(), data).loss_sum
-        loss.backward()
+    batch = setup.batches.samples(range(NUM_SAMPLES))
+    with (
+        restored_after(state),
+        _computing_once(state),
+        FlopCounterMode(display=False, custom_mapping=formulas) as counter,
+    ):
+        module.train()
+        loss = forward(state, module, batch).loss_sum
+        if has_shards(module):  # its parameters are others during the forward
+            loss.backward()
+            module.zero_grad(set_to_none=True)
+        else:  # leaves the gradients alone, and DDP's hooks
+            parameters = [one for one in module.parameters() if one.requires_grad]
+            torch.autograd.grad(loss, parameters, allow_unused=True)
     if not (flops := counter.get_total_flops()):
         raise UserError("the step multiplies nothing")
     return float(flops / NUM_SAMPLES)
+
+
+@contextmanager
+def _computing_once(state: TrainState) -> Iterator[None]:
+    """Let blocks keep their activations in the block: what is computed twice counts once."""
+    config = state.setup.config
+    patterns = (config.model.get("blocks") or ()) if config.train.activation_checkpointing else ()
+    blocks = blocks_of(state.module, patterns)
+    repeating = [vars(block).pop("forward") for block in blocks]
+    try:
+        yield
+    finally:
+        for block, forward_twice in zip(blocks, repeating, strict=True):
+            block.forward = forward_twice
 
 
 def _convolution_backward(grad: Any, inputs: Any, weight: Any, *others: Any, **_: Any) -> int:

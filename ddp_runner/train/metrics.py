@@ -55,12 +55,12 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     scalars = rest[len(parts) :]
     times = flat_times.view_as(times)
     state.memory_gib = memory.tolist()
+    if norm is None:
+        norm = gradient_norm(state.module.parameters())
     if state.peaks is None and num_settled == env.world_size and not is_slow:
         state.peaks = measure_peaks(state)
         state.setup.timer.restart()
     flops, peak = state.peaks or (0.0, 0.0)
-    if norm is None:
-        norm = gradient_norm(state.module.parameters())
     found = {
         "train/loss": _finite_loss(total, state),
         **{f"train/{name}": one for name, one in zip(state.scalars, scalars, strict=True)},

@@ -62,7 +62,7 @@ def restore(state: TrainState, folder: Path, *, log: Callable[[str], None]) -> i
     if isinstance(setup.batches, StreamBatches) and state.position.step_in_epoch:
         batches = replace(setup.batches, resumed=objects["stream"].found)
         state.setup = replace(setup, batches=batches)
-    _count_in_epochs(state, then=place.order.get(GLOBAL_SIZE))
+    _set_rates(state, then=place.order.get(GLOBAL_SIZE))
     return found.step
 
 
@@ -94,21 +94,23 @@ def _saver(state: TrainState) -> Saver:
     )
 
 
-def _count_in_epochs(state: TrainState, *, then: int | None) -> None:
-    """Let our schedules continue as if all epochs had had batches of this run's size.
+def _set_rates(state: TrainState, *, then: int | None) -> None:
+    """Set the rates of a schedule that is a function of the step.
 
-    Only if the run is measured in epochs, and its batches had another size, `then`.
+    If the run is measured in epochs, and its batches had another size, `then`, the step is that of
+    a run whose epochs all had batches of this run's size.
     """
     config, scheduler = state.setup.config, state.schedule.scheduler
     steps_per_epoch = state.setup.batches.steps_per_epoch
+    if not isinstance(scheduler, LambdaLR):
+        return
     if (
-        isinstance(scheduler, LambdaLR)
-        and then not in (None, config.batch.global_size)
+        then not in (None, config.batch.global_size)
         and config.train.max_steps is None
         and steps_per_epoch is not None
     ):
         scheduler.last_epoch = state.position.epoch * steps_per_epoch
-        set_rates(scheduler)
+    set_rates(scheduler)
 
 
 class _Place:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
 from ddp_runner.checkpoint.state import Saver
 from ddp_runner.checkpoint.store import save_checkpoint
@@ -177,3 +177,60 @@ def test_what_differs_between_ranks_comes_back_by_rank(tmp_path: Path) -> None:
     (line,) = alone["lines"]
     assert line.startswith("model, state differed between 2 ranks in checkpoint ")
     assert line.endswith("and this run has 1: all take rank 0's")
+
+
+def grown(env: DistEnv, folder: Path) -> str:
+    """Return how an optimizer with one group takes the state of one that had got another."""
+    module, added, ours = nn.Linear(2, 2), nn.Linear(2, 2), session(env, folder)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    given = {"module": module, "added": added, "optimizer": optimizer}
+    saver = build_saver(ours, given)
+    optimizer.add_param_group({"params": [*added.parameters()], "lr": 0.01})
+    added(module(torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    save(saver, ours)
+    fresh = torch.optim.Adam(module.parameters(), lr=0.1)
+    error = error_of(lambda: load(given | {"optimizer": fresh}, ours))
+    fresh.add_param_group({"params": [*added.parameters()], "lr": 0.01})
+    assert load(given | {"optimizer": fresh}, ours) == 3
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.01]
+    assert len(fresh.state) == 4
+    return error
+
+
+def test_an_optimizer_with_fewer_groups_than_it_had_is_one_line(tmp_path: Path) -> None:
+    """The states of the others would be lost without a word."""
+    (error,) = run_ranks(grown, 1, tmp_path)
+    assert "it had 2 groups of parameters, among them added.weight, added.bias" in error
+
+
+def objects_of() -> dict[str, Any]:
+    """Return an optimizer with a warm-up and a cosine."""
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    warm_up = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    cosine = CosineAnnealingLR(optimizer, 20)
+    return {"a": module, "b": optimizer, "warm_up": warm_up, "cosine": cosine}
+
+
+def two_schedulers(env: DistEnv, folder: Path) -> list[float]:
+    """Return the rates of ten steps, undisturbed and with a restore after the sixth."""
+    rates = []
+    for is_cut in (False, True):
+        given, ours = objects_of(), session(env, folder)
+        saver = build_saver(ours, given)
+        for step in range(10):
+            given["b"].step()
+            given["warm_up" if step < 3 else "cosine"].step()
+            if step == 5 and is_cut:
+                save(saver, ours)
+                given = objects_of()
+                assert load(given, ours) == 3
+        rates.append(given["b"].param_groups[0]["lr"])
+    return rates
+
+
+def test_two_schedulers_in_turn_go_on_with_the_saved_rate(tmp_path: Path) -> None:
+    """A warm-up that has ended must not set its rate once more."""
+    ((whole, resumed),) = run_ranks(two_schedulers, 1, tmp_path)
+    assert resumed == whole

@@ -64,7 +64,7 @@ def runs(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("resume=a optimizer.lr=0.1,0.2", "write model.weights=a with the run's groups"),
+        ("resume=a optimizer.lr=0.1,0.2", "choose the run's groups and write ++model.weights=a"),
         ("resume=a,b optimizer.lr=0.1,0.2", "resume=a goes on with one run, in its own folder"),
         ("resume=a,b,./a", "and several jobs of this sweep would"),
         ("resume=a,nowhere", "resume=nowhere is not a run folder"),

@@ -28,7 +28,6 @@ CPU, LINEAR = torch.device("cpu"), 2 * 5 * 3 * 4  # a product of (5, 3) and (3, 
 IMAGES = ("dataset=fake_images", "dataset.num_samples=80", "batch.global_size=8")
 GPT = ("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2")
 MODES = [
-    ("tp", GPT),
     ("fsdp", (*GPT, "train.activation_checkpointing=true", "train.precision=bf16")),
     ("ddp_mp", ("model=convnet_mp", *IMAGES)),
 ]
@@ -74,21 +73,20 @@ def operations(env: DistEnv) -> list[Any]:
         *((linear, fives, summed), (nn.Sequential(linear, nn.BatchNorm1d(4)), fives, summed)),
         (nn.Sequential(linear, nn.ReLU(), nn.Linear(4, 2)), fives, summed),
         *((CONV(8, 8, groups=groups), torch.ones(2, 8, 5, 5), summed) for groups in (1, 2, 8)),
-        *((linear, fives, step), (linear, fives, lambda _, data: data.any().item())),
+        (linear, fives, step),
         (nn.Embedding(3, 4), torch.ones(2, 1).long(), summed),
     ]
     return [*(of_two(env, *case) for case in cases), torch.equal(step.bias, before)]
 
 
-def test_operations_are_counted_without_values() -> None:
+def test_operations_are_counted() -> None:
     """As by hand; nothing of the model or the step changes, and what cannot be counted says why."""
-    ((*counts, with_teacher, reads, nothing, is_same),) = run_ranks(operations, 1)
+    ((*counts, with_teacher, nothing, is_same),) = run_ranks(operations, 1)
     # Forward, and the weights' gradients; a second layer also has its inputs' gradients. With
     # groups each channel sees those of its group only.
     convolutions = [2 * 2 * (2 * 5 * 5) * 8 * 9 * 8 / groups for groups in (1, 2, 8)]
     assert counts == [2 * LINEAR, 2 * LINEAR, 2 * LINEAR + 3 * 2 * 5 * 4 * 2, *convolutions]
-    assert (with_teacher, is_same) == (4 * LINEAR, True)
-    assert "aten._local_scalar_dense" in reads
+    assert (with_teacher, is_same) == (3 * LINEAR, True)  # whose weights are not trained
     assert nothing == "the step multiplies nothing"
 
 

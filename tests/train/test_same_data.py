@@ -61,6 +61,19 @@ def unseeded(size: int = SIZE) -> Numbers:
     return Numbers(np.random.default_rng().permutation(size).tolist())
 
 
+class Augmented(Numbers):
+    """Samples with noise of a generator that nobody seeds."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().__getitem__(index)
+        return inputs + float(np.random.default_rng().standard_normal()), targets
+
+
+def augmented() -> Augmented:
+    """Return noisy samples."""
+    return Augmented([*range(SIZE)])
+
+
 class Streamed(IterableDataset[tuple[Tensor, Tensor]]):
     """A stream of numbers that, as webdataset's split_by_node, gives each rank others."""
 
@@ -131,6 +144,7 @@ def agreement(env: DistEnv, config: Config) -> str:
     [
         ("unseeded", "shuffled", "the train samples of dataset=torch_dataset on rank 1 are not"),
         ("shuffled", "unseeded", "the eval samples of dataset=torch_dataset on rank 1 are not"),
+        ("augmented", "shuffled", ""),  # what nobody can compare tells nothing
         ("Streamed,splits:true", "shuffled", "offer shard(num_shards, index)"),
         ("Streamed,splits:false", "Streamed,splits:false", ""),
     ],

@@ -14,6 +14,7 @@ from train_states import TOY, Trace, build, compose_config, run_loop
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
 from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.step import Step
 
@@ -101,7 +102,46 @@ class Codebook(nn.Module):
         return outputs
 
 
+class Recorded(nn.Module):
+    """A model whose buffer has the size of the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 5)
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        outputs: Tensor = self.linear(inputs)
+        self.last = outputs.detach().sum(dim=1)
+        return outputs
+
+
+class Teacher(nn.Module):
+    """A step whose teacher takes BatchNorm's statistics from the model, and reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, model: Any, batch: Any) -> Step:
+        """Return errors beside the teacher's targets."""
+        inputs, targets = batch
+        outputs = model(inputs)
+        bare = getattr(model, "module", model)
+        if model.training:
+            self.norm.running_mean.copy_(bare.norm.running_mean)
+            self.norm.running_var.copy_(bare.norm.running_var)
+        with torch.no_grad():
+            wanted = self.norm.eval()(targets)
+        return Step(F.mse_loss(outputs, wanted, reduction="sum"), len(targets))
+
+
 CASES = {
+    "a teacher with BatchNorm": (
+        f"train.step={__name__}.Teacher",
+        f"model._target_={__name__}.Codebook",
+    ),
     "a step that is a module": (f"train.step={__name__}.Normalising",),
     "a loss that is a module": (f"model.loss={__name__}.Counted",),
     "a step with a state": (f"train.step={__name__}.Queue",),
@@ -201,3 +241,17 @@ def test_only_buffers_that_training_changes_are_sent() -> None:
     configs = [config_of(case, "ddp") for case in ("a codebook", "a step that is a module")]
     expected = [{"code"}, {"mean", "teacher"}]
     assert run_ranks(changing, 2, configs) == [expected, expected]
+
+
+def refusal(env: DistEnv, config: Config) -> str:
+    """Return what is said of the buffers."""
+    with pytest.raises(UserError) as caught:
+        find_changing(build(env, config))
+    return str(caught.value)
+
+
+def test_a_buffer_of_the_size_of_the_batch_is_one_line() -> None:
+    """Ranks could not send it, nor a resume load it."""
+    config = compose_config(*BASE, f"model._target_={__name__}.Recorded", world_size=2)
+    for answer in run_ranks(refusal, 2, config):
+        assert answer.startswith("the buffer model.last is (2,) of float32 for 2 samples and (3,)")
