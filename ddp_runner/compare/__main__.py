@@ -6,7 +6,6 @@ python -m ddp_runner.compare outputs/SWEEP --target eval/accuracy=0.95 --out rep
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,19 +15,14 @@ from ddp_runner.compare.render.tables import FORMATS, SUFFIXES, remark_sections
 from ddp_runner.compare.run import Target
 from ddp_runner.compare.runs import read_runs, tagged
 from ddp_runner.errors import UserError, os_errors
+from ddp_runner.host.streams import exit_with
 
 
 def main() -> None:
     """Run the command and exit."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a run may hold what no encoding has
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        run(sys.argv[1:])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # for example `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    exit_with(run)
 
 
 def run(arguments: Sequence[str]) -> None:

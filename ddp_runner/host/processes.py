@@ -16,10 +16,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ddp_runner.host.temp_folder import temp_folder
@@ -97,17 +98,24 @@ def outlive_launcher() -> None:
 
 
 @contextmanager
-def children_ignore_signals() -> Iterator[None]:
+def answering(
+    signals: Iterable[int], handler: Callable[[int, FrameType | None], Any] | signal.Handlers
+) -> Iterator[None]:
+    """Answer the signals by this handler while the block lasts."""
+    before = {signum: signal.signal(signum, handler) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, earlier in before.items():
+            signal.signal(signum, earlier)
+
+
+def children_ignore_signals() -> AbstractContextManager[None]:
     """Let the processes that start in this block ignore the stop signals.
 
     Ctrl-C and SIGTERM may reach every process at once, and only the launcher decides what follows.
     """
-    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+    return answering(STOP_SIGNALS, signal.SIG_IGN)
 
 
 def start_fork_server() -> None:
@@ -187,15 +195,9 @@ def end_descendants(own: Collection[int]) -> None:
                 continue
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)  # it may have ended, and a name outlives its process
-        while more := {
-            pid
-            for pid, parent in parents.items()
-            if parent in found and pid not in found and not _ends_itself(pid)
-        }:
-            found |= more
         if not found:
             break
-        for pid in found:
+        for pid in _with_descendants(found, parents):
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
@@ -204,16 +206,21 @@ def end_descendants(own: Collection[int]) -> None:
 
 def kill_descendants() -> None:
     """Kill all descendants of this process, except those that end by themselves."""
-    parents, found = _parents(), {os.getpid()}
+    for pid in _with_descendants({os.getpid()}, _parents()) - {os.getpid()}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _with_descendants(roots: set[int], parents: Mapping[int, int]) -> set[int]:
+    """Return the roots and all below them, except processes that end by themselves."""
+    found = set(roots)
     while more := {
         pid
         for pid, parent in parents.items()
         if parent in found and pid not in found and not _ends_itself(pid)
     }:
         found |= more
-    for pid in found - {os.getpid()}:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    return found
 
 
 def _ends_itself(pid: int) -> bool:

@@ -7,7 +7,6 @@ python -m ddp_runner.status --watch
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,8 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError, counted, printable
 from ddp_runner.files import json_safe
-from ddp_runner.host.streams import line_width, wrapped
-from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Status
+from ddp_runner.host.streams import exit_with, line_width, wrapped
+from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
 from ddp_runner.status.find import Report, SweepStatus, survey
 from ddp_runner.status.look import LOST, RunStatus
 from ddp_runner.tracking.outputs import OUTPUTS
@@ -31,13 +30,7 @@ ORDER = (Status.RUNNING, LOST, *(one for one in Status if one != Status.RUNNING)
 
 def main() -> None:
     """Run the command and exit."""
-    try:
-        sys.exit(run(sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
-    except BrokenPipeError:  # for example `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    exit_with(run)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -84,8 +77,7 @@ def _watch(paths: Sequence[Path], *, show_all: bool) -> int:
 
 def as_text(report: Report, *, show_all: bool, width: int) -> str:
     """Return a few lines for each run that is alive, or should be; for all of them if asked."""
-    sweeps = [one for one in report.sweeps if show_all or one.is_shown or one.reason]
-    runs = [one for one in report.runs if show_all or one.is_shown]
+    runs, sweeps = report.shown(show_all=show_all)
     blocks = ["\n".join(_sweep_lines(one)) for one in sweeps]
     blocks += ["\n".join(_run_lines(one)) for one in runs]
     if not report.runs and any(one.counts for one in sweeps):
@@ -100,17 +92,10 @@ def as_text(report: Report, *, show_all: bool, width: int) -> str:
 
 def as_json(report: Report, *, show_all: bool) -> str:
     """Return one object: its runs and sweeps have the fields of their classes."""
+    runs, sweeps = report.shown(show_all=show_all)
     content = {
-        "runs": [
-            {**asdict(run), "folder": str(run.folder)}
-            for run in report.runs
-            if show_all or run.is_shown
-        ],
-        "sweeps": [
-            {**asdict(sweep), "folder": str(sweep.folder)}
-            for sweep in report.sweeps
-            if show_all or sweep.is_shown or sweep.reason
-        ],
+        name: [{**asdict(one), "folder": str(one.folder)} for one in found]
+        for name, found in (("runs", runs), ("sweeps", sweeps))
     }
     return json.dumps(json_safe(content), indent=1)
 

@@ -44,6 +44,11 @@ class Report:
         """How many runs should be alive and give no sign of it."""
         return sum(run.is_missing for run in self.runs)
 
+    def shown(self, *, show_all: bool) -> tuple[list[RunStatus], list[SweepStatus]]:
+        """Return the runs and the sweeps to list: what is alive, or should be; or all."""
+        sweeps = [one for one in self.sweeps if show_all or one.is_shown or one.reason]
+        return [one for one in self.runs if show_all or one.is_shown], sweeps
+
 
 def survey(paths: Sequence[Path]) -> Report:
     """Return the status of every run and sweep below the paths, each once.

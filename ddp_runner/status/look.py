@@ -113,10 +113,10 @@ def _of_running(
     left_s = None
     if status == Status.RUNNING and step is not None and total and pace.steps_per_s:
         left_s = max(0, total - step) / pace.steps_per_s
-    hosts = record.get("hosts")
     return RunStatus(
         run_dir.path,
         status,
+        **_facts(record, host),
         step=step,
         total_steps=total,
         epoch=_number(beat.get("epoch"), pace.epoch),
@@ -126,18 +126,13 @@ def _of_running(
         left_s=left_s,
         seen_s=seen_s,
         idle_s=idle_s,
-        hosts=tuple(map(str, hosts)) if isinstance(hosts, list) else (str(host),) if host else (),
-        num_ranks=_number(record.get("world_size")),
-        num_nodes=_number(record.get("num_nodes")),
-        restarts=_number(record.get("restarts")) or 0,
-        tags=_tags(record),
         reason=_reason(run_dir, status, holder=holder, idle_s=idle_s, pace=pace),
     )
 
 
 def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
     """Return the status of a run that has ended, or that its sweep has only queued."""
-    error, hosts = record.get("error"), record.get("hosts", [record.get("host")])
+    error = record.get("error")
     status = str(record.get("status", DAMAGED))
     sentence = error.get("sentence") if isinstance(error, dict) else record.get("stopped_early")
     if sentence is None and status == Status.PREEMPTED:
@@ -148,18 +143,9 @@ def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
     elif step is None:  # a run that failed has not written it
         pace = read_pace(RunDir(folder).metrics)
         step, epoch = pace.step, pace.epoch
-    return RunStatus(
-        folder,
-        status,
-        step=step,
-        epoch=epoch,
-        hosts=tuple(str(one) for one in hosts if one) if isinstance(hosts, list) else (),
-        num_ranks=_number(record.get("world_size")),
-        num_nodes=_number(record.get("num_nodes")),
-        restarts=_number(record.get("restarts")) or 0,
-        tags=_tags(record),
-        reason=None if sentence is None else str(sentence),
-    )
+    reason = None if sentence is None else str(sentence)
+    facts = _facts(record, record.get("host"))
+    return RunStatus(folder, status, step=step, epoch=epoch, reason=reason, **facts)
 
 
 def is_held(run_dir: RunDir) -> bool | None:
@@ -211,9 +197,16 @@ def _reason(
     return None
 
 
-def _tags(record: Mapping[str, Any]) -> tuple[str, ...]:
-    tags = record.get("tags")
-    return tuple(map(str, tags)) if isinstance(tags, list) else ()
+def _facts(record: Mapping[str, Any], host: Any) -> dict[str, Any]:
+    """Return where a run is, or was, and its tags; `host` is rank 0's."""
+    tags, hosts = record.get("tags"), record.get("hosts", [host])
+    return {
+        "hosts": tuple(str(one) for one in hosts if one) if isinstance(hosts, list) else (),
+        "num_ranks": _number(record.get("world_size")),
+        "num_nodes": _number(record.get("num_nodes")),
+        "restarts": _number(record.get("restarts")) or 0,
+        "tags": tuple(map(str, tags)) if isinstance(tags, list) else (),
+    }
 
 
 def _session_start(record: Mapping[str, Any]) -> Any:

@@ -28,36 +28,28 @@ LINE_WIDTH = 80  # of what is printed without asking the terminal
 
 
 class PlainLines:
-    """Prints one line for each step that has metrics: for files, pipes and terminals of no size."""
+    """Prints one line for each step that has metrics: for files, pipes and terminals of no size.
 
-    def __init__(self, total_steps: int, *, total_epochs: int, stream: TextIO) -> None:
+    Without `total_steps`, in a loop that the runner does not know, it prints all but the machine's
+    by their names.
+    """
+
+    def __init__(self, total_steps: int | None, *, total_epochs: int, stream: TextIO) -> None:
         self._total_steps, self._total_epochs, self._stream = total_steps, total_epochs, stream
 
     def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
         """Print the loss, evaluation and samples/s of a step, if it has any."""
-        shown = set(_evaluated(metrics))
-        evaluated = {name: metrics[name] for name in metrics if name in shown}
-        parts = _parts(metrics, evaluated=evaluated)
+        if self._total_steps is None:
+            where, perf = [], {name: metrics[name] for name in metrics if "perf/" in name}
+            parts = _named({name: metrics[name] for name in metrics if name not in perf})
+            parts += _parts(perf, evaluated={})
+        else:
+            where, shown = [_of("epoch", epoch, self._total_epochs)], set(_evaluated(metrics))
+            evaluated = {name: metrics[name] for name in metrics if name in shown}
+            parts = _parts(metrics, evaluated=evaluated)
         if parts:
-            where = _of("epoch", epoch, self._total_epochs), _of("step", step, self._total_steps)
+            where.append(_of("step", step, self._total_steps or 0))
             print("  ".join([*where, *parts]), file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Do nothing: every line is complete."""
-
-
-class NamedLines:
-    """Prints each line of metrics with their names, for a loop that the runner does not know."""
-
-    def __init__(self, *, stream: TextIO) -> None:
-        self._stream = stream
-
-    def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Print a step's metrics, if it has any, without those of the machine."""
-        parts = [f"{name} {value:.4f}" for name, value in metrics.items() if "perf/" not in name]
-        parts += _parts({name: metrics[name] for name in metrics if "perf/" in name}, evaluated={})
-        if parts:
-            print("  ".join([f"step {step}", *parts]), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Do nothing: every line is complete."""
@@ -155,7 +147,7 @@ def progress(
     initial_step: int,
     stream: TextIO,
     title: str = "",
-) -> LiveLine | PlainLines | NamedLines:
+) -> LiveLine | PlainLines:
     """Return a live line if there are steps and a terminal that can draw it, else plain lines.
 
     Args:
@@ -166,8 +158,6 @@ def progress(
         stream: where the lines go.
         title: the job of a sweep.
     """
-    if total_steps is None:
-        return NamedLines(stream=stream)
     if not total_steps or not line_width(stream):
         return PlainLines(total_steps, total_epochs=total_epochs, stream=stream)
     return LiveLine(
@@ -198,14 +188,14 @@ def end_summary(
     took = f"{status} in {wall_s:.1f} s"
     if title:
         parts = _parts(results, evaluated=_first_evaluated(results))
-        parts = parts or [f"{name} {value:.4f}" for name, value in results.items()]
+        parts = parts or _named(results)
         rest = "  ".join([took, *parts])
         if width := line_width(sys.stdout):
             title = _fitted(title, width - 2 - len(rest))
         lines = [f"{title}  {rest}"]
     else:
         lines = [took]
-        for part in (f"{name} {value:.4f}" for name, value in results.items()):
+        for part in _named(results):
             if len(lines[-1]) + 2 + len(part) <= LINE_WIDTH:
                 lines[-1] += f"  {part}"
             else:
@@ -241,10 +231,14 @@ def _fitted(title: str, room: int) -> str:
 
 def _parts(metrics: Mapping[str, float], *, evaluated: Mapping[str, float]) -> list[str]:
     parts = [f"loss {metrics['train/loss']:.4f}"] if "train/loss" in metrics else []
-    parts += [f"{name} {value:.4f}" for name, value in evaluated.items()]
+    parts += _named(evaluated)
     if "perf/samples_per_s" in metrics:
         parts.append(f"{metrics['perf/samples_per_s']:.0f} samples/s")
     return parts
+
+
+def _named(metrics: Mapping[str, float]) -> list[str]:
+    return [f"{name} {value:.4f}" for name, value in metrics.items()]
 
 
 def _first_evaluated(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -30,6 +30,11 @@ def digits(value: float) -> str:
     return f"{value:.3e}" if size < -5 else f"{value:,.{max(0, min(6, 3 - size))}f}"
 
 
+def cut(text: str, size: int) -> str:
+    """Return the beginning of a text: a value in a run folder may have megabytes."""
+    return text if len(text) <= size else f"{text[:size]}…"
+
+
 percent, times = "{:.0%}".format, "{:.2f}x".format
 
 

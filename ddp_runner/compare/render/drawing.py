@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddp_runner.compare.render.columns import cut
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -118,8 +120,4 @@ def _draw_line(axes: "Axes", line: Line, colour: str, marker: str, thicker: floa
 
 def wrapped(name: str) -> str:
     """Return a name in short lines that leave room for what it names."""
-    return "\n".join(textwrap.fill(_clipped(line), LABEL_WIDTH) for line in name.splitlines())
-
-
-def _clipped(name: str) -> str:
-    return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - 1]}…"
+    return "\n".join(textwrap.fill(cut(line, MAX_LABEL), LABEL_WIDTH) for line in name.splitlines())

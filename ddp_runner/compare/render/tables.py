@@ -10,7 +10,7 @@ from shutil import get_terminal_size
 from typing import Any
 
 from ddp_runner.compare.analysis import Comparison, RunNote
-from ddp_runner.compare.render.columns import Column, columns, digits, legends
+from ddp_runner.compare.render.columns import Column, columns, cut, digits, legends
 from ddp_runner.compare.rows import ComparisonRow
 from ddp_runner.compare.run import Run, Stat
 from ddp_runner.compare.settings import ALWAYS_SHOWN, label, title_of
@@ -119,11 +119,6 @@ def headline(comparison: Comparison) -> str:
     same = ", ".join(f"{title_of(key)} {value}" for key, value in comparison.same.items())
     text = f"{counted(num_runs, 'run')} compared" + (f"; all with {same}" if same else "")
     return cut(text, MAX_SENTENCE)
-
-
-def cut(text: str, size: int) -> str:
-    """Return the beginning of a text: a value in a run folder may have megabytes."""
-    return text if len(text) <= size else f"{text[:size]}…"
 
 
 def cell_text(column: Column, row: ComparisonRow) -> str:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
 from ddp_runner.errors import UserError, counted
-from ddp_runner.host.processes import handled_signals
-from ddp_runner.host.streams import line_width, print_line
+from ddp_runner.host.processes import answering, handled_signals
+from ddp_runner.host.streams import ERASE_LINE, line_width, print_line
 from ddp_runner.job import Failure, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
@@ -42,14 +42,8 @@ def poll_interval(took_s: float) -> float:
 def kept_signals() -> Iterator[Signals]:
     """Give a queue that the stop signals are put into, in place of what they did before."""
     signals = Signals()
-    before = {
-        one: signal.signal(one, lambda signum, _: signals.put(signum)) for one in handled_signals()
-    }
-    try:
+    with answering(handled_signals(), lambda signum, _: signals.put(signum)):
         yield signals
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 class Watch:
@@ -94,7 +88,8 @@ class Watch:
                 self._react(self._signals.get(timeout=max(0.0, until - time.monotonic())))
             except Empty:
                 continue
-        self._end_line()
+        if line_width(sys.stdout):
+            print(ERASE_LINE, end="", flush=True)
         outcomes = sorted(self._outcomes.values(), key=lambda one: one.status == Status.PREEMPTED)
         if self._received is not None:
             outcomes.append(Outcome(Status.PREEMPTED, 128 + self._received))
@@ -188,15 +183,11 @@ class Watch:
         counts = Counter(self._statuses.values())
         text = ", ".join(f"{counts[one]} {one}" for one in SHOWN if counts[one])
         shown, at = self._shown
-        if line_width(sys.stdout):
-            print(f"\r\x1b[2K{text[: line_width(sys.stdout)]}", end="", flush=True)
+        if width := line_width(sys.stdout):
+            print(f"{ERASE_LINE}{text[:width]}", end="", flush=True)
         elif text != shown and time.monotonic() >= at + LINE_S:
             print(text, flush=True)
             self._shown = text, time.monotonic()
 
     def _say(self, sentence: str) -> None:
         print_line(sentence, stream=sys.stdout)
-
-    def _end_line(self) -> None:
-        if line_width(sys.stdout):
-            print("\r\x1b[2K", end="", flush=True)

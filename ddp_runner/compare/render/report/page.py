@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from ddp_runner import __version__
 from ddp_runner.compare.analysis import Comparison
-from ddp_runner.compare.render.columns import columns, legends
+from ddp_runner.compare.render.columns import columns, cut, legends
 from ddp_runner.compare.render.plots import data_url
 from ddp_runner.compare.render.report.curves import SIZE
 from ddp_runner.compare.render.report.details import details
@@ -26,7 +26,7 @@ from ddp_runner.compare.render.report.tables import (
     skipped_table,
 )
 from ddp_runner.compare.render.report.views import date_text
-from ddp_runner.compare.render.tables import PARITY_HINTS, cut, headline, sections
+from ddp_runner.compare.render.tables import PARITY_HINTS, headline, sections
 from ddp_runner.compare.runs import read_run, with_what_is_there
 from ddp_runner.errors import printable
 from ddp_runner.files import replace_file

@@ -88,19 +88,17 @@ def main_table(comparison: Comparison, numbers: Numbers) -> Table:
 def scaling_table(comparison: Comparison, numbers: Numbers) -> Table | None:
     """Return speedups and efficiencies with what they are relative to; None if there are none."""
     lines = [
-        (number, row, kind, scaling, row.predicted.get(kind))
-        for number, row in enumerate(comparison.rows, start=1)
+        (place, row, kind, scaling, row.predicted.get(kind))
+        for place, row in enumerate(comparison.rows)
         for kind, scaling in row.scalings.items()
     ]
     if not lines:
         return None
+    places = _row_numbers(comparison.rows, numbers)
     return value_table(
         "Speedup and efficiency",
         {
-            "#": [
-                Cell(str(n), order=float(n), link=numbers[row.runs[0].folder].anchor)
-                for n, row, *_ in lines
-            ],
+            "#": [places[n] for n, *_ in lines],
             "setting": [row.label for _, row, *_ in lines],
             "scaling": [kind for _, _, kind, *_ in lines],
             "batch": [s.batch for *_, s, _ in lines],
@@ -128,11 +126,12 @@ def parity_table(comparison: Comparison, numbers: Numbers) -> Table | None:
     """Return how the losses of each run differ from its reference's; None without references."""
     if not comparison.parity:
         return None
+    rows = [numbers[one.run.folder].row for one in comparison.parity]
     return value_table(
         "Losses beside those of the simplest mode on the fewest ranks",
         {
             "run": [run_cell(numbers[one.run.folder]) for one in comparison.parity],
-            "setting": [_label(numbers[one.run.folder]) for one in comparison.parity],
+            "setting": [row.label if row else NOTHING for row in rows],
             "seed": [one.run.seed for one in comparison.parity],
             "reference": [run_cell(numbers[one.reference.folder]) for one in comparison.parity],
             "steps": [one.num_steps for one in comparison.parity],
@@ -154,10 +153,6 @@ def _row_numbers(rows: Sequence[ComparisonRow], numbers: Numbers) -> list[Cell]:
 def run_cell(one: NumberedRun) -> Cell:
     """Return a cell with a run's number and name, which leads to its details."""
     return Cell(f"{one.number} {one.name}", order=one.name.lower(), link=one.anchor)
-
-
-def _label(one: NumberedRun) -> str:
-    return one.row.label if one.row else NOTHING
 
 
 def _with_sd(mean: float, sd: float | None) -> Cell:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ddp_runner.compare.render.columns import digits
+from ddp_runner.compare.render.columns import cut, digits
 from ddp_runner.compare.run import is_finite
 from ddp_runner.errors import in_yaml
 
@@ -115,13 +115,13 @@ def text_of(value: Any) -> str:
         text = ", ".join(map(text_of, value))
     else:
         text = str(value)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
+    return cut(text, MAX_TEXT)
 
 
 def setting_text(value: Any) -> str:
     """Return a value of a config as its YAML would show it, so that it can be typed again."""
     text = repr(value) if isinstance(value, list | dict) else in_yaml(value)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
+    return cut(text, MAX_TEXT)
 
 
 def date_text(seconds: Any) -> str:
