@@ -3,27 +3,30 @@
 A cell that raises, hangs or ends a rank costs the others nothing: they run in the next call.
 """
 
+import faulthandler
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import GLOO, RankFailedError, run_ranks
+from ranks import RankFailedError, run_ranks
 from torch import Tensor
-from train_states import Trace, build, compose_config, flat_weights, run_loop
+from train_states import Trace, build, compose_config, flat_weights, run_loop, with_setup
 
 from ddp_runner.config.monitors import validate_known
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.first_batch import try_evaluation, try_first_batch, warnings_of
+from ddp_runner.train.same_data import agreed_samples
 from ddp_runner.train.state import TrainState
 
-PATIENT = replace(GLOO, timeout_s=60)  # of a cell that hangs, and nobody knows it
-HANG_S = 15.0  # of a cell that is known to hang
+PATIENT_S = 25  # of a cell that hangs, and nobody knows it
+HANG_S = 10  # of a cell that is known to hang
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,12 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[Found]]:
         except UserError as error:  # by the launcher
             found[cell] = [Found(refused=str(error))]
     while together:
-        alone = next((index for index, (cell, _) in enumerate(together) if cell.hangs), None)
-        batch = together[: alone or 1 if alone is not None else None]
+        batch, world_size = [*together], together[0][0].world_size
         place = folder / f"call-{len(list(folder.iterdir()))}"
         place.mkdir()
-        is_alone, world_size = batch[0][0].hangs, batch[0][0].world_size
         failure = ""
         try:
-            limit = {"timeout_s": HANG_S} if is_alone else {}
-            run_ranks(_train_all, world_size, batch, place, backend=PATIENT, **limit)
+            run_ranks(_train_all, world_size, batch, place, timeout_s=3600)
         except RankFailedError as error:
             failure = str(error)
         for index, (cell, _) in enumerate(batch):
@@ -76,11 +76,11 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[Found]]:
                 break
             found[cell] = [pickle.loads(path.read_bytes()) for path in paths]
             together.pop(0)
-        else:
-            assert not failure, failure
-            continue
         if failure:
-            found[together.pop(0)[0]] = [Found(failed=failure)]
+            end = next(place.glob("end-*"), None)  # a rank's own sentence tells more
+            found[together.pop(0)[0]] = [
+                pickle.loads(end.read_bytes()) if end else Found(failed=failure)
+            ]
     return found
 
 
@@ -88,13 +88,20 @@ def _train_all(env: DistEnv, batch: Sequence[tuple[Cell, Config]], place: Path) 
     """Train cells in turn, until one is refused; write what each came to."""
     for index, (cell, config) in enumerate(batch):
         torch.set_default_dtype(cell.dtype)
+        # A group of a mesh waits for half an hour, and a thread could not interrupt it.
+        faulthandler.dump_traceback_later(HANG_S if cell.hangs else PATIENT_S, exit=True)
         found = _train(env, config)
+        if found.refused or found.failed:  # as a launcher ends the other ranks
+            _write(place / f"end-{env.rank}", found)
+            raise RuntimeError(found.refused or found.failed)
         dist.barrier()  # no rank is in the next cell before all have left this one
-        path = place / f"{index}-{env.rank}"
-        path.with_suffix(".part").write_bytes(pickle.dumps(found))
-        path.with_suffix(".part").rename(path)
-        if found.refused or found.failed:
-            return  # collectives may not match any more
+        faulthandler.cancel_dump_traceback_later()
+        _write(place / f"{index}-{env.rank}", found)
+
+
+def _write(path: Path, found: Found) -> None:
+    path.with_suffix(".part").write_bytes(pickle.dumps(found))
+    path.with_suffix(".part").rename(path)
 
 
 def _train(env: DistEnv, config: Config) -> Found:
@@ -102,19 +109,29 @@ def _train(env: DistEnv, config: Config) -> Found:
     counts = list[int]()
     try:
         state = build(env, config)
-        warnings_of(try_first_batch(state), state)
+        samples, trial = agreed_samples(state.setup.dataset), try_first_batch(state)
+        state = with_setup(state, samples=samples, scalars=trial.scalars)
+        warnings_of(trial, state)
+        find_changing(state)
         validate_known(config, try_evaluation(state))
     except UserError as error:
         return Found(refused=str(error))
     _note_counts(state, counts)
-    trace = run_loop(env, config, max_steps=None, state=state)
+    try:
+        trace = run_loop(env, config, max_steps=None, state=state)
+    except UserError as error:  # of a rank that serves the loop
+        return Found(refused=str(error))
+    if trace.error.startswith("UserError: ") and not trace.position.step:
+        return Found(refused=trace.error.removeprefix("UserError: "))
+    if trace.error:
+        return Found(failed=trace.error)
     return found_in(state, trace, counts)
 
 
 def found_in(state: TrainState, trace: Trace, counts: list[int]) -> Found:
     """Return what a rank came to. Collective if parameters are split."""
     average = flat_weights(state.ema.module) if state.ema is not None else torch.zeros(0)
-    failed = trace.error or ("" if trace.status == "completed" else f"status {trace.status}")
+    failed = "" if trace.status == "completed" else f"its status is {trace.status}"
     return Found(without_times(trace), trace.weights, average, counts, failed=failed)
 
 
