@@ -82,7 +82,11 @@ def counted(model: nn.Module, batch: Sample) -> Step:
     """Return the squared errors, and scalars that tell which samples were in the batch."""
     errors, outputs, targets = _errors(model, batch)
     first = batch[0][:, 0].double()
-    scalars = {"error": errors.detach().sum(), "first": first.sum(), "squared": first.square().sum()}
+    scalars = {
+        "error": errors.detach().sum(),
+        "first": first.sum(),
+        "squared": first.square().sum(),
+    }
     return Step(errors.sum(), len(errors), outputs, targets, scalars)
 
 

@@ -4,18 +4,17 @@ Float64 shows that only rounding differs. What is refused is refused in one line
 step. A new mode is in the table by itself.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from meetings import Cell, Found, run_cells
-from modes import MODES, is_cut, smallest_world
-from own_meetings import NUM_EVAL, rows
-from ranks import run_ranks
+from modes import MESHES, MODES, TENSOR_PARALLEL, is_cut, needs, smallest_world
+from own_meetings import NUM_EVAL
 from tiers import selected
-from train_states import build, compose_config, flat_weights
 
 GLOBAL_SIZE, NUM_SAMPLES, UNEVEN = 24, 48, 53  # 24 can be cut in 2, 3, 4, 6, 8 and 12
 COMMON = (
@@ -77,10 +76,14 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "sparse": SPARSE,
     "sparse, clipped by norm": (*SPARSE, CLIP_NORM),
     "sparse, clipped by value": (*SPARSE, CLIP_VALUE),
+    "sparse in two": (*SPARSE, TWICE),
     "without dimensions": ("+model.kind=scalar",),
+    "without dimensions, uneven in three": ("+model.kind=scalar", THRICE),
     "tied": ("+model.kind=tied",),
     "rare": ("+model.kind=rare",),
 }
+EXACT = {"rtol": 1e-9, "atol": 1e-11}  # float64: only rounding differs
+BF16 = {"rtol": 2e-2, "atol": 2e-3}
 WAYS = {**{mode: mode for mode in MODES}, "ps async": "ps"}  # each way's mode
 
 
@@ -112,7 +115,9 @@ def cell_of(meeting: Meeting) -> Cell:
         keys.append("parallelism.find_unused_parameters=true")
     world_size = 2 if way == "ps async" else smallest_world(mode)
     dtype = torch.float32 if variant == "bf16" else torch.float64
-    return Cell(str(meeting), world_size, tuple(keys), dtype)
+    failing = rule_of(meeting, FAILING)
+    hangs = failing is not None and failing.hangs
+    return Cell(str(meeting), world_size, tuple(keys), dtype, hangs=hangs)
 
 
 # What the order and the number of samples matter to; the others see batches from memory alone.
@@ -128,6 +133,60 @@ MEETINGS = [
     for way in WAYS
     for variant in OF_SOURCE.get(source, OF_SAMPLES)
 ]
+
+
+EVERY = frozenset(WAYS)
+STREAMS = frozenset(source for source in SOURCES if "stream" in source)
+SPARSE_ONES = frozenset(one for one in VARIANTS if "sparse" in one)
+SERVED = frozenset(way for way, mode in WAYS.items() if "num_servers" in needs(mode))
+TIED = frozenset({"tied"})
+SHARDED = MESHES - {"tp"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What holds for the meetings of these ways, with one of these variants or sources."""
+
+    text: str  # part of the refusal, or the reason why it fails
+    ways: frozenset[str] | set[str]
+    variants: frozenset[str] = frozenset()
+    sources: frozenset[str] = frozenset()
+    hangs: bool = False
+
+    def holds(self, one: Meeting) -> bool:
+        """Return whether the rule is about a meeting."""
+        is_such = one.variant in self.variants or one.source in self.sources
+        return one.way in self.ways and is_such
+
+
+REFUSED = [
+    Rule("a stream, have none; write parallelism=ddp", SERVED, sources=STREAMS),
+    Rule("return the same names for each batch", EVERY, frozenset({"scalars named by data"})),
+    Rule("some are sparse", SHARDED, SPARSE_ONES),
+    Rule("cannot push sparse gradients", SERVED, SPARSE_ONES),
+    Rule("which are one parameter, into different groups", SHARDED - {"fsdp_tp"}, TIED),
+    Rule("and torch would make them two", TENSOR_PARALLEL, TIED),
+]
+# What does not hold yet. Who lets one hold takes it off the list.
+FAILING = [
+    Rule(
+        "ranks gather a layer together, and one whose batch does not use it does not come; the "
+        "trial's two samples do not show it",
+        SHARDED,
+        frozenset({"rare"}),
+        hangs=True,
+    ),
+]
+
+
+def rule_of(meeting: Meeting, rules: list[Rule]) -> Rule | None:
+    """Return the rule that holds for a meeting, if there is one."""
+    return next((rule for rule in rules if rule.holds(meeting)), None)
+
+
+QUICK = {
+    Meeting("memory", "ddp", "plain"),
+}
 
 
 class Table:
@@ -155,28 +214,47 @@ def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Table(list(dict.fromkeys([*wanted, *alone])), tmp_path_factory.mktemp("meetings"))
 
 
-def differences(line: dict[str, float], expected: dict[str, float], *, rel: float) -> list[str]:
+def differences(
+    line: dict[str, float], expected: dict[str, float], *, rtol: float, atol: float
+) -> list[str]:
     """Return what a line of metrics has besides, lacks, or has otherwise."""
     return [
         f"{key}: {line.get(key)}, not {expected.get(key)}"
         for key in sorted(line.keys() | expected.keys())
-        if line.get(key) != pytest.approx(expected.get(key), rel=rel, abs=1e-11)
+        if line.get(key) != pytest.approx(expected.get(key), rel=rtol, abs=atol)
     ]
 
 
-@pytest.mark.parametrize("meeting", MEETINGS, ids=str)
-def test_a_meeting_equals_one_process(meeting: Meeting, table: Table) -> None:
+def cases() -> Iterator[Any]:
+    """Yield the meetings: a few that catch a mistake each run by default."""
+    for meeting in MEETINGS:
+        marks = [] if meeting in QUICK else [pytest.mark.full]
+        if (rule := rule_of(meeting, FAILING)) is not None:
+            marks.append(pytest.mark.xfail(strict=True, reason=rule.text))
+        yield pytest.param(meeting, id=str(meeting), marks=marks)
+
+
+@pytest.mark.parametrize("meeting", list(cases()))
+def test_a_meeting_equals_one_process_or_is_refused(meeting: Meeting, table: Table) -> None:
+    """Samples, losses, own scalars, evaluations and the final weights; or one line beforehand."""
     found = table.of(meeting)
-    (alone,) = table.of(Meeting(meeting.source, "single", meeting.variant))
     first = found[0]
     assert not first.failed, first.failed
+    if (rule := rule_of(meeting, REFUSED)) is not None:
+        assert rule.text in first.refused
+        assert len(first.refused.splitlines()) == 1
+        return
     assert not first.refused, first.refused
+    (alone,) = table.of(Meeting(meeting.source, "single", meeting.variant))
+    close = BF16 if meeting.variant == "bf16" else EXACT
     assert first.counts == alone.counts
-    close = {"rtol": 2e-2, "atol": 2e-3} if meeting.variant == "bf16" else {"rtol": 1e-9, "atol": 1e-11}
     assert len(first.lines) == len(alone.lines)
-    for line, expected in zip(first.lines, alone.lines, strict=True):
-        if found_ones := differences(line, expected, rel=close["rtol"]):
-            pytest.fail(f"step {line['step']}: {'; '.join(found_ones)}", pytrace=False)
-    for one in found[:1] if WAYS[meeting.way] == "ps" else found:
+    differing = [
+        f"step {line['step']}: {one}"
+        for line, expected in zip(first.lines, alone.lines, strict=True)
+        for one in differences(line, expected, **close)
+    ]
+    assert not differing, "; ".join(differing[:4])
+    for one in found[:1] if meeting.way in SERVED else found:
         torch.testing.assert_close(one.weights, alone.weights, **close)
         torch.testing.assert_close(one.average, alone.average, **close)
