@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from own_data import end_workers
 from ranks import RankFailedError, run_ranks
 from torch import Tensor
 from train_states import Trace, build, compose_config, flat_weights, run_loop, with_setup
 
 from ddp_runner.config.monitors import validate_known
 from ddp_runner.config.schema import Config
+from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.buffers import find_changing
@@ -78,25 +80,27 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[Found]]:
             together.pop(0)
         if failure:
             end = next(place.glob("end-*"), None)  # a rank's own sentence tells more
-            found[together.pop(0)[0]] = [
-                pickle.loads(end.read_bytes()) if end else Found(failed=failure)
-            ]
+            stacks = [f"{path.name}: {path.read_text()}" for path in sorted(place.glob("rank-*"))]
+            failed = Found(failed="\n".join([failure, *stacks]))
+            found[together.pop(0)[0]] = [pickle.loads(end.read_bytes()) if end else failed]
     return found
 
 
 def _train_all(env: DistEnv, batch: Sequence[tuple[Cell, Config]], place: Path) -> None:
     """Train cells in turn, until one is refused; write what each came to."""
-    for index, (cell, config) in enumerate(batch):
-        torch.set_default_dtype(cell.dtype)
-        # A group of a mesh waits for half an hour, and a thread could not interrupt it.
-        faulthandler.dump_traceback_later(HANG_S if cell.hangs else PATIENT_S, exit=True)
-        found = _train(env, config)
-        if found.refused or found.failed:  # as a launcher ends the other ranks
-            _write(place / f"end-{env.rank}", found)
-            raise RuntimeError(found.refused or found.failed)
-        dist.barrier()  # no rank is in the next cell before all have left this one
-        faulthandler.cancel_dump_traceback_later()
-        _write(place / f"{index}-{env.rank}", found)
+    with (place / f"rank-{env.rank}").open("w") as stacks:
+        for index, (cell, config) in enumerate(batch):
+            torch.set_default_dtype(cell.dtype)
+            # A group of a mesh waits for half an hour, and a thread could not interrupt it.
+            limit_s = HANG_S if cell.hangs else PATIENT_S
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
+            found = _train(env, config)
+            if found.refused or found.failed:  # as a launcher ends the other ranks
+                _write(place / f"end-{env.rank}", found)
+                raise RuntimeError(found.refused or found.failed)
+            dist.barrier()  # no rank is in the next cell before all have left this one
+            faulthandler.cancel_dump_traceback_later()
+            _write(place / f"{index}-{env.rank}", found)
 
 
 def _write(path: Path, found: Found) -> None:
@@ -125,6 +129,9 @@ def _train(env: DistEnv, config: Config) -> Found:
         return Found(refused=trace.error.removeprefix("UserError: "))
     if trace.error:
         return Found(failed=trace.error)
+    for split in (state.setup.dataset.train, state.setup.dataset.eval):
+        if isinstance(split, LoaderSplit):
+            end_workers(split)
     return found_in(state, trace, counts)
 
 
