@@ -70,6 +70,8 @@ class DDP:
             **settings,
         )
         hook = ROUNDING[self.comm_hook] if isinstance(self.comm_hook, str) else self.comm_hook
+        if hook is None and any(getattr(one, "sparse", False) for one in module.modules()):
+            hook = average
         if hook is not None:
             model.register_comm_hook(hook, send)
         return model
@@ -83,6 +85,18 @@ class DDP:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(f"no_sync needs the model that wrap returned, not {type(model)}")
         return model.no_sync()
+
+
+def average(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Return the mean of a bucket over the ranks, and wait for it.
+
+    Where a model has sparse gradients beside others, DDP divides the others twice over gloo unless
+    one bucket waits for the other; seen with torch 2.15.
+    """
+    total, averaged = bucket.buffer(), Future[Tensor]()
+    dist.all_reduce(total)
+    averaged.set_result(total.div_(dist.get_world_size()))
+    return averaged
 
 
 def send(hook: CommHook, bucket: dist.GradBucket) -> Future[Tensor]:

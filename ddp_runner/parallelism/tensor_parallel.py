@@ -3,7 +3,8 @@
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ddp_runner.parallelism.module_names import matched
 from ddp_runner.seeds import seed_all
 
 WHOLE, SPLIT = Replicate(), Shard(1)  # of activations (batch, length, features)
+PARAMETERS_SPLIT = ("colwise", "rowwise", "sequence")  # words that give a layer other parameters
 
 
 def split_layers(
@@ -31,7 +33,8 @@ def split_layers(
     """Split the layers that the plan names over the ranks of the mesh.
 
     Raises:
-        UserError: there is none, a name matches no module, or a word is unknown.
+        UserError: there is none, a name matches no module, a word is unknown, or a layer cannot be
+            split.
     """
     if not plan:
         raise UserError(
@@ -40,6 +43,9 @@ def split_layers(
         )
     styles, numbers = _styles(is_sequence_split=is_sequence_split), _OwnNumbers(mesh)
     module.register_forward_pre_hook(numbers.begin)
+    names_of = defaultdict[nn.Parameter, list[str]](list)
+    for name, one in module.named_parameters(remove_duplicate=False):
+        names_of[one].append(name)
     for pattern, word in plan.items():
         if word not in _styles(is_sequence_split=True):
             raise UserError(
@@ -49,6 +55,8 @@ def split_layers(
         found = matched(module, pattern, key="model.tensor_parallel")
         for name, layer in found.items() if word in styles else ():
             _validate_layer(name, layer, word, size=mesh.size())
+            if word in PARAMETERS_SPLIT:
+                _validate_ties([names_of[one] for one in layer.parameters(recurse=False)])
             parallelize_module(layer, mesh, styles[word]())
             numbers.between(layer, word)
 
@@ -103,6 +111,17 @@ def _validate_layer(name: str, layer: nn.Module, word: str, *, size: int) -> Non
             f"{name} has {weight.shape[axis]} {sides[axis]}, which {size} ranks cannot split into "
             "equal parts; choose a parallelism.tensor_parallel_size that divides it"
         )
+
+
+def _validate_ties(names: Iterable[Sequence[str]]) -> None:
+    """Reject a parameter that several modules share: torch splits that of one module alone."""
+    for same in names:
+        if len(same) > 1:
+            raise UserError(
+                f"model.tensor_parallel splits {same[0]}, which is one parameter with {same[1]}, "
+                "and torch would make them two; leave both layers out of it, or write "
+                "parallelism=fsdp"
+            )
 
 
 def _styles(*, is_sequence_split: bool) -> Mapping[str, Callable[[], ParallelStyle]]:

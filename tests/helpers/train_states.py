@@ -16,7 +16,8 @@ from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import TensorSplit, TokenSplit
+from ddp_runner.data.splits import TensorSplit
+from ddp_runner.data.streams import AnySplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
@@ -107,8 +108,8 @@ def refusal(env: DistEnv, config: Config) -> str:
     return ""
 
 
-def _cast(dataset: Dataset, split: TensorSplit | TokenSplit) -> TensorSplit | TokenSplit:
-    if isinstance(split, TokenSplit):
+def _cast(dataset: Dataset, split: AnySplit) -> AnySplit:
+    if not isinstance(split, TensorSplit):  # a dataset of the test's own chooses its dtype
         return split
     dtype, targets = torch.get_default_dtype(), split.targets
     if targets.is_floating_point():
@@ -236,5 +237,7 @@ def run_loop(
     if trace.status:
         state.gradients.close(Status(trace.status))
     trace.losses = [line["train/loss"] for line in trace.lines if "train/loss" in line]
-    trace.weights, trace.position = flat_weights(state.module), position
+    trace.position = position
+    if not trace.error:  # the other ranks may have none, and wait for this one elsewhere
+        trace.weights = flat_weights(state.module)
     return trace

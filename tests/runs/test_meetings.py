@@ -1,0 +1,260 @@
+"""What meets at the edges: each source under each mode with each variant equals one process.
+
+Float64 shows that only rounding differs. What is refused is refused in one line before the first
+step. A new mode is in the table by itself.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from meetings import Cell, Found, run_cells
+from modes import MESHES, MODES, TENSOR_PARALLEL, is_cut, needs, smallest_world
+from own_meetings import NUM_EVAL
+from tiers import selected
+
+GLOBAL_SIZE, NUM_SAMPLES, UNEVEN = 24, 48, 53  # 24 can be cut in 2, 3, 4, 6, 8 and 12
+COMMON = (
+    f"batch.global_size={GLOBAL_SIZE}",
+    "train.epochs=2",
+    "train.log_every_steps=1",
+    "optimizer.lr=0.05",
+    "allowed_targets=[own_meetings]",
+    "+model.blocks=[net1,net2]",
+    "model._target_=own_meetings.Net",
+)
+MOMENTUM = "optimizer.momentum=0.9"
+OWN = "train.step=own_meetings."
+TOKENS = (f"{OWN}weighed", "batch.count=tokens")
+SPARSE = ("+model.kind=sparse", "optimizer.momentum=0.0")
+TWICE, THRICE = "train.grad_accum_steps=2", "train.grad_accum_steps=3"
+CLIP_NORM, CLIP_VALUE = "train.clip_norm=0.05", "train.clip_value=0.003"
+
+
+def of_dataset(kind: str, *keys: str) -> tuple[str, ...]:
+    """Return the keys of a dataset of the tests' own; the size is that of the training samples."""
+    parts = {"train": 0, "eval": 1}
+    return (
+        "dataset=torch_dataset",
+        *(
+            f"dataset.{name}={{_target_:own_meetings.{kind},size:SIZE,split:{split}}}"
+            for name, split in parts.items()
+        ),
+        *keys,
+    )
+
+
+SOURCES = {
+    "memory": ("dataset=random", "dataset.num_samples=SIZE", f"dataset.eval_samples={NUM_EVAL}"),
+    "workers": of_dataset("Numbered", "dataset.num_workers=2"),
+    "stream": of_dataset("Stream"),
+    "stream of a length": of_dataset("StreamOfLength"),
+    "stream by a worker": of_dataset("Stream", "dataset.num_workers=1"),
+}
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "in two": (TWICE,),
+    "in three": (THRICE,),
+    "uneven": (),
+    "uneven in three": (THRICE,),
+    "tokens": TOKENS,
+    "tokens, uneven in two, clipped": (*TOKENS, TWICE, CLIP_NORM),
+    "clipped by norm": (CLIP_NORM,),
+    "clipped by value": (CLIP_VALUE,),
+    "clipped by value in two": (CLIP_VALUE, TWICE),
+    "own step": (f"{OWN}counted",),
+    "own step, uneven in three": (f"{OWN}counted", THRICE),
+    "scalars named by data": (f"{OWN}named_by_data",),
+    "average": ("ema.decay=0.9",),
+    "bf16": ("train.precision=bf16",),
+    "evaluated each step": ("train.eval_every_steps=1",),
+    "computed twice": ("train.activation_checkpointing=true", TWICE),
+    "frozen": ("params.freeze=[net1.*,*.bias]",),
+    "sparse": SPARSE,
+    "sparse, clipped by norm": (*SPARSE, CLIP_NORM),
+    "sparse, clipped by value": (*SPARSE, CLIP_VALUE),
+    "sparse in two": (*SPARSE, TWICE),
+    "without dimensions": ("+model.kind=scalar",),
+    "without dimensions, uneven in three": ("+model.kind=scalar", THRICE),
+    "tied": ("+model.kind=tied",),
+    "rare": ("+model.kind=rare",),
+}
+EXACT = {"rtol": 1e-9, "atol": 1e-11}  # float64: only rounding differs
+BF16 = {"rtol": 2e-2, "atol": 2e-3}
+WAYS = {**{mode: mode for mode in MODES}, "ps async": "ps"}  # each way's mode
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A source under a mode with a variant."""
+
+    source: str
+    way: str
+    variant: str
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.way}-{self.variant}"
+
+
+def cell_of(meeting: Meeting) -> Cell:
+    """Return the training of a meeting."""
+    source, way, variant = meeting.source, meeting.way, meeting.variant
+    mode = WAYS[way]
+    size = str(UNEVEN if "uneven" in variant else NUM_SAMPLES)
+    keys = [
+        *(f"model=toy{'_mp' if is_cut(mode) else ''}", f"parallelism={mode}", *COMMON, MOMENTUM),
+        *(key.replace("SIZE", size) for key in SOURCES[source]),
+        *VARIANTS[variant],
+    ]
+    if way == "ps async":
+        keys.append("parallelism.mode=async")
+    if variant == "rare" and "find_unused_parameters" in MODES[mode]:
+        keys.append("parallelism.find_unused_parameters=true")
+    world_size = 2 if way == "ps async" else smallest_world(mode)
+    dtype = torch.float32 if variant == "bf16" else torch.float64
+    failing = rule_of(meeting, FAILING)
+    hangs = failing is not None and failing.hangs
+    return Cell(str(meeting), world_size, tuple(keys), dtype, hangs=hangs)
+
+
+# What the order and the number of samples matter to; the others see batches from memory alone.
+OF_SAMPLES = (
+    *("plain", "in two", "in three", "uneven", "uneven in three", "clipped by norm"),
+    *("tokens", "tokens, uneven in two, clipped", "own step", "own step, uneven in three"),
+    *("evaluated each step", "average"),
+)
+OF_SOURCE = {"memory": (*VARIANTS,), "stream of a length": ("plain", "own step, uneven in three")}
+MEETINGS = [
+    Meeting(source, way, variant)
+    for source in SOURCES
+    for way in WAYS
+    for variant in OF_SOURCE.get(source, OF_SAMPLES)
+]
+
+
+EVERY = frozenset(WAYS)
+STREAMS = frozenset(source for source in SOURCES if "stream" in source)
+SPARSE_ONES = frozenset(one for one in VARIANTS if "sparse" in one)
+SERVED = frozenset(way for way, mode in WAYS.items() if "num_servers" in needs(mode))
+TIED = frozenset({"tied"})
+SHARDED = MESHES - {"tp"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What holds for the meetings of these ways, with one of these variants or sources."""
+
+    text: str  # part of the refusal, or the reason why it fails
+    ways: frozenset[str] | set[str]
+    variants: frozenset[str] = frozenset()
+    sources: frozenset[str] = frozenset()
+    hangs: bool = False
+
+    def holds(self, one: Meeting) -> bool:
+        """Return whether the rule is about a meeting."""
+        is_such = one.variant in self.variants or one.source in self.sources
+        return one.way in self.ways and is_such
+
+
+REFUSED = [
+    Rule("a stream, have none; write parallelism=ddp", SERVED, sources=STREAMS),
+    Rule("return the same names for each batch", EVERY, frozenset({"scalars named by data"})),
+    Rule("some are sparse", SHARDED, SPARSE_ONES),
+    Rule("cannot push sparse gradients", SERVED, SPARSE_ONES),
+    Rule("which are one parameter, into different groups", SHARDED - {"fsdp_tp"}, TIED),
+    Rule("and torch would make them two", TENSOR_PARALLEL, TIED),
+]
+# What does not hold yet. Who lets one hold takes it off the list.
+FAILING = [
+    Rule(
+        "ranks gather a layer together, and one whose batch does not use it does not come; the "
+        "trial's two samples do not show it",
+        SHARDED,
+        frozenset({"rare"}),
+        hangs=True,
+    ),
+]
+
+
+def rule_of(meeting: Meeting, rules: list[Rule]) -> Rule | None:
+    """Return the rule that holds for a meeting, if there is one."""
+    return next((rule for rule in rules if rule.holds(meeting)), None)
+
+
+QUICK = {
+    Meeting("memory", "ddp", "plain"),
+}
+
+
+class Table:
+    """The meetings that pytest is going to run, computed by world sizes when one is asked for."""
+
+    def __init__(self, meetings: list[Meeting], folder: Path) -> None:
+        self._wanted, self._folder = meetings, folder
+        self._found = dict[Meeting, list[Found]]()
+
+    def of(self, meeting: Meeting) -> list[Found]:
+        """Return what each rank of a meeting came to."""
+        if meeting not in self._found:
+            wanted = {one: cell_of(one) for one in self._wanted if one.way == meeting.way}
+            wanted[meeting] = cell_of(meeting)
+            found = run_cells(list(wanted.values()), self._folder)
+            self._found |= {one: found[cell] for one, cell in wanted.items()}
+        return self._found[meeting]
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Table:
+    """What the selected meetings, and those of one process beside them, come to."""
+    wanted = selected(request, "meeting")
+    alone = [Meeting(one.source, "single", one.variant) for one in wanted]
+    return Table(list(dict.fromkeys([*wanted, *alone])), tmp_path_factory.mktemp("meetings"))
+
+
+def differences(
+    line: dict[str, float], expected: dict[str, float], *, rtol: float, atol: float
+) -> list[str]:
+    """Return what a line of metrics has besides, lacks, or has otherwise."""
+    return [
+        f"{key}: {line.get(key)}, not {expected.get(key)}"
+        for key in sorted(line.keys() | expected.keys())
+        if line.get(key) != pytest.approx(expected.get(key), rel=rtol, abs=atol)
+    ]
+
+
+def cases() -> Iterator[Any]:
+    """Yield the meetings: a few that catch a mistake each run by default."""
+    for meeting in MEETINGS:
+        marks = [] if meeting in QUICK else [pytest.mark.full]
+        if (rule := rule_of(meeting, FAILING)) is not None:
+            marks.append(pytest.mark.xfail(strict=True, reason=rule.text))
+        yield pytest.param(meeting, id=str(meeting), marks=marks)
+
+
+@pytest.mark.parametrize("meeting", list(cases()))
+def test_a_meeting_equals_one_process_or_is_refused(meeting: Meeting, table: Table) -> None:
+    """Samples, losses, own scalars, evaluations and the final weights; or one line beforehand."""
+    found = table.of(meeting)
+    first = found[0]
+    assert not first.failed, first.failed
+    if (rule := rule_of(meeting, REFUSED)) is not None:
+        assert rule.text in first.refused
+        assert len(first.refused.splitlines()) == 1
+        return
+    assert not first.refused, first.refused
+    (alone,) = table.of(Meeting(meeting.source, "single", meeting.variant))
+    close = BF16 if meeting.variant == "bf16" else EXACT
+    assert first.counts == alone.counts
+    assert len(first.lines) == len(alone.lines)
+    differing = [
+        f"step {line['step']}: {one}"
+        for line, expected in zip(first.lines, alone.lines, strict=True)
+        for one in differences(line, expected, **close)
+    ]
+    assert not differing, "; ".join(differing[:4])
+    for one in found[:1] if meeting.way in SERVED else found:
+        torch.testing.assert_close(one.weights, alone.weights, **close)
+        torch.testing.assert_close(one.average, alone.average, **close)
