@@ -1,9 +1,11 @@
 """The one exception for what a user can cause, and what its messages are made of."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 MOST_NAMES = 3  # that a message lists
 # What gloo, NCCL and the store of a group report when another rank is gone or late.
@@ -36,6 +38,18 @@ def os_errors(what: str, *, fix: str = "free space or make the folder writable")
         yield
     except OSError as error:
         raise UserError(f"{what} ({error.strerror or error}); {fix}") from error
+
+
+def exit_with(run: Callable[[Sequence[str]], int | None]) -> NoReturn:
+    """Run a command with this process's arguments, and exit: 2 with a line for a mistake in it."""
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # for example `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit()
 
 
 def one_line(error: BaseException) -> str:

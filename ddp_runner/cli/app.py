@@ -36,7 +36,6 @@ from ddp_runner.host.processes import handled_signals, start_fork_server
 from ddp_runner.host.streams import keep_streams
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import launch, print_error
-from ddp_runner.sweep.executor import Executor
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.multirun import Sweep
 from ddp_runner.sweep.slurm.executor import Slurm
@@ -101,7 +100,8 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(), invocation)
     if (env.num_nodes if env else job.config.launch.nnodes) > 1:
-        _quiet_connections()
+        # Keeps torch from a warning for each connection, where names of addresses are not known.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if env is None:
         start_fork_server()  # as early as can be: it imports torch while this process goes on
     asked, config = asked_folder(composed, job), job.config
@@ -145,11 +145,6 @@ def _run_here(composed: DictConfig, invocation: Invocation, job: Job, asked: Pat
         raise
 
 
-def _quiet_connections() -> None:
-    """Keep torch from a warning for each connection, where names of addresses are not known."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
 def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
     """Let Hydra's sweeper compose the jobs, and run them batch by batch."""
     if invocation.env is not None:
@@ -157,11 +152,12 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
     command = invocation.command
     asked = None if composed.hydra.sweep.dir == UNNAMED else Path(composed.hydra.sweep.dir)
     is_search = not is_grid(composed.hydra.sweeper)
+    settings = slurm_settings(composed.hydra.launcher)
     with sweep_dir(composed, asked, command.written, is_search=is_search) as (folder, for_hydra):
         sweep = Sweep(
             folder,
             command.written,
-            executor=_executor(composed.hydra.launcher, folder),
+            executor=Local() if settings is None else Slurm(folder, settings),
             is_search=is_search,
             plan=partial(plan_at, invocation=invocation),
             name_of=partial(job_folder, command=command),
@@ -172,9 +168,3 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
         if composed.sweep.dry_run and composed.hydra.sweeper.get("storage"):
             added.append("hydra.sweeper.storage=null")  # a dry run adds no trials to a study
         return sweep.run(partial(run_hydra, arguments=command.arguments_with(*added)))
-
-
-def _executor(launcher: DictConfig, folder: Path) -> Executor:
-    """Return what runs the jobs of the sweep in `folder`, by its node ``hydra.launcher``."""
-    settings = slurm_settings(launcher)
-    return Local() if settings is None else Slurm(folder, settings)

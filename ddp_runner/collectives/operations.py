@@ -37,8 +37,8 @@ class Operation:
     """
 
     bind: Callable[[Tensor, Tensor, dist.ReduceOp.RedOpType], Callable[[], object]]
-    sent: Callable[[int, int, str], Patterns]
     expected: Callable[[int, int, str], Patterns]
+    sent: Callable[[int, int, str], Patterns] = lambda rank, world_size, reduce_op: [values(rank)]
     bus_factor: Callable[[int], float] = lambda world_size: 1.0
     is_split: bool = False  # each rank holds one share of the message; False: all of it
     in_place: bool = False
@@ -105,7 +105,6 @@ def _ring(num_ranks: int) -> float:
 OPERATIONS = {
     "broadcast": Operation(
         bind=lambda source, target, _: partial(dist.broadcast, source, src=0),
-        sent=lambda rank, n, _: [values(rank)],
         expected=lambda rank, n, _: [values(0)],
         in_place=True,
     ),
@@ -118,7 +117,6 @@ OPERATIONS = {
     ),
     "gather": Operation(
         bind=_gather,
-        sent=lambda rank, n, _: [values(rank)],
         expected=lambda rank, n, _: [] if rank else [values(other) for other in range(n)],
         bus_factor=_ring,
         is_split=True,
@@ -140,7 +138,6 @@ OPERATIONS = {
     ),
     "all_gather": Operation(
         bind=lambda source, target, _: partial(dist.all_gather_into_tensor, target, source),
-        sent=lambda rank, n, _: [values(rank)],
         expected=lambda rank, n, _: [values(other) for other in range(n)],
         bus_factor=_ring,
         is_split=True,
@@ -162,7 +159,6 @@ OPERATIONS = {
     ),
     "send_recv": Operation(
         bind=_send_recv,
-        sent=lambda rank, n, _: [values(rank)],
         expected=lambda rank, n, _: [values((rank - 1) % n)],
     ),
 }

@@ -14,8 +14,7 @@ from ddp_runner.compare.analysis import TOLERANCE, Comparison, compare
 from ddp_runner.compare.render.tables import FORMATS, SUFFIXES, remark_sections
 from ddp_runner.compare.run import Target
 from ddp_runner.compare.runs import read_runs, tagged
-from ddp_runner.errors import UserError, os_errors
-from ddp_runner.host.streams import exit_with
+from ddp_runner.errors import UserError, exit_with, os_errors
 
 
 def main() -> None:

@@ -10,11 +10,9 @@ import select
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TextIO
-
-from ddp_runner.errors import UserError
+from typing import Any, TextIO
 
 STREAMS = {"stdout": 1, "stderr": 2}
 PATIENCE_S = 2.0
@@ -87,18 +85,6 @@ def notice_if_slow(text: Callable[[], str]) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()  # a line that is being printed ends before the next one
-
-
-def exit_with(run: Callable[[Sequence[str]], int | None]) -> NoReturn:
-    """Run a command with this process's arguments, and exit: 2 with a line for a mistake in it."""
-    try:
-        sys.exit(run(sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # for example `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit()
 
 
 def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None:

@@ -14,9 +14,22 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ddp_runner.config.profiling import WARMUP_STEPS, traced_steps
-from ddp_runner.profiling.cuda_memory import dump_history, record_history
 
 NUM_ROWS = 40  # operators in a rank's table
+MOST_ENTRIES = 100_000  # allocations of a GPU that are kept, with their stacks
+
+
+# The history of a GPU's memory, for https://pytorch.org/memory_viz. Torch documents these functions
+# in spite of their names: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+def record_history() -> None:
+    """Keep each allocation on a GPU from now on, with the Python stack that asked for it."""
+    torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES, stacks="python")
+
+
+def dump_history(path: Path) -> None:
+    """Write what was kept, and keep nothing more."""
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class NullProfiler:

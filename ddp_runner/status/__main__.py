@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ddp_runner.errors import UserError, counted, printable
+from ddp_runner.errors import UserError, counted, exit_with, printable
 from ddp_runner.files import json_safe
-from ddp_runner.host.streams import exit_with, line_width, wrapped
+from ddp_runner.host.streams import line_width, wrapped
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
 from ddp_runner.status.find import Report, SweepStatus, survey
 from ddp_runner.status.look import LOST, RunStatus

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import os_errors
 
 TAIL_BYTES = 2**14  # the last twenty lines or more
 MOST_LINES = 20
@@ -46,14 +46,13 @@ def read_pace(path: Path) -> Pace:
 
 def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the last whole, undamaged lines."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            text = file.read()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable") from error
+    with os_errors(f"{path} cannot be read", fix="make it readable"):
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                text = file.read()
+        except FileNotFoundError:
+            return
     for part in text.splitlines():
         with suppress(ValueError, KeyError, TypeError):  # cut off, or damaged
             line = json.loads(part)

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_runner.errors import UserError, os_errors
-from ddp_runner.host.streams import exit_with, line_width
+from ddp_runner.errors import UserError, exit_with, os_errors
+from ddp_runner.host.streams import line_width
 from ddp_runner.sweep.ledger import LEDGER
 from ddp_runner.sweep.results import sweep_table
 

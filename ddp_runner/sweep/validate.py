@@ -24,9 +24,20 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
             "write hydra/launcher=slurm, or start each job by a command of its own, without -m"
         )
     slots = sweep.parallel_jobs
-    _validate_parallel(config)
+    if slots < 1:
+        raise UserError(f"sweep.parallel_jobs ({slots}) must be greater than 0")
     if slots == 1:
         return
+    if launch.init_method is not None:
+        raise UserError(
+            f"sweep.parallel_jobs ({slots}) would let jobs meet at one address, which "
+            f"launch.init_method ({launch.init_method}) gives; leave one of them out"
+        )
+    if sweep.calibrate:
+        raise UserError(
+            "sweep.calibrate measures what the jobs beside it disturb, sweep.parallel_jobs is "
+            f"{slots}; leave one of them out"
+        )
     if sys.platform != "linux":
         raise UserError(
             f"sweep.parallel_jobs ({slots}) gives each job cores of its own, which only Linux can; "
@@ -76,20 +87,4 @@ def _validate_objective(config: Config, *, searches: bool) -> None:
         raise UserError(
             "sweep.objective is null and this hydra/sweeper looks for the best of a metric; "
             "write sweep.objective=eval/accuracy hydra.sweeper.direction=maximize"
-        )
-
-
-def _validate_parallel(config: Config) -> None:
-    launch, jobs = config.launch, config.sweep.parallel_jobs
-    if jobs < 1:
-        raise UserError(f"sweep.parallel_jobs ({jobs}) must be greater than 0")
-    if jobs > 1 and launch.init_method is not None:
-        raise UserError(
-            f"sweep.parallel_jobs ({jobs}) would let jobs meet at one address, which "
-            f"launch.init_method ({launch.init_method}) gives; leave one of them out"
-        )
-    if jobs > 1 and config.sweep.calibrate:
-        raise UserError(
-            f"sweep.calibrate measures what the jobs beside it disturb, sweep.parallel_jobs is "
-            f"{jobs}; leave one of them out"
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import os_errors
 from ddp_runner.job import Status
 
 BEAT_S, LEAST_S = 5.0, 0.5  # between two beats: usually, and when something new begins
@@ -83,14 +83,8 @@ class Heartbeat:
                 path.unlink()
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "doing": str(self.doing),
-            "idle_s": round(time.monotonic() - self._noted_at, 1),
-            "step": self.step,
-            "epoch": self.epoch,
-            "total_steps": self.total_steps,
-            "total_epochs": self.total_epochs,
-        }
+        shown = {name: one for name, one in vars(self).items() if not name.startswith("_")}
+        return {**shown, "idle_s": round(time.monotonic() - self._noted_at, 1)}
 
 
 def _renew(path: Path, fields: dict[str, Any]) -> None:
@@ -119,16 +113,13 @@ def read_heartbeat(path: Path) -> tuple[dict[str, Any], float] | None:
     Raises:
         UserError: the file is there and cannot be read.
     """
-    try:
-        # An open file's facts come from the server, where a path's may be a minute old on NFS.
-        with path.open("rb") as file:
-            text, mtime = file.read(NUM_BYTES), os.fstat(file.fileno()).st_mtime
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}); make it readable, or delete it"
-        ) from error
+    with os_errors(f"{path} cannot be read", fix="make it readable, or delete it"):
+        try:
+            # An open file's facts come from the server, where a path's may be a minute old on NFS.
+            with path.open("rb") as file:
+                text, mtime = file.read(NUM_BYTES), os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return None
     try:
         fields = json.loads(text)
     except ValueError:

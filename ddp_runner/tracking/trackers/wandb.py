@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_runner.config.schema import digest
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 from ddp_runner.job import Status
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
 
+WRITABLE = (
+    "name a folder that can be written: W&B would silently take the system's temporary folder"
+)
 STEP = "step"  # the horizontal axis: W&B's own step never goes back, and counts calls
 
 
@@ -62,11 +65,11 @@ class WandB:
         if number is None or not number.endswith(ending):
             number = f"{self._new_id}-{ending}"
         folder = Path(self._place["dir"] or known.root_dir)
-        if reason := _why_unwritable(folder):
-            raise UserError(
-                f"trackers.wandb.dir ({folder}) {reason}; name a folder that can be written: W&B "
-                "would silently take the system's temporary folder"
-            )
+        named = f"trackers.wandb.dir ({folder})"
+        with os_errors(f"{named} cannot be made", fix=WRITABLE):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.R_OK | os.W_OK):
+            raise UserError(f"{named} cannot be read and written; {WRITABLE}")
         is_offline = (self._place["mode"] or known.mode) == "offline"
         settings = self._wandb.Settings(
             init_timeout=self._timeout_s, login_timeout=self._timeout_s, console="off", silent=True
@@ -108,12 +111,3 @@ class WandB:
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if status == Status.COMPLETED else 1)
         self._wandb.teardown()
-
-
-def _why_unwritable(folder: Path) -> str:
-    """Make a folder; return why nothing can be written into it, empty if it can."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"cannot be made ({error.strerror})"
-    return "" if os.access(folder, os.R_OK | os.W_OK) else "cannot be read and written"
