@@ -84,7 +84,8 @@ def load_optimizer(
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     then = {name: place for place, group in enumerate(saved["groups"]) for name in group["params"]}
     left = [name for name in then if name not in numbers]
-    if left and len(saved["groups"]) > len(optimizer.param_groups):
+    # More than it was built with: a loop has added them. Else this run freezes what is left out.
+    if left and len(saved["groups"]) > max(len(saved["settings"]), len(optimizer.param_groups)):
         raise UserError(
             f"it had {len(saved['groups'])} groups of parameters, among them {listed(left)}, and "
             f"now it has {len(optimizer.param_groups)}; add the groups before it is restored"

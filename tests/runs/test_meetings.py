@@ -185,7 +185,28 @@ def rule_of(meeting: Meeting, rules: list[Rule]) -> Rule | None:
 
 
 QUICK = {
-    Meeting("memory", "ddp", "plain"),
+    Meeting("memory", "ddp", "uneven in three"),
+    Meeting("memory", "ddp", "own step"),
+    Meeting("memory", "ddp", "tokens, uneven in two, clipped"),
+    Meeting("memory", "ddp", "clipped by value"),
+    Meeting("memory", "ddp", "average"),
+    Meeting("memory", "ddp", "sparse"),
+    Meeting("memory", "ddp", "rare"),
+    Meeting("memory", "ddp_mp", "in two"),
+    Meeting("memory", "ps", "own step, uneven in three"),
+    Meeting("memory", "ps", "tokens, uneven in two, clipped"),
+    Meeting("memory", "ps", "sparse"),
+    Meeting("memory", "ps async", "own step"),
+    Meeting("memory", "fsdp", "uneven in three"),
+    Meeting("memory", "fsdp", "without dimensions, uneven in three"),
+    Meeting("memory", "fsdp", "frozen"),
+    Meeting("memory", "tp", "tokens, uneven in two, clipped"),
+    Meeting("memory", "tp", "tied"),
+    Meeting("workers", "ddp", "uneven in three"),
+    Meeting("stream", "ddp", "own step, uneven in three"),
+    Meeting("stream", "tp", "own step, uneven in three"),
+    Meeting("stream", "fsdp_tp", "tokens, uneven in two, clipped"),
+    Meeting("stream", "ps", "plain"),
 }
 
 
@@ -229,6 +250,8 @@ def cases() -> Iterator[Any]:
     """Yield the meetings: a few that catch a mistake each run by default."""
     for meeting in MEETINGS:
         marks = [] if meeting in QUICK else [pytest.mark.full]
+        if meeting not in QUICK and "worker" in meeting.source:
+            marks.append(pytest.mark.slow)  # they fork in each cell
         if (rule := rule_of(meeting, FAILING)) is not None:
             marks.append(pytest.mark.xfail(strict=True, reason=rule.text))
         yield pytest.param(meeting, id=str(meeting), marks=marks)
