@@ -10,6 +10,11 @@ from ddp_runner.sweep.ledger import LEDGER
 from ddp_runner.sweep.results import sweep_table
 
 
+def main() -> None:
+    """Run the command and exit."""
+    exit_with(run)
+
+
 def run(arguments: Sequence[str]) -> None:
     """Print the table of each sweep folder that is named on the command line."""
     if not arguments or any(one.startswith("-") for one in arguments):
@@ -23,4 +28,4 @@ def run(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    exit_with(run)
+    main()
