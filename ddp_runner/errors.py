@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 MOST_NAMES = 3  # that a message lists
 # What gloo, NCCL and the store of a group report when another rank is gone or late.
@@ -40,10 +40,11 @@ def os_errors(what: str, *, fix: str = "free space or make the folder writable")
         raise UserError(f"{what} ({error.strerror or error}); {fix}") from error
 
 
-def exit_with(run: Callable[[Sequence[str]], int | None]) -> NoReturn:
-    """Run a command with this process's arguments, and exit: 2 with a line for a mistake in it."""
+def exit_with(run: Callable[[Sequence[str]], int | None]) -> None:
+    """Run a command with this process's arguments; exit with 2 and a line for a mistake in it."""
     try:
-        sys.exit(run(sys.argv[1:]))
+        if code := run(sys.argv[1:]):
+            sys.exit(code)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
