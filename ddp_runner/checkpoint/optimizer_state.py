@@ -150,7 +150,8 @@ def load_scheduler(
             "start a new run with model.weights"
         )
     own, start, state = settings["state"], then["state"], now["state"]
-    is_by_metric = isinstance(scheduler, ReduceLROnPlateau) or "last_epoch" not in state
+    first_step, last_step = _last_epoch(own), _last_epoch(state)
+    is_by_metric = isinstance(scheduler, ReduceLROnPlateau) or last_step is None
     if groups is None or is_by_metric or _is_same(own, start):
         scheduler.load_state_dict(copy.deepcopy(_merged(own, start, state)))
         return
@@ -159,10 +160,17 @@ def load_scheduler(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer has taken no step in this process
         try:
-            for _ in range(state["last_epoch"] - own["last_epoch"]):
+            for _ in range(last_step - first_step):
                 scheduler.step()
         except ValueError as error:  # OneCycleLR past its end
             raise UserError(f"{one_line(error)}; give it more steps") from error
+
+
+def _last_epoch(state: Mapping[str, Any]) -> Any:
+    """Return the step in a scheduler's state, of a chain that of its first; None if it has none."""
+    if "last_epoch" not in state and (chain := state.get("_schedulers")):
+        return _last_epoch(chain[0])
+    return state.get("last_epoch")
 
 
 def groups_of(scheduler: Any, objects: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
