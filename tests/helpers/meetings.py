@@ -8,6 +8,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ class Cell:
     keys: tuple[str, ...]
     dtype: torch.dtype = torch.float64
     hangs: bool = False  # as is known: it gets HANG_S alone
+    folder: Path | None = None  # of checkpoints: it goes on from the newest one
+    rates: tuple[float, ...] = ()  # the optimizer's rate in each step, whatever the scheduler says
+    decays: tuple[float, ...] = ()  # likewise its weight_decay
 
 
 @dataclass
@@ -110,7 +114,7 @@ def _train_all(env: DistEnv, batch: Sequence[tuple[Cell, Config]], place: Path) 
             # A group of a mesh waits for half an hour, and a thread could not interrupt it.
             limit_s = HANG_S if cell.hangs else PATIENT_S
             faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
-            found = _train(env, config)
+            found = _train(env, cell, config)
             if found.refused or found.failed:  # as a launcher ends the other ranks
                 _write(place / f"end-{env.rank}", found)
                 raise RuntimeError(found.refused or found.failed)
@@ -124,7 +128,7 @@ def _write(path: Path, found: Found) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def _train(env: DistEnv, config: Config) -> Found:
+def _train(env: DistEnv, cell: Cell, config: Config) -> Found:
     """Train as a run does, with its trials; return what this rank came to."""
     counts = list[int]()
     try:
@@ -137,8 +141,10 @@ def _train(env: DistEnv, config: Config) -> Found:
     except UserError as error:
         return Found(refused=str(error))
     _note_counts(state, counts)
+    if cell.rates:
+        state.optimizer.register_step_pre_hook(partial(_set_groups, state, cell))
     try:
-        trace = run_loop(env, config, max_steps=None, state=state)
+        trace = run_loop(env, config, max_steps=None, folder=cell.folder, state=state)
     except UserError as error:  # of a rank that serves the loop
         return Found(refused=str(error))
     if trace.error.startswith("UserError: ") and not trace.position.step:
@@ -149,6 +155,13 @@ def _train(env: DistEnv, config: Config) -> Found:
         if isinstance(split, LoaderSplit):
             end_workers(split)
     return found_in(state, trace, counts)
+
+
+def _set_groups(state: TrainState, cell: Cell, *_: object) -> None:
+    """Give the optimizer what the cell prescribes for the coming step."""
+    for group in state.optimizer.param_groups:
+        group["lr"] = cell.rates[state.position.step]
+        group["weight_decay"] = cell.decays[state.position.step]
 
 
 def found_in(state: TrainState, trace: Trace, counts: list[int]) -> Found:
