@@ -188,7 +188,7 @@ def cases() -> Iterator[Any]:
         for scheduler in SCHEDULERS:
             for change in CHANGES:
                 is_quick = (before, after) == ("ddp", "fsdp") and "key" in change
-                marks = [] if is_quick else [pytest.mark.full]
+                marks = [] if is_quick else [pytest.mark.slow]
                 case = (scheduler, change, before, after)
                 yield pytest.param(
                     case, id=f"{before} to {after}-{scheduler}-{change}", marks=marks
