@@ -12,7 +12,7 @@ from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Duties
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.loop import backward
-from ddp_runner.train.optimizers import refusing_sparse
+from ddp_runner.train.optimizers import refuse_sparse
 from ddp_runner.train.state import TrainState
 
 # DDP's error about parameters that the loss does not depend on, which has only their numbers.
@@ -30,11 +30,11 @@ class OwnGradients:
         Raises:
             UserError: DDP waits for gradients of parameters that the loss does not depend on.
         """
-        mode = f"parallelism={state.setup.config.parallelism.get('name')}"
         try:
-            with refusing_sparse(mode, instead="parallelism=ddp"):
-                return backward(state, batch)
+            return backward(state, batch)
         except RuntimeError as error:
+            mode = f"parallelism={state.setup.config.parallelism.get('name')}"
+            refuse_sparse(error, mode, instead="parallelism=ddp")
             match = WITHOUT_GRADIENT.search(str(error))
             if match is None:
                 raise

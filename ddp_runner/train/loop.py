@@ -25,7 +25,7 @@ from ddp_runner.train.clipping import scale_and_clip
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.metrics import ensure_known, step_metrics
-from ddp_runner.train.optimizers import refusing_sparse
+from ddp_runner.train.optimizers import refuse_sparse
 from ddp_runner.train.state import Position, TrainState
 
 
@@ -121,9 +121,12 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     loss = state.gradients.compute(state, batch)
     scale_and_clip(state)
     scale = scaler.get_scale()
-    named = f"optimizer={setup.config.optimizer.get('name')}"
-    with refusing_sparse(named, instead="optimizer=sgd optimizer.weight_decay=0"):
+    try:
         scaler.step(optimizer)
+    except RuntimeError as error:
+        named = f"optimizer={setup.config.optimizer.get('name')}"
+        refuse_sparse(error, named, instead="optimizer=sgd optimizer.weight_decay=0")
+        raise
     scaler.update()
     if scaler.get_scale() >= scale:  # else gradients overflowed and the optimizer skipped the step
         state.schedule.step()

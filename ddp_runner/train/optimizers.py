@@ -2,8 +2,6 @@
 
 import inspect
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -23,14 +21,9 @@ MOST_REASON = 150  # characters of torch's own message
 NOT_DENSE = re.compile(r"(?i)sparse|dense gradients|and dense")
 
 
-@contextmanager
-def refusing_sparse(who: str, *, instead: str) -> Iterator[None]:
-    """Say in one line that `who` takes no sparse gradients, if torch raises that."""
-    try:
-        yield
-    except RuntimeError as error:
-        if NOT_DENSE.search(str(error)) is None:
-            raise
+def refuse_sparse(error: RuntimeError, who: str, *, instead: str) -> None:
+    """Say in one line that `who` takes no sparse gradients, if that is torch's error."""
+    if NOT_DENSE.search(str(error)) is not None:
         raise UserError(
             f"{who} cannot take the gradients of this model, of which some are sparse "
             f"({typed(error)[:MOST_REASON]}); leave out sparse=True in it, or write {instead}"

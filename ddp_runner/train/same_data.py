@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.digests import digest_of
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import Piece
 from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.data.trees import inputs_of, shape_of, tensors_of
@@ -24,6 +22,8 @@ CLOSE = 1e-3  # relative: another processor may round what is decoded or resized
 
 def agreed_samples(dataset: Dataset) -> Samples:
     """Return what tells the data of a run, equal on all ranks. Collective: every rank must call.
+
+    Give it the splits that the run loads from: their workers, once started, are kept.
 
     Raises:
         UserError: a rank has other samples than rank 0, or gets them in another order; or only one
@@ -88,9 +88,6 @@ def _first_and_last(split: AnySplit) -> list[Any]:
     """Return two batches of one sample; of a stream only the first."""
     if isinstance(split, StreamSplit):
         return [split.first([0])]
-    if isinstance(split, LoaderSplit):  # the rank itself must not open the dataset's files
-        workers = min(1, split.num_workers)
-        split = replace(split, num_workers=workers, persistent_workers=False)
     places = (0, len(split) - 1)
     pieces = [Piece(torch.tensor([place], device=split.device)) for place in places]
     return list(split.load(pieces, seed=0))

@@ -39,7 +39,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     """
     config, run_dir, wire = session.config, session.run_dir, session.job.wire
     state = build_session_state(session, config)
-    samples, trial = agreed_samples(state.setup.dataset), try_first_batch(state)
+    dataset = replace(state.setup.dataset, train=state.setup.batches.split)
+    samples, trial = agreed_samples(dataset), try_first_batch(state)
     state.setup = replace(state.setup, samples=samples, scalars=trial.scalars)
     warnings = warnings_of(trial, state)
     find_changing(state)
