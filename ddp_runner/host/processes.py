@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import FrameType
@@ -60,9 +60,10 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore the stop signals in this process: another one decides when it ends."""
+    """Ignore the stop signals in this process, also held ones: another one decides when it ends."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
@@ -110,12 +111,20 @@ def answering(
             signal.signal(signum, earlier)
 
 
-def children_ignore_signals() -> AbstractContextManager[None]:
-    """Let the processes that start in this block ignore the stop signals.
+@contextmanager
+def stop_signals_held() -> Iterator[None]:
+    """Hold the stop signals back while children start, which first call ``ignore_stop_signals``.
 
-    Ctrl-C and SIGTERM may reach every process at once, and only the launcher decides what follows.
+    Ctrl-C and SIGTERM may reach every process at once, and only the launcher decides what follows:
+    it must lose none, and a child must not die of one.
     """
-    return answering(STOP_SIGNALS, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        _start_resource_tracker()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # Python has released two of them
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_fork_server() -> None:
@@ -129,8 +138,7 @@ def start_fork_server() -> None:
         with suppress(FileNotFoundError):
             _SERVER._stop()  # waits for its end: until then multiprocessing believes that it runs
     multiprocessing.set_forkserver_preload([PRELOAD])
-    with children_ignore_signals():
-        _start_resource_tracker()
+    with stop_signals_held():
         forkserver.ensure_running()
 
 

@@ -28,9 +28,10 @@ from typing import TextIO
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.host.processes import (
-    children_ignore_signals,
     die_with_launcher,
+    ignore_stop_signals,
     start_fork_server,
+    stop_signals_held,
 )
 from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, STOP, Job, Outcome, Slot, Status
@@ -110,7 +111,7 @@ class Slots:
     def _start(self, slot: Slot) -> tuple[Connection, SpawnProcess]:
         pipe, child_end = multiprocessing.Pipe()
         (out, child_out), (err, child_err) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
-        with children_ignore_signals():
+        with stop_signals_held():
             process = SpawnProcess(target=run_slot, args=(slot, child_end, child_out, child_err))
             process.start()
         for end in (child_end, child_out, child_err):
@@ -191,6 +192,7 @@ def events(pipe: Connection, outputs: list[Output]) -> Iterator[tuple[str, TextI
 
 def run_slot(slot: Slot, pipe: Connection, stdout: Connection, stderr: Connection) -> None:
     """Run what is left of each batch that arrives; a slot's whole life."""
+    ignore_stop_signals()
     if sys.platform == "linux":
         os.sched_setaffinity(0, slot.cores)  # before any thread or process, which inherit it
     tempfile.tempdir = str(slot.temp)

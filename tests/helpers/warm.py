@@ -243,13 +243,12 @@ def _add_spares(number: int) -> None:
         if not spares or not code.startswith(starts):
             return start_new(path, args, passed)
         pid, link = spares.pop()
-        signums = signal.valid_signals()
         request = {
             "code": code,
             "argv": ["-c", *words[words.index("-c") + 2 :]],
             "folder": str(Path.cwd()),
             "environ": dict(os.environ),
-            "ignored": [int(one) for one in signums if signal.getsignal(one) == signal.SIG_IGN],
+            "held": [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
             "cores": sorted(os.sched_getaffinity(0)),
             "passed": list(passed),
         }
@@ -266,6 +265,7 @@ def _fork_spare() -> tuple[int, socket.socket]:
     if pid:
         theirs.close()
         return pid, ours
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until it has its own mask
     _die_with_parent(signal.SIGKILL)  # a later spare holds the other end of the link, too
     ours.close()
     _wait_for_code(theirs)
@@ -296,8 +296,7 @@ def _wait_for_code(link: socket.socket) -> None:
     os.environ.update(request["environ"])
     tempfile.tempdir = None
     os.sched_setaffinity(0, request["cores"])
-    for signum in request["ignored"]:
-        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["held"])
     sys.argv = request["argv"]
     if request["code"].startswith("from multiprocessing.spawn"):
         _add_spares(1)  # a slot has its own fork server

@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 
 REAP_MS = 100
+HANDLERS = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}  # of a new one
 
 exit_code = 0
 
@@ -91,10 +92,9 @@ def run(link: socket.socket) -> None:
     # Only now, since it imports multiprocessing, whose own end must come before ``end``.
     from warm import receive
 
-    for signum in signal.valid_signals():
-        if callable(signal.getsignal(signum)):
-            signal.signal(signum, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum, handler in HANDLERS.items():
+        if signal.getsignal(signum) != handler:
+            signal.signal(signum, handler)
     sys.modules.pop("ddp_runner.launch.preload", None)  # importing it has effects
     path = sys.path[:]
     sys.path[:], pickled = receive(link)

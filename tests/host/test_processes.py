@@ -62,3 +62,34 @@ def test_a_semaphore_that_a_rank_leaves_behind_causes_no_warning() -> None:
         timeout=120,
     )
     assert ended.stderr == ""
+
+
+STARTS_A_CHILD = """
+import os, signal, subprocess, sys
+from ddp_runner.host.processes import stop_signals_held
+
+received = []
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(signum, lambda signum, _: received.append(signum))
+code = "import ddp_runner.host.processes as p; p.ignore_stop_signals(); input(); print('lives')"
+with stop_signals_held():
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.killpg(0, signum)
+    assert received == []
+assert sorted(received) == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
+child.communicate("go on\\n")
+"""
+
+
+def test_signals_while_a_child_starts_reach_the_launcher_alone() -> None:
+    """A launcher that ignores them for that long loses Ctrl-C, and the run goes on."""
+    ended = subprocess.run(
+        [sys.executable, "-c", STARTS_A_CHILD],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+        start_new_session=True,
+    )
+    assert ended.stdout == "lives\n"
