@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import tee
+from itertools import repeat, tee
 from typing import Any
 
 import torch
@@ -102,40 +102,40 @@ class GlobalBatches:
         return order.to(self.split.device)
 
     def _plan(self, epoch: int, index: int, *, order: Tensor) -> "_Plan":
-        global_batch = order[index * self.global_size :][: self.global_size]
+        global_batch = order[index * self.global_size : (index + 1) * self.global_size]
         number = epoch * self.steps_per_epoch + index
         if not self.is_computed:
             return _Plan((), global_count=len(global_batch), number=number)
-        randoms = torch.empty(len(global_batch), 0)
-        if self.num_randoms:
-            # Drawn for the whole global batch, so they are the same at every world size.
-            numbers = torch.Generator().manual_seed(derive(self.seed, "augmentation", epoch, index))
-            randoms = torch.rand(len(global_batch), self.num_randoms, generator=numbers)
         share = slice(self.share, None, self.num_shares)
         largest_share = math.ceil(len(global_batch) / self.num_shares)
         num_pieces = math.ceil(largest_share / self.micro_size)
-        own, own_randoms = global_batch[share], randoms[share]
-        pieces = zip(
-            own.tensor_split(num_pieces), own_randoms.tensor_split(num_pieces), strict=True
-        )
+        pieces = global_batch[share].tensor_split(num_pieces)
+        first: Tensor | None = None
+        randoms: Iterable[Tensor | None] = repeat(None, num_pieces)
+        if self.num_randoms:
+            # Drawn for the whole global batch, so they are the same at every world size.
+            numbers = torch.Generator().manual_seed(derive(self.seed, "augmentation", epoch, index))
+            drawn = torch.rand(len(global_batch), self.num_randoms, generator=numbers)
+            first, randoms = drawn[:1], drawn[share].tensor_split(num_pieces)
         parts = tuple(
             # A share with one sample fewer may lack a piece. The other ranks wait for its backward,
             # so it computes a placeholder.
             self._part(epoch, piece, its_randoms)
             if len(piece)
-            else self._part(epoch, global_batch[:1], randoms[:1], weight=0.0)
-            for piece, its_randoms in pieces
+            else self._part(epoch, global_batch[:1], first, weight=0.0)
+            for piece, its_randoms in zip(pieces, randoms, strict=True)
         )
         return _Plan(parts, global_count=len(global_batch), number=number)
 
     def _part(
-        self, epoch: int, indices: Tensor, randoms: Tensor, *, weight: float = 1.0
+        self, epoch: int, indices: Tensor, randoms: Tensor | None, *, weight: float = 1.0
     ) -> "_Part":
         if len(indices) == 1 and self.micro_size > 1:
             # The last piece may be a single sample, which BatchNorm refuses in training: take it
             # twice with half the weight.
-            indices, randoms, weight = indices.repeat(2), randoms.repeat(2, 1), weight / 2
-        return _Part(Piece(indices, epoch), weight, randoms if self.num_randoms else None)
+            indices, weight = indices.repeat(2), weight / 2
+            randoms = None if randoms is None else randoms.repeat(2, 1)
+        return _Part(Piece(indices, epoch), weight, randoms)
 
     def _by_length(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
         """Sort by length within pools of batches, then shuffle all batches but a smaller last one.

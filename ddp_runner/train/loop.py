@@ -151,10 +151,9 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
     """
     setup = state.setup
     timer, has_peers = setup.timer, setup.env.world_size > 1
-    counts_tokens = setup.config.batch.count == "tokens"
     total = torch.zeros((), device=setup.devices[-1])
-    num_tokens = torch.zeros_like(total)
-    scalars = dict.fromkeys(setup.scalars or (), torch.zeros(()))
+    num_tokens = torch.zeros_like(total) if setup.config.batch.count == "tokens" else None
+    scalars = dict.fromkeys(setup.scalars, torch.zeros(())) if setup.scalars else {}
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
         is_last = index == len(batch.micro_batches)
         with nullcontext() if is_last else setup.mode.no_sync(state.model):
@@ -178,11 +177,11 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
         for name, value in step.scalars.items():
             ensure_known(name, setup)
             scalars[name] = scalars.get(name, 0) + value.detach() * share
-        if counts_tokens:
+        if num_tokens is not None:
             num_tokens += step.count * micro_batch.weight
-    if counts_tokens and setup.role.serve is not None:  # the loop divides by all trainers' tokens
-        state.tokens = num_tokens / batch.global_count
-    elif counts_tokens:
+    if num_tokens is not None and setup.role.serve is not None:
+        state.tokens = num_tokens / batch.global_count  # the loop divides by all trainers' tokens
+    elif num_tokens is not None:
         factor = state.gradient_factor = token_factor(num_tokens, batch, group=setup.data_group)
         total *= factor
         scalars = {name: one * factor for name, one in scalars.items()}
