@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_runner.data.splits import Piece
-from ddp_runner.data.workers import Failure, loaded, loader_options, sendable
+from ddp_runner.data.workers import Failure, loaded, loader_options, sendable, started
 from ddp_runner.errors import UserError, typed
 from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_generators
 
@@ -67,7 +67,8 @@ class LoaderSplit:
         """
         orders = self._orders
         orders.next = mine = (_Order(seed, piece.epoch, _numbers(piece)) for piece in pieces)
-        for batch in loaded(iter(self._loader), name=self.name, num_workers=self.num_workers):
+        batches = started(self._loader, num_workers=self.num_workers)
+        for batch in loaded(batches, name=self.name, num_workers=self.num_workers):
             yield batch
             if self._loader.persistent_workers and orders.next is not mine:
                 raise RuntimeError(f"other {self.name} samples were loaded amid this epoch")

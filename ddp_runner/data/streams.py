@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from ddp_runner.data.loader import Collate
 from ddp_runner.data.splits import Split
 from ddp_runner.data.stream_reader import Loaded, Part, Readers
-from ddp_runner.data.workers import loaded, loader_options
+from ddp_runner.data.workers import loaded, loader_options, started
 from ddp_runner.errors import UserError
 
 NEEDS_STREAMS_EXTRA = 'a stream needs torchdata; write pip install "ddp-runner[streams]"'
@@ -117,7 +117,8 @@ class OpenStream:
         self._loader = _stateful_loader(split, split._readers(part))
         if state is not None:
             self._loader.load_state_dict(state["loader"])
-        self._batches = loaded(iter(self._loader), name=split.name, num_workers=split.num_workers)
+        batches = started(self._loader, num_workers=split.num_workers)
+        self._batches = loaded(batches, name=split.name, num_workers=split.num_workers)
 
     def __iter__(self) -> Iterator[Loaded]:
         return self

@@ -6,8 +6,9 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from ddp_runner.errors import UserError, typed
 from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
 
+CALM_S = 0.02  # from the last collective to the start of workers
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -23,6 +26,18 @@ class Failure:
 
     sentence: str
     trace: str
+
+
+def started(loader: Iterable[Any], *, num_workers: int) -> Iterator[Any]:
+    """Return a loader's iterator; its workers start now.
+
+    Python 3.11 hangs in a fork if a thread of torch calls Python for the first time at that moment,
+    as one does right after a collective: it takes the lock of all thread states without the GIL,
+    and the child waits for that lock before it makes it new. Python 3.12 makes it new first.
+    """
+    if num_workers > 0 and sys.version_info < (3, 12):
+        time.sleep(CALM_S)
+    return iter(loader)
 
 
 def loaded(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator[Any]:

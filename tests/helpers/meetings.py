@@ -5,14 +5,11 @@ A cell that raises, hangs or ends a rank costs the others nothing: they run in t
 
 import faulthandler
 import pickle
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,10 +29,6 @@ from ddp_runner.train.same_data import agreed_samples
 from ddp_runner.train.state import TrainState
 
 PATIENT_S = 60  # of a cell that hangs, and nobody knows it
-# Before a fork: Python 3.11 hangs in it if a thread of torch calls Python for the first time at
-# that moment, as one does after a collective. It takes the lock of all thread states without the
-# GIL, and a child waits for that lock before it makes it new.
-CALM_S = 0.02
 HANG_S = 10  # of a cell that is known to hang
 
 
@@ -99,16 +92,7 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[Found]]:
 
 def _train_all(env: DistEnv, batch: Sequence[tuple[Cell, Config]], place: Path) -> None:
     """Train cells in turn, until one is refused; write what each came to."""
-    fork = ForkProcess._Popen
-
-    def calm_fork(process: Any) -> Any:
-        time.sleep(CALM_S)
-        return fork(process)
-
-    with (
-        (place / f"rank-{env.rank}").open("w") as stacks,
-        patch.object(ForkProcess, "_Popen", staticmethod(calm_fork)),
-    ):
+    with (place / f"rank-{env.rank}").open("w") as stacks:
         for index, (cell, config) in enumerate(batch):
             torch.set_default_dtype(cell.dtype)
             # A group of a mesh waits for half an hour, and a thread could not interrupt it.
