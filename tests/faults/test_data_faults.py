@@ -161,7 +161,7 @@ FAULTY_CSV: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another_encoding": (
         lambda path: write_rows(path, ROWS, encoding="latin-1"),
-        ", line 4, column review: not utf-8; save the file as utf-8, or name its encoding, as in "
+        ", line 4: not utf-8; save the file as utf-8, or name its encoding, as in "
         "dataset.encoding=gb18030",
     ),
     "empty_rows_alone": (
