@@ -237,22 +237,30 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
             )
         if dataset.num_classes is not None:
             subject = f"the {kind} targets of dataset={name}"
-            _validate_classes(subject, split.targets, dataset.num_classes)
+            if split.targets.dtype != torch.int64:
+                dtype = str(split.targets.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"{subject} are {dtype} of shape {tuple(split.targets.shape)}; "
+                    f"{dataset.num_classes} classes need int64, or num_classes=None for a "
+                    "regression"
+                )
+            validate_classes(split.targets, num_classes=dataset.num_classes, subject=subject)
     return dataset
 
 
-def _validate_classes(subject: str, targets: Tensor, num_classes: int) -> None:
-    if targets.dtype != torch.int64:
-        dtype = str(targets.dtype).removeprefix("torch.")
-        raise UserError(
-            f"{subject} are {dtype} of shape {tuple(targets.shape)}; {num_classes} classes need "
-            "int64, or num_classes=None for a regression"
-        )
-    lowest, highest = map(int, targets.aminmax())
+def validate_classes(targets: Tensor, *, num_classes: int, subject: str = "targets") -> None:
+    """Reject targets that are neither classes nor -100, such as 255 for what does not count.
+
+    Raises:
+        UserError: a target is not a class; the message names the `subject`.
+    """
+    if not targets.numel():
+        return
+    lowest, highest = map(int, torch.stack(targets.aminmax()).tolist())  # a GPU waits once
     if lowest == IGNORED:
         lowest = int(targets.where(targets != IGNORED, 0).min())
     if lowest < 0 or highest >= num_classes:
         raise UserError(
             f"{subject} go from {lowest} to {highest}; {num_classes} classes are numbered from 0 "
-            f"to {num_classes - 1}"
+            f"to {num_classes - 1}, and {IGNORED} is a target that does not count"
         )
