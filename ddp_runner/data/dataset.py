@@ -9,12 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import TensorSplit
+from ddp_runner.data.splits import TensorSplit, validate_classes
 from ddp_runner.data.streams import AnySplit, num_samples
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
 
-IGNORED = -100  # a target that torch's losses leave out by default
 KEYS = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
 
 
@@ -246,21 +245,3 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
                 )
             validate_classes(split.targets, num_classes=dataset.num_classes, subject=subject)
     return dataset
-
-
-def validate_classes(targets: Tensor, *, num_classes: int, subject: str = "targets") -> None:
-    """Reject targets that are neither classes nor -100, such as 255 for what does not count.
-
-    Raises:
-        UserError: a target is not a class; the message names the `subject`.
-    """
-    if not targets.numel():
-        return
-    lowest, highest = map(int, torch.stack(targets.aminmax()).tolist())  # a GPU waits once
-    if lowest == IGNORED:
-        lowest = int(targets.where(targets != IGNORED, 0).min())
-    if lowest < 0 or highest >= num_classes:
-        raise UserError(
-            f"{subject} go from {lowest} to {highest}; {num_classes} classes are numbered from 0 "
-            f"to {num_classes - 1}, and {IGNORED} is a target that does not count"
-        )

@@ -10,7 +10,7 @@ from torch import nn
 
 from ddp_runner.checkpoint.weights import fitting_tensors
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.batches import MicroBatch
+from ddp_runner.data.batches import first_batch
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import MOST_GPU_DATA
@@ -26,8 +26,7 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build import eval_setup
 from ddp_runner.train.build_model import place_model
 from ddp_runner.train.eval_totals import EvalSetup
-from ddp_runner.train.evaluation import first_samples, forward
-from ddp_runner.train.programs import NUM_SAMPLES
+from ddp_runner.train.evaluation import forward
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,8 @@ def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[
 def _try_samples(model: TrainedModel, split: AnySplit) -> None:
     """Compute on the first two samples, where a message can say what does not fit."""
     setup, run = model.setup, model.run_dir
-    data = first_samples(split, seed=setup.config.seed)
+    batch = first_batch(split, seed=setup.config.seed)
     model.evaluated.eval()
     what = f"the model of {run} cannot take dataset={setup.dataset.name}, whose samples are"
-    with taking(what, inputs_of(data), fix="choose a dataset that fits"):
-        forward(model, model.evaluated, MicroBatch(data, num_samples=NUM_SAMPLES))
+    with taking(what, inputs_of(batch.data), fix="choose a dataset that fits"):
+        forward(model, model.evaluated, batch)

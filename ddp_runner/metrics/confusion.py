@@ -6,7 +6,7 @@ Definitions: https://scikit-learn.org/stable/modules/model_evaluation.html#class
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import IGNORED, validate_classes
+from ddp_runner.data.splits import IGNORED, validate_classes
 from ddp_runner.errors import UserError
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.batches import MicroBatch
+from ddp_runner.data.batches import NUM_FIRST, MicroBatch
 from ddp_runner.data.trees import shape_of, taking
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
@@ -21,7 +21,6 @@ from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step, supervised
 
-NUM_SAMPLES = 2
 # Far above rounding, and far below the factor of 2 between a sum and a mean.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 5e-2
@@ -42,7 +41,7 @@ class Trial:
     @property
     def detail(self) -> str:
         """Both values, as a phrase."""
-        return f"{NUM_SAMPLES} samples give {self.once:.4g}, given twice {self.twice:.4g}"
+        return f"{NUM_FIRST} samples give {self.once:.4g}, given twice {self.twice:.4g}"
 
 
 @torch.no_grad()
@@ -64,8 +63,8 @@ def try_loss(state: TrainState, batch: MicroBatch) -> Trial:
 @torch.enable_grad()
 def try_step(state: TrainState, batch: MicroBatch) -> Trial:
     """Compare what a user's step returns for samples once, once more, and given twice."""
-    batches, name = state.setup.batches, step_of(state.setup.config)
-    twice_batch = batches.samples([*range(NUM_SAMPLES)] * 2)
+    name = step_of(state.setup.config)
+    twice_batch = state.first([*range(NUM_FIRST)] * 2)
     steps = []
     for data, seed in ((batch, 0), (batch, 1), (twice_batch, 0)):
         seed_all(seed)
@@ -75,14 +74,14 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
             raise UserError(f"{name} returns {_without_gradient(state, data)}")
         steps.append((step, step.loss_sum.item(), float(step.count)))
     (step, once, count), (_, again, _), (_, twice, count_twice) = steps
-    if state.setup.config.batch.count == "samples" and count != NUM_SAMPLES:
+    if state.setup.config.batch.count == "samples" and count != NUM_FIRST:
         raise UserError(
-            f"{name} returns count={count:g} for {NUM_SAMPLES} samples; write batch.count=tokens "
+            f"{name} returns count={count:g} for {NUM_FIRST} samples; write batch.count=tokens "
             "if it counts something else, or return the number of samples"
         )
     if count_twice != 2 * count:
         raise UserError(
-            f"{name} returns count={count:g} for {NUM_SAMPLES} samples and {count_twice:g} for the "
+            f"{name} returns count={count:g} for {NUM_FIRST} samples and {count_twice:g} for the "
             "same given twice; a count must add up"
         )
     tolerance = TOLERANCES.get(step.loss_sum.dtype, LOW_PRECISION_TOLERANCE)
