@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ddp_runner.checkpoint.optimizer_state import settings_of
 from ddp_runner.checkpoint.weights import starting_weights
@@ -20,7 +19,7 @@ from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
 from ddp_runner.metrics.metric import Metric
-from ddp_runner.parallelism.mode import Mode, Role
+from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_batches import build_batches
@@ -68,33 +67,32 @@ def build_setup(
     train, evaluation = (
         split.near(devices[0], most_bytes=MOST_GPU_DATA) for split in (dataset.train, dataset.eval)
     )
-    role, timer = mode.role(env), StepTimer(devices[0])
-    group = loop_group(takes_part=role.loop is not None)
-    data_group = share_group(role.model_ranks, group=group)
-    batches = build_batches(config, dataset, role, split=train, group=data_group, mark=timer.mark)
+    timer, common = StepTimer(devices[0]), eval_setup(config, env, mode, devices, dataset=dataset)
+    batches = build_batches(
+        config, dataset, common.role, split=train, group=common.data_group, mark=timer.mark
+    )
     notes = dataset.notes
     if isinstance(batches, StreamBatches):
-        notes = (*notes, *batches.split.notes(role.num_shares))
-    dataset = replace(dataset, eval=evaluation, notes=notes)
-    common = eval_setup(config, role, env, devices, dataset=dataset, group=group, data=data_group)
+        notes = (*notes, *batches.split.notes(common.role.num_shares))
+    common = replace(common, dataset=replace(dataset, eval=evaluation, notes=notes))
     return Setup(**vars(common), mode=mode, batches=batches, timer=timer)
 
 
 def eval_setup(
     config: RunConfig,
-    role: Role,
     env: DistEnv,
+    mode: Mode,
     devices: tuple[torch.device, ...],
     *,
     dataset: Dataset,
-    group: ProcessGroup | None,
-    data: ProcessGroup | None,
 ) -> EvalSetup:
-    """Return what a rank evaluates with; see ``EvalSetup``.
+    """Return what a rank evaluates with; see ``EvalSetup``. Collective: every rank must call.
 
     Raises:
         UserError: the training step or a metric cannot be built.
     """
+    role = mode.role(env)
+    group = loop_group(takes_part=role.loop is not None)
     return EvalSetup(
         config=config,
         role=role,
@@ -108,7 +106,7 @@ def eval_setup(
             for name, keys in config.metrics.items()
         },
         group=group,
-        data_group=data,
+        data_group=share_group(role.model_ranks, group=group),
     )
 
 
