@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.digests import digest_of
-from ddp_runner.data.batches import GlobalBatches, StepBatch, eval_batches
+from ddp_runner.data.batches import GlobalBatches, StepBatch, first_batch
+from ddp_runner.data.streams import num_samples
 from ddp_runner.data.trees import shape_of, tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
@@ -144,15 +145,9 @@ def equal_outputs(state: TrainState) -> Finding:
     """Check that all ranks compute the same outputs for the same samples."""
     setup = state.setup
     state.module.eval()
-    batch = next(
-        eval_batches(
-            setup.dataset.eval,
-            batch_size=setup.eval_batch_size,
-            rank=0,
-            world_size=1,
-            seed=setup.config.seed,
-        )
-    )
+    split, size = setup.dataset.eval, setup.eval_batch_size
+    numbers = range(min(size, num_samples(split) or size))
+    batch = first_batch(split, numbers, seed=setup.config.seed)
     step = forward(state, state.module, batch)
     # A user's step need not return outputs.
     produced = [one for _, one in tensors_of(step.outputs)] or [step.loss_sum]

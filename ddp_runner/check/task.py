@@ -21,7 +21,7 @@ from ddp_runner.check.gradients import (
     wait_for_mean,
 )
 from ddp_runner.check.samples import eval_samples, same_data, train_samples
-from ddp_runner.check.shards import one_process_start, shard_layout
+from ddp_runner.check.shards import one_process_start
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
@@ -101,7 +101,6 @@ def run_checks(state: TrainState) -> Iterator[Finding]:
     yield equal_start(state)
     if has_shards(state.module):
         yield one_process_start(state)
-        yield shard_layout(state)
     batch = next(state.setup.batches.epoch(0))
     own = own_gradients(state, batch)
     synced = synced_gradients(state, batch)

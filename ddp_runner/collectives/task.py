@@ -6,7 +6,6 @@ from dataclasses import asdict
 from ddp_runner.collectives.measurement import Measurement, measure, prepare, unsupported_reason
 from ddp_runner.collectives.operations import OPERATIONS, Variant
 from ddp_runner.config.measuring import OPS, CollectivesConfig
-from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.rank.task_log import log_start, task_logger
@@ -25,7 +24,6 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
     Collective: every rank must call.
 
     Raises:
-        UserError: the backend does not support a reduction that the config names.
         WrongResultError: a rank's result was wrong; raised on every rank.
     """
     job, device = session.job, session.devices[0]
@@ -36,7 +34,6 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
         variant: unsupported_reason(variant, device=device, backend=backend)
         for variant in variants(config)
     }
-    validate_reduce_ops(config, reasons, backend=backend)
     # Steps are bytes here: curves of a calibration would be drawn beside those of its sweep.
     logger = task_logger(session, shows_curves=job.number > 0)
     logger.step_done(step=0, epoch=0)  # the start-up ends here
@@ -94,26 +91,6 @@ def message_sizes(asked: CollectivesConfig) -> list[int]:
         sizes.append(size)
         size *= asked.size_factor
     return [*sizes, asked.max_bytes]
-
-
-def validate_reduce_ops(
-    config: CollectivesConfig, reasons: Mapping[Variant, str | None], *, backend: str
-) -> None:
-    """Reject a named reduction that the backend supports for none of the dtypes.
-
-    Raises:
-        UserError: raised on every rank, with the reductions that can stay.
-    """
-    named = config.reduce_ops or ()
-    for reduce_op in named:
-        found = [reason for variant, reason in reasons.items() if variant.reduce_op == reduce_op]
-        if found and None not in found:
-            others = [name for name in named if name != reduce_op]
-            raise UserError(
-                f"collectives.reduce_ops ({reduce_op}) is unsupported by {backend} for "
-                f"{', '.join(config.dtypes)} ({found[0]}); "
-                f"write collectives.reduce_ops=[{','.join(others) or 'sum'}]"
-            )
 
 
 def _facts(session: Session) -> dict[str, str]:

@@ -15,6 +15,9 @@ from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.seeds import derive
 
 ORDER_VERSION = 2  # of the order of samples; a run cannot resume inside an epoch of another order
+NUM_FIRST = (
+    2  # samples of a batch that stands for the others: one alone would be fixed in a program
+)
 POOL_BATCHES = 50  # global batches within which sequences are sorted by length
 
 
@@ -81,12 +84,6 @@ class GlobalBatches:
         """Return this share of the epoch's global batch ``index``; ``order`` is the epoch's."""
         plan = self._plan(epoch, index, order=order)
         return plan.batch(self.split.load([part.piece for part in plan.parts], seed=self.seed))
-
-    def samples(self, indices: Sequence[int]) -> MicroBatch:
-        """Return samples by their numbers; past the end it is the last sample."""
-        wanted = torch.tensor(indices, device=self.split.device).clamp(max=len(self.split) - 1)
-        (data,) = self.split.load([Piece(wanted)], seed=self.seed)
-        return MicroBatch(data, num_samples=len(wanted))
 
     def _plans(self, epoch: int, start_step: int) -> Iterator["_Plan"]:
         order = self.order(epoch)
@@ -176,6 +173,17 @@ class _Plan:
         return StepBatch(
             micro_batches, global_count=self.global_count, number=self.number, is_last=is_last
         )
+
+
+def first_batch(
+    split: AnySplit, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int
+) -> MicroBatch:
+    """Return a split's first samples, or others by their numbers; past the end it is the last."""
+    if isinstance(split, StreamSplit):
+        return MicroBatch(split.first(numbers), num_samples=len(numbers))
+    piece = Piece(torch.tensor(numbers, device=split.device).clamp(max=len(split) - 1))
+    (data,) = split.load([piece], seed=seed)
+    return MicroBatch(data, num_samples=len(numbers))
 
 
 def eval_batches(

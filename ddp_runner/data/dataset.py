@@ -9,12 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import TensorSplit
+from ddp_runner.data.splits import TensorSplit, validate_classes
 from ddp_runner.data.streams import AnySplit, num_samples
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
 
-IGNORED = -100  # a target that torch's losses leave out by default
 KEYS = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
 
 
@@ -237,22 +236,12 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
             )
         if dataset.num_classes is not None:
             subject = f"the {kind} targets of dataset={name}"
-            _validate_classes(subject, split.targets, dataset.num_classes)
+            if split.targets.dtype != torch.int64:
+                dtype = str(split.targets.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"{subject} are {dtype} of shape {tuple(split.targets.shape)}; "
+                    f"{dataset.num_classes} classes need int64, or num_classes=None for a "
+                    "regression"
+                )
+            validate_classes(split.targets, num_classes=dataset.num_classes, subject=subject)
     return dataset
-
-
-def _validate_classes(subject: str, targets: Tensor, num_classes: int) -> None:
-    if targets.dtype != torch.int64:
-        dtype = str(targets.dtype).removeprefix("torch.")
-        raise UserError(
-            f"{subject} are {dtype} of shape {tuple(targets.shape)}; {num_classes} classes need "
-            "int64, or num_classes=None for a regression"
-        )
-    lowest, highest = map(int, targets.aminmax())
-    if lowest == IGNORED:
-        lowest = int(targets.where(targets != IGNORED, 0).min())
-    if lowest < 0 or highest >= num_classes:
-        raise UserError(
-            f"{subject} go from {lowest} to {highest}; {num_classes} classes are numbered from 0 "
-            f"to {num_classes - 1}"
-        )

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ddp_runner.errors import UserError
+
+IGNORED = -100  # a target that torch's losses leave out by default
 # In bytes: a split up to this size moves to each GPU once, not batch by batch.
 MOST_GPU_DATA = 2 * 2**30
 
@@ -117,3 +120,21 @@ class TokenSplit:
         if device.type != "cuda" or self.tokens.nbytes > most_bytes:
             return self
         return TokenSplit(self.tokens.to(device), self.length)
+
+
+def validate_classes(targets: Tensor, *, num_classes: int, subject: str = "targets") -> None:
+    """Reject targets that are neither classes nor -100, such as 255 for what does not count.
+
+    Raises:
+        UserError: a target is not a class; the message names the `subject`.
+    """
+    if not targets.numel():
+        return
+    lowest, highest = map(int, torch.stack(targets.aminmax()).tolist())  # a GPU waits once
+    if lowest == IGNORED:
+        lowest = int(targets.where(targets != IGNORED, 0).min())
+    if lowest < 0 or highest >= num_classes:
+        raise UserError(
+            f"{subject} go from {lowest} to {highest}; {num_classes} classes are numbered from 0 "
+            f"to {num_classes - 1}, and {IGNORED} is a target that does not count"
+        )

@@ -6,16 +6,15 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ddp_runner.data.batches import MicroBatch
 from ddp_runner.data.streams import num_samples
 from ddp_runner.inference.model import TrainedModel, open_model
 from ddp_runner.inference.run_files import dataset_keys, logged_at
 from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
-from ddp_runner.metrics.evaluation import try_metrics
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.heartbeat import EVALUATING
-from ddp_runner.train.evaluation import NUM_FIRST, evaluate, first_samples, forward
+from ddp_runner.train.evaluation import evaluate
+from ddp_runner.train.first_batch import tried_metrics
 
 
 def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Status:
@@ -30,8 +29,8 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
     model = open_model(session)
     if model is None:
         return Status.COMPLETED
-    if model.setup.metrics:
-        _try_metrics(model)
+    with torch.no_grad():
+        tried_metrics(model, model.evaluated, next(iter(model.splits.values())))
     with open_logger(session, model) as logger:
         session.heartbeat.note(EVALUATING)
         logger.step_done(step=0, epoch=0)  # the start-up ends here
@@ -49,16 +48,6 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
             session.log(line)
         logger.finish(Status.COMPLETED, step=model.step, epoch=model.epoch)
     return Status.COMPLETED
-
-
-@torch.no_grad()
-def _try_metrics(model: TrainedModel) -> None:
-    setup, batches = model.setup, []
-    for numbers in (range(NUM_FIRST), range(NUM_FIRST, 2 * NUM_FIRST)):
-        data = first_samples(next(iter(model.splits.values())), numbers, seed=setup.config.seed)
-        step = forward(model, model.evaluated, MicroBatch(data, num_samples=NUM_FIRST))
-        batches.append((step.outputs, step.targets))
-    try_metrics(setup.metrics, *batches, device=setup.devices[-1])
 
 
 def own_evaluation(model: TrainedModel, results: Mapping[str, float], session: Session) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from ddp_runner.checkpoint.weights import export_weights
+from ddp_runner.data.batches import first_batch
 from ddp_runner.inference.model import open_model
 from ddp_runner.inference.run_files import logged_at
 from ddp_runner.inference.start import open_logger
@@ -10,7 +11,6 @@ from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.start_block import shown_path
-from ddp_runner.train.evaluation import first_samples
 from ddp_runner.train.programs import export_programs
 
 
@@ -45,7 +45,7 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
                 setup.dataset,
                 arguments=model.arguments,
                 tensors=tensors,
-                samples=first_samples(split, seed=setup.config.seed),
+                samples=first_batch(split, seed=setup.config.seed).data,
                 folder=run_dir.path,
             )
             for path in (run_dir.export, *files):

@@ -10,13 +10,13 @@ from torch import nn
 
 from ddp_runner.checkpoint.weights import fitting_tensors
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.batches import MicroBatch
+from ddp_runner.data.batches import first_batch
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.data.streams import AnySplit
 from ddp_runner.data.trees import inputs_of, taking
-from ddp_runner.distributed import from_rank_zero, loop_group, share_group
+from ddp_runner.distributed import from_rank_zero
 from ddp_runner.inference.run_files import logged_at, model_arguments, validate_kept_files
 from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.parallelism.shards import send_module
@@ -26,8 +26,7 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build import eval_setup
 from ddp_runner.train.build_model import place_model
 from ddp_runner.train.eval_totals import EvalSetup
-from ddp_runner.train.evaluation import first_samples, forward
-from ddp_runner.train.programs import NUM_SAMPLES
+from ddp_runner.train.evaluation import forward
 
 
 @dataclass(frozen=True)
@@ -68,29 +67,19 @@ def open_model(session: Session) -> TrainedModel | None:
         return weights.step, epoch, name, model_arguments(run_dir)
 
     step, epoch, name, arguments = from_rank_zero(facts)
-    role = session.mode.role(session.env)
-    group = loop_group(takes_part=role.loop is not None)
-    data_group = share_group(role.model_ranks, group=group)
-    if role.loop is None:
-        return None
     dataset = build_dataset(config, log=session.log)
+    setup = eval_setup(config, session.env, session.mode, session.devices, dataset=dataset)
+    if setup.role.loop is None:
+        return None
     seed_all(config.seed)  # equal buffers that no file keeps
     module = place_model(config, session.mode, arguments, session.devices)
     tensors = None
     if found:  # on rank 0
         validate_kept_files(run_dir, dataset.files, dataset=dataset.name)
         tensors = fitting_tensors(module, found[0].tensors, named=str(found[0].path))
-    send_module(module, tensors, group=group)
+    send_module(module, tensors, group=setup.group)
     model = TrainedModel(
-        eval_setup(
-            config,
-            role,
-            session.env,
-            session.devices,
-            dataset=dataset,
-            group=group,
-            data=data_group,
-        ),
+        setup,
         module,
         splits=_splits(config, dataset, near=session.devices[0]),
         step=step,
@@ -115,8 +104,8 @@ def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[
 def _try_samples(model: TrainedModel, split: AnySplit) -> None:
     """Compute on the first two samples, where a message can say what does not fit."""
     setup, run = model.setup, model.run_dir
-    data = first_samples(split, seed=setup.config.seed)
+    batch = first_batch(split, seed=setup.config.seed)
     model.evaluated.eval()
     what = f"the model of {run} cannot take dataset={setup.dataset.name}, whose samples are"
-    with taking(what, inputs_of(data), fix="choose a dataset that fits"):
-        forward(model, model.evaluated, MicroBatch(data, num_samples=NUM_SAMPLES))
+    with taking(what, inputs_of(batch.data), fix="choose a dataset that fits"):
+        forward(model, model.evaluated, batch)

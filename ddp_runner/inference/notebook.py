@@ -1,4 +1,4 @@
-"""What a notebook uses of runs: their models, tokenizers, records and metrics."""
+"""What a notebook uses of runs: their models, tokenizers and records."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from ddp_runner.compare.run import Run
     from ddp_runner.data.text_tokenizer import TextTokenizer
 
-LINE = ["run", "step", "epoch", "time_s"]  # the columns of every line
 AnyPath = str | os.PathLike[str]
-NEEDS_PANDAS = "read_runs and read_metrics return data frames of pandas; write pip install pandas"
 
 
 def load(
@@ -49,7 +47,7 @@ def load(
     packages = [allowed_targets] if isinstance(allowed_targets, str) else allowed_targets
     before = generator_states()
     try:
-        from ddp_runner.inference.load import load_model  # some libraries draw when imported
+        from ddp_runner.inference.weights import load_model  # some libraries draw when imported
 
         return load_model(Path(run), weights=weights, device=device, allowed_targets=packages)[0]
     finally:
@@ -78,35 +76,20 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     Raises:
         UserError: a path contains no run, or pandas is not installed.
     """
-    pandas = _pandas()
-    runs = _runs(paths)
-    rows = [_row(run) for run in runs]
-    index = pandas.Index([str(run.folder) for run in runs], name="run")
-    return pandas.DataFrame(rows, index=index).convert_dtypes()
-
-
-def read_metrics(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
-    """Return the lines of metrics.jsonl of all runs in and below folders, one below the other.
-
-    Runs that go on, or have failed, are among them.
-
-    The columns are ``run``, ``step``, ``epoch``, ``time_s`` (since the run began) and the metrics;
-    a metric that a line does not have, or that was not finite, is NaN.
-
-    Raises:
-        UserError: a path contains no run, or pandas is not installed.
-    """
-    pandas = _pandas()
-    lines = [{"run": str(run.folder), **line} for run in _runs(paths) for line in run.lines]
-    return pandas.DataFrame(lines, columns=None if lines else LINE)
-
-
-def _runs(paths: AnyPath | Iterable[AnyPath]) -> "list[Run]":
     from ddp_runner.compare.runs import read_runs as read
     from ddp_runner.compare.runs import with_what_is_there
+    from ddp_runner.errors import UserError
 
+    try:
+        import pandas
+    except ImportError as error:
+        raise UserError(
+            "read_runs returns a data frame of pandas; write pip install pandas"
+        ) from error
     found = read([*map(Path, [paths] if isinstance(paths, str | os.PathLike) else paths)])
-    return [run if run.reason is None else with_what_is_there(run) for run in found]
+    runs = [run if run.reason is None else with_what_is_there(run) for run in found]
+    index = pandas.Index([str(run.folder) for run in runs], name="run")
+    return pandas.DataFrame(map(_row, runs), index=index).convert_dtypes()
 
 
 def _row(run: "Run") -> dict[str, Any]:
@@ -118,13 +101,3 @@ def _row(run: "Run") -> dict[str, Any]:
     metrics = run.record.get("metrics")
     named = metrics if isinstance(metrics, dict) else {}
     return {"status": None, **plain, **run.config, **named, "reason": run.reason}
-
-
-def _pandas() -> Any:
-    from ddp_runner.errors import UserError
-
-    try:
-        import pandas
-    except ImportError as error:
-        raise UserError(NEEDS_PANDAS) from error
-    return pandas

@@ -1,7 +1,6 @@
 """``task=predict``: what a run's model gives for each sample, in one file in the samples' order."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +22,6 @@ from ddp_runner.inference.predictions import (
     columns_of,
     joined,
     open_writer,
-    validate_columns,
 )
 from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
@@ -85,10 +83,8 @@ def _write(
         for own in _own_rows(model, split, name=name):
             found = _gathered(own, model)
             if writer is not None and found:
-                rows = joined(found, names.get(name))
-                first = first or rows
-                validate_columns(rows, like=first)
-                writer.write(rows)
+                first = first or found[0]
+                writer.write(joined(found, names.get(name), like=first))
             num_done += 1
             logger.step_done(step=num_done, epoch=1)
             # After the last round nothing is left to stop.
@@ -133,48 +129,37 @@ def _num_rounds(model: TrainedModel, split: AnySplit) -> int:
 def _own_rows(model: TrainedModel, split: AnySplit, *, name: str) -> Iterator[Columns | None]:
     """Yield this rank's rows, one batch a round; None once it has no more while others have."""
     setup, module = model.setup, model.evaluated.eval()
-    numbers, num_own = deque[range](), 0
-
-    def own_batches() -> Iterator[MicroBatch]:
-        for its_numbers, batch in _own_batches(model, split):
-            numbers.append(its_numbers)
-            yield batch
-
+    size, (share, num_shares) = setup.eval_batch_size, setup.role.eval_share
     is_first = setup.env.rank % setup.role.model_ranks == 0  # of those that compute it together
-    for batch in together(own_batches(), split, setup):
-        step, num_own = forward(model, module, batch), num_own + 1
+    num_own = 0
+    for batch in together(_own_batches(model, split), split, setup):
+        step, start = forward(model, module, batch), (num_own * num_shares + share) * size
+        num_own += 1
         if not (batch.weight and is_first):
             yield None
             continue
-        its_numbers = numbers.popleft()
-        yield columns_of(
-            step, split=name, numbers=its_numbers, num_classes=setup.dataset.num_classes
-        )
+        numbers = range(start, start + batch.num_samples)
+        yield columns_of(step, split=name, numbers=numbers, num_classes=setup.dataset.num_classes)
     if not isinstance(split, StreamSplit):
         yield from [None] * (_num_rounds(model, split) - num_own)
 
 
-def _own_batches(model: TrainedModel, split: AnySplit) -> Iterator[tuple[range, MicroBatch]]:
-    """Yield every world_size-th batch of a split, from the rank's on, with its samples' numbers."""
-    setup = model.setup
-    size, (share, num_shares) = setup.eval_batch_size, setup.role.eval_share
-    seed = setup.config.seed
+def _own_batches(model: TrainedModel, split: AnySplit) -> Iterator[MicroBatch]:
+    """Yield every world_size-th batch of a split, from the rank's on; of a stream all."""
+    size, (share, num_shares) = model.setup.eval_batch_size, model.setup.role.eval_share
+    seed = model.setup.config.seed
     if isinstance(split, StreamSplit):
-        start = 0
-        for batch in eval_batches(split, batch_size=size, rank=0, world_size=1, seed=seed):
-            yield range(start, start + batch.num_samples), batch
-            start += batch.num_samples
+        yield from eval_batches(split, batch_size=size, rank=0, world_size=1, seed=seed)
         return
     starts = range(share * size, len(split), num_shares * size)
     ranges = [range(start, min(start + size, len(split))) for start in starts]
     for numbers, data in zip(ranges, split.load(map(Piece, ranges), seed=seed), strict=True):
-        yield numbers, MicroBatch(data, num_samples=len(numbers))
+        yield MicroBatch(data, num_samples=len(numbers))
 
 
 def _gathered(own: Columns | None, model: TrainedModel) -> list[Columns]:
     """Return on rank 0 the rows of a round, in the order of the samples. Collective."""
     setup = model.setup
     box: list[Columns | None] = [None] * setup.env.world_size
-    is_zero = setup.env.is_rank_zero
-    dist.gather_object(own, box if is_zero else None, dst=0, group=setup.group)
+    dist.gather_object(own, box if setup.env.is_rank_zero else None, dst=0, group=setup.group)
     return [rows for rows in box if rows is not None]

@@ -65,41 +65,31 @@ def columns_of(
 
 
 def joined(
-    parts: Sequence[Columns], names: Sequence[str | int] | None = None
+    parts: Sequence[Columns], names: Sequence[str | int] | None = None, *, like: Columns
 ) -> dict[str, NDArray[Any]]:
-    """Return the rows of several batches as one table.
+    """Return the rows of several batches as one table, with the columns of the first batch.
 
     With the `names` of all samples of the split it has a column ``sample``, after ``index``.
 
     Raises:
-        UserError: the batches have other columns than the first one.
+        UserError: the columns of a batch have other names, sizes or dtypes than those of `like`.
     """
-    for part in parts:
-        validate_columns(part, like=parts[0])
-    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    first, *others = (
+        {name: (values.shape[1:], values.dtype.kind) for name, values in one.items()}
+        for one in (like, *parts)
+    )
+    for wrong in (one for one in others if one != first):
+        raise UserError(
+            f"the outputs of a batch have {len(wrong)} columns, and those before it {len(first)}: "
+            f"{listed(sorted(set(wrong) ^ set(first))) or 'of other sizes'}; return outputs of one "
+            "size from the training step, padded if need be"
+        )
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in like}
     if names is None:
         return rows
     split, index = rows.pop("split"), rows.pop("index")
     sample = np.asarray([_printable(names[number]) for number in index])
     return {"split": split, "index": index, "sample": sample, **rows}
-
-
-def validate_columns(rows: Columns, *, like: Columns) -> None:
-    """Reject rows that do not fit those before them: a table has the same columns throughout.
-
-    Raises:
-        UserError: their columns have other names, sizes or dtypes.
-    """
-    shapes = [
-        {name: (values.shape[1:], values.dtype.kind) for name, values in one.items()}
-        for one in (like, rows)
-    ]
-    if shapes[0] != shapes[1]:
-        raise UserError(
-            f"the outputs of a batch have {len(rows)} columns, and those before it {len(like)}: "
-            f"{listed(sorted(set(rows) ^ set(like))) or 'of other sizes'}; return outputs of one "
-            "size from the training step, padded if need be"
-        )
 
 
 def _printable(name: NameT) -> str | NameT:

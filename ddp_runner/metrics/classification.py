@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddp_runner.data.dataset import IGNORED
+from ddp_runner.data.splits import IGNORED, validate_classes
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import confusion_counts, validate_classes, validate_scores
+from ddp_runner.metrics.confusion import confusion_counts, validate_scores
 from ddp_runner.metrics.metric import summed
 
 

@@ -6,7 +6,7 @@ Definitions: https://scikit-learn.org/stable/modules/model_evaluation.html#class
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import IGNORED
+from ddp_runner.data.splits import IGNORED, validate_classes
 from ddp_runner.errors import UserError
 
 
@@ -47,20 +47,6 @@ def validate_scores(outputs: Tensor, targets: Tensor) -> None:
         raise UserError(
             f"outputs {tuple(outputs.shape)} have no scores of classes for targets "
             f"{tuple(targets.shape)}; return (batch, classes, ...) for targets (batch, ...)"
-        )
-
-
-def validate_classes(targets: Tensor, *, num_classes: int) -> None:
-    """Reject targets that are neither classes nor -100, such as 255 for what does not count.
-
-    Raises:
-        UserError: a target is not a class.
-    """
-    true = targets.where(targets != IGNORED, 0)
-    if int(((true < 0) | (true >= num_classes)).sum()):
-        raise UserError(
-            f"targets go from {int(true.min())} to {int(true.max())}; {num_classes} classes are "
-            f"numbered from 0 to {num_classes - 1}, and {IGNORED} is a target that does not count"
         )
 
 

@@ -100,7 +100,7 @@ class Evaluation:
 
 
 def try_metrics(
-    metrics: Mapping[str, Metric], first: Batch, second: Batch, *, device: torch.device
+    metrics: Mapping[str, Metric], *batches: Batch, device: torch.device
 ) -> tuple[set[str], set[str]]:
     """Return the names of the numbers that metrics compute, and the metrics that need more samples.
 
@@ -112,8 +112,10 @@ def try_metrics(
         UserError: a metric cannot take a batch, computes something else than numbers, or its
             ``merge`` changes them.
     """
-    names, without, rounding = set[str](), set[str](), _rounding(first[0])
+    names, without = set[str](), set[str]()
     for name, metric in metrics.items():
+        first, second = batches
+        rounding = _rounding(first[0])
         over = partial(_over_ranks, name, metric, device=device)
         try:
             whole = over([[first, second, second]])

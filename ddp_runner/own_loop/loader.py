@@ -1,7 +1,6 @@
 """The batches that a rank gets in a loop of the user's own, and their place in the run's order."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,16 +10,6 @@ from ddp_runner.data.splits import Piece
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
-
-
-@dataclass(frozen=True)
-class Order:
-    """What decides which samples a batch has; a loader cannot continue amid an epoch of another."""
-
-    num_samples: int
-    global_size: int
-    seed: int
-    version: int = ORDER_VERSION
 
 
 class Loader:
@@ -63,7 +52,13 @@ class Loader:
         self.epoch, self.weight, self.num_seen = 0, 1.0, 0
         self._step = 0  # in the epoch
         self._batches, self._device, self._shuffle = batches, device, shuffle
-        self._order = Order(len(batches.split), batches.global_size, batches.seed)
+        # What decides which samples a batch has.
+        self._order = {
+            "num_samples": len(batches.split),
+            "global_size": batches.global_size,
+            "seed": batches.seed,
+            "version": ORDER_VERSION,
+        }
 
     def __len__(self) -> int:
         """Return the steps of an epoch."""
@@ -105,7 +100,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the order of samples, equal on all ranks."""
-        return {"epoch": self.epoch, "step": self._step, "order": asdict(self._order)}
+        return {"epoch": self.epoch, "step": self._step, "order": self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a place that ``state_dict`` returned.
@@ -113,7 +108,7 @@ class Loader:
         Raises:
             UserError: it is amid an epoch, and the samples have another order now.
         """
-        order = asdict(self._order)
+        order = self._order
         changed = [key for key, value in order.items() if state["order"].get(key) != value]
         if state["step"] and changed:
             then = ", ".join(f"{key} {state['order'].get(key)}" for key in changed)

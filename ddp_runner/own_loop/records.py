@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
+from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.own_loop.loader import Loader
@@ -84,7 +85,7 @@ class Records:
                 numbers[name] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UserError(
-                    f"run.log: {name} is {_kind(value)}, not a single number; reduce it first"
+                    f"run.log: {name} is {shape_of(value)}, not a single number; reduce it first"
                 ) from error
         if step != self._metrics_step:  # a checkpoint keeps only its own step's metrics
             self.metrics, self._metrics_step = {}, step
@@ -103,7 +104,7 @@ class Records:
             image = image[None]
         if image.ndim != 3 or image.shape[0] not in (1, 3):
             raise UserError(
-                f"run.log_image: {name} is {_kind(image)}; give (3 or 1, height, width) or "
+                f"run.log_image: {name} is {shape_of(image)}; give (3 or 1, height, width) or "
                 "(height, width)"
             )
         if image.is_floating_point():
@@ -154,9 +155,3 @@ class Records:
 
 def _epoch(loaders: Sequence[Loader]) -> int:
     return max((loader.epoch_number for loader in loaders), default=0)
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ddp_runner.data.batches import NUM_FIRST
 from ddp_runner.data.trees import shape_of
 from ddp_runner.distributed import broadcast_tensors, gather_objects
 from ddp_runner.errors import UserError
@@ -17,7 +18,7 @@ from ddp_runner.seeds import seed_all
 from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.step import modules_of
-from ddp_runner.train.trial import NUM_SAMPLES, step_of
+from ddp_runner.train.trial import step_of
 
 
 def find_changing(state: TrainState) -> None:
@@ -76,8 +77,8 @@ def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set
         seed_all(0)
         shapes = []
         try:  # with gradients, since a part may ask whether there are any
-            for count in (NUM_SAMPLES, NUM_SAMPLES + 1):
-                forward(state, state.module, state.setup.batches.samples(range(count)))
+            for count in (NUM_FIRST, NUM_FIRST + 1):
+                forward(state, state.module, state.first(range(count)))
                 shapes.append([_shape(getattr(owner, name)) for _, owner, name in places])
         except torch.OutOfMemoryError:
             raise
@@ -86,8 +87,8 @@ def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set
         for (key, _, _), *sizes in zip(places, *shapes, strict=True):
             if sizes[0] != sizes[1]:
                 raise UserError(
-                    f"the buffer {key} is {sizes[0]} for {NUM_SAMPLES} samples and {sizes[1]} for "
-                    f"{NUM_SAMPLES + 1}, and ranks and checkpoints need one shape; keep what "
+                    f"the buffer {key} is {sizes[0]} for {NUM_FIRST} samples and {sizes[1]} for "
+                    f"{NUM_FIRST + 1}, and ranks and checkpoints need one shape; keep what "
                     "follows the batch in a plain attribute"
                 )
         return {

@@ -1,6 +1,6 @@
 """Builds what a rank trains from the groups of a resolved config."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,22 +14,26 @@ from ddp_runner.checkpoint.optimizer_state import settings_of
 from ddp_runner.checkpoint.weights import starting_weights
 from ddp_runner.config.instantiate import make, make_function
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.validate import validate_num_samples
+from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import MOST_GPU_DATA
+from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
+from ddp_runner.errors import UserError
+from ddp_runner.metric_names import StepPart
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Mode, Role
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.build_batches import build_batches
 from ddp_runner.train.build_model import build_module, place_model
-from ddp_runner.train.build_schedule import build_schedule
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.eval_totals import EvalSetup
 from ddp_runner.train.gradients import OwnGradients
 from ddp_runner.train.optimizers import build_optimizer
+from ddp_runner.train.schedules import build_schedule
 from ddp_runner.train.snapshot import saved_objects
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step import StepFunction
@@ -68,33 +72,78 @@ def build_setup(
     train, evaluation = (
         split.near(devices[0], most_bytes=MOST_GPU_DATA) for split in (dataset.train, dataset.eval)
     )
-    role, timer = mode.role(env), StepTimer(devices[0])
-    group = loop_group(takes_part=role.loop is not None)
-    data_group = share_group(role.model_ranks, group=group)
-    batches = build_batches(config, dataset, role, split=train, group=data_group, mark=timer.mark)
+    timer, common = StepTimer(devices[0]), eval_setup(config, env, mode, devices, dataset=dataset)
+    batches = build_batches(
+        config, dataset, common.role, split=train, group=common.data_group, mark=timer.mark
+    )
     notes = dataset.notes
     if isinstance(batches, StreamBatches):
-        notes = (*notes, *batches.split.notes(role.num_shares))
-    dataset = replace(dataset, eval=evaluation, notes=notes)
-    common = eval_setup(config, role, env, devices, dataset=dataset, group=group, data=data_group)
+        notes = (*notes, *batches.split.notes(common.role.num_shares))
+    common = replace(common, dataset=replace(dataset, eval=evaluation, notes=notes))
     return Setup(**vars(common), mode=mode, batches=batches, timer=timer)
+
+
+def build_batches(
+    config: RunConfig,
+    dataset: Dataset,
+    role: Role,
+    *,
+    split: AnySplit,
+    group: ProcessGroup | None,
+    mark: Callable[[StepPart], None],
+) -> GlobalBatches | StreamBatches:
+    """Return a rank's share of the training batches.
+
+    Args:
+        config: resolved.
+        dataset: whose training split it is.
+        role: of this rank.
+        split: the training split, perhaps on the rank's GPU.
+        group: one rank of each share; None: all.
+        mark: adds the time since the last mark to a part of the step.
+
+    Raises:
+        UserError: there are fewer samples than ranks, or the mode cannot use a stream.
+    """
+    common: dict[str, Any] = {
+        "global_size": config.batch.global_size,
+        "grad_accum_steps": config.train.grad_accum_steps,
+        "share": role.share,
+        "num_shares": role.num_shares,
+        "seed": config.seed,
+    }
+    if not isinstance(split, StreamSplit):
+        validate_num_samples(dataset.name, len(split), ranks=role.num_shares)
+        return GlobalBatches(
+            split=split,
+            is_computed=role.gradients is None,  # a server's trainers compute
+            num_randoms=dataset.num_randoms,
+            lengths=dataset.lengths() if dataset.group_by_length else None,
+            **common,
+        )
+    if role.serve is not None or role.gradients is not None:
+        raise UserError(
+            f"parallelism={config.parallelism.get('name')} gives out batches by their numbers, and "
+            f"the batches of dataset={dataset.name}, a stream, have none; write parallelism=ddp"
+        )
+    return StreamBatches(split=split, group=group, mark=mark, **common)
 
 
 def eval_setup(
     config: RunConfig,
-    role: Role,
     env: DistEnv,
+    mode: Mode,
     devices: tuple[torch.device, ...],
     *,
     dataset: Dataset,
-    group: ProcessGroup | None,
-    data: ProcessGroup | None,
 ) -> EvalSetup:
-    """Return what a rank evaluates with; see ``EvalSetup``.
+    """Return what a rank evaluates with; see ``EvalSetup``. Collective: every rank must call.
 
     Raises:
         UserError: the training step or a metric cannot be built.
     """
+    role = mode.role(env)
+    group = loop_group(takes_part=role.loop is not None)
     return EvalSetup(
         config=config,
         role=role,
@@ -108,7 +157,7 @@ def eval_setup(
             for name, keys in config.metrics.items()
         },
         group=group,
-        data_group=data,
+        data_group=share_group(role.model_ranks, group=group),
     )
 
 

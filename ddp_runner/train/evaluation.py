@@ -1,22 +1,21 @@
 """The forward of a batch, and the evaluation of a whole split, while training and afterwards."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, islice, repeat
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from ddp_runner.data.batches import MicroBatch, eval_batches
-from ddp_runner.data.splits import Piece
-from ddp_runner.data.streams import AnySplit, StreamSplit
+from ddp_runner.data.batches import MicroBatch, eval_batches, first_batch
+from ddp_runner.data.streams import AnySplit
 from ddp_runner.distributed import broadcast_buffers, sum_over_ranks
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.eval_totals import EvalSetup, EvalTotals
 from ddp_runner.train.step import Step
 
-NUM_FIRST = 2  # samples of a batch that stands for the others of its split
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -104,17 +103,8 @@ def together(
         if not num_left:
             return
         if batch is None and placeholder is None:
-            data = first_samples(split, seed=setup.config.seed)
-            placeholder = MicroBatch(data, num_samples=0, weight=0.0)
+            samples = first_batch(split, seed=setup.config.seed)
+            placeholder = replace(samples, num_samples=0, weight=0.0)
         one = placeholder if batch is None else batch
         assert one is not None
         yield one
-
-
-def first_samples(split: AnySplit, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int) -> Any:
-    """Return a batch of a split's first samples by their numbers; past the end it is the last."""
-    if isinstance(split, StreamSplit):
-        return split.first(numbers)
-    piece = Piece(torch.tensor(numbers, device=split.device).clamp(max=len(split) - 1))
-    (data,) = split.load([piece], seed=seed)
-    return data

@@ -19,7 +19,7 @@ from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import add_warning, write_run_record
 from ddp_runner.train.ema import averaged_weights
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.programs import NUM_SAMPLES, export_programs
+from ddp_runner.train.programs import export_programs
 from ddp_runner.train.state import TrainState
 
 
@@ -94,7 +94,7 @@ def _export_programs(
             setup.dataset,
             arguments=setup.dataset.model_arguments,
             tensors=best.state,
-            samples=setup.batches.samples(range(NUM_SAMPLES)).data,
+            samples=state.first().data,
             folder=run_dir.path,
         )
     except UserError as error:

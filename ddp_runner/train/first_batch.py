@@ -8,22 +8,23 @@ collective.
 from itertools import product
 
 import torch
+from torch import nn
 
 from ddp_runner.config.monitors import KnownMetrics
-from ddp_runner.data.streams import num_samples
+from ddp_runner.data.batches import NUM_FIRST, first_batch
+from ddp_runner.data.streams import AnySplit, num_samples
 from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
-from ddp_runner.metrics.evaluation import try_metrics
+from ddp_runner.metrics.evaluation import Batch, try_metrics
 from ddp_runner.metrics.metric import directions
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.eval_totals import has_classes
-from ddp_runner.train.evaluation import forward
+from ddp_runner.train.evaluation import Evaluable, forward
 from ddp_runner.train.same_data import begins_alike
 from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.trial import (
-    NUM_SAMPLES,
     Trial,
     is_ordinary,
     loss_of,
@@ -44,7 +45,7 @@ def try_first_batch(state: TrainState) -> Trial:
             text; the log has its traceback.
     """
     setup = state.setup
-    batch, who = setup.batches.samples(range(NUM_SAMPLES)), step_of(setup.config)
+    batch, who = state.first(), step_of(setup.config)
     samples, fix = batch.data, "choose a dataset or a model that fits"
     if is_ordinary(state):
         who, samples = model_of(setup.config), inputs_of(samples)
@@ -72,15 +73,15 @@ def _ensure_same_layers(state: TrainState) -> None:
     hooks = [
         part.register_forward_pre_hook(lambda part, _: used.append(names[part])) for part in names
     ]
-    for is_training, number in product((False, True), range(NUM_SAMPLES)):
+    for is_training, number in product((False, True), range(NUM_FIRST)):
         used.clear()
         state.module.train(is_training)
         seed_all(number)
-        forward(state, state.module, setup.batches.samples([number] * NUM_SAMPLES))
+        forward(state, state.module, state.first([number] * NUM_FIRST))
         by_run.append(set(used))
     for hook in hooks:
         hook.remove()
-    evaluated, trained = by_run[:NUM_SAMPLES], by_run[NUM_SAMPLES:]
+    evaluated, trained = by_run[:NUM_FIRST], by_run[NUM_FIRST:]
     if some := {name for runs in (evaluated, trained) for name in set.symmetric_difference(*runs)}:
         raise UserError(
             f"{model_of(setup.config)} uses {listed(sorted(some))} for some samples only, and "
@@ -99,14 +100,9 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
         UserError: see ``try_metrics``.
     """
     setup, names = state.setup, {"eval/loss"}
-    own, unknown = set[str](), set[str]()
     with restored_after(state):
-        step = forward(state, state.module, setup.batches.samples(range(NUM_SAMPLES)))
-        if setup.metrics:
-            others = setup.batches.samples(range(NUM_SAMPLES, 2 * NUM_SAMPLES))
-            steps = (step, forward(state, state.module, others))
-            batches = [(one.outputs, one.targets) for one in steps]
-            own, unknown = try_metrics(setup.metrics, *batches, device=setup.devices[-1])
+        step = forward(state, state.module, state.first())
+        own, unknown = tried_metrics(state, state.module, setup.batches.split)
     num_classes = setup.dataset.num_classes
     if num_classes and has_classes(step):
         targets = step.targets.to(step.outputs.device)
@@ -121,6 +117,18 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
     names |= {f"eval/{name}" for name in step.scalars}
     names |= {f"train/{name}" for name in setup.scalars or ()}
     return KnownMetrics(names | own, unknown, directions(setup.metrics))
+
+
+def tried_metrics(
+    state: Evaluable, module: nn.Module, split: AnySplit
+) -> tuple[set[str], set[str]]:
+    """Try the configured metrics on what a module computes of a split; see ``try_metrics``."""
+    batches, setup = list[Batch](), state.setup
+    for start in (0, NUM_FIRST) if setup.metrics else ():
+        numbers = range(start, start + NUM_FIRST)
+        step = forward(state, module, first_batch(split, numbers, seed=setup.config.seed))
+        batches.append((step.outputs, step.targets))
+    return try_metrics(setup.metrics, *batches, device=setup.devices[-1])
 
 
 def warnings_of(trial: Trial, state: TrainState) -> list[str]:
@@ -149,7 +157,7 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
         )
     if not trial.teaches:
         warnings.append(
-            f"{name} is exactly 0 for {NUM_SAMPLES} samples; if it is for all of them, the run "
+            f"{name} is exactly 0 for {NUM_FIRST} samples; if it is for all of them, the run "
             "learns nothing"
         )
     global_size, size = state.setup.batches.global_size, num_samples(state.setup.batches.split)
@@ -173,8 +181,8 @@ def rehearse(state: TrainState) -> None:
         return  # the mode wraps nothing, or the sum has only one order
     state.model.train()
     # The real batch size, since torch.compile compiles for it.
-    batches = state.setup.batches
+    numbers = range(state.setup.batches.micro_size)
     for _ in range(2 if getattr(state.model, "static_graph", False) else 1):
         state.module.zero_grad(set_to_none=True)
-        step = forward(state, state.model, batches.samples(range(batches.micro_size)))
+        step = forward(state, state.model, state.first(numbers))
         step.loss_sum.backward()  # the next step sets these gradients to None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_runner.data.batches import NUM_FIRST
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, typed
 from ddp_runner.parallelism.module_names import blocks_of
@@ -15,7 +16,6 @@ from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.train.evaluation import DTYPES, forward
 from ddp_runner.train.state import TrainState, restored_after
-from ddp_runner.train.trial import NUM_SAMPLES
 
 BUDGET_S = 0.05  # to measure the matrix products of one device
 SMALLEST, LARGEST = 256, 4096  # rows of the matrices; the largest two take 0.13 GB in fp32
@@ -52,7 +52,7 @@ def flops_per_sample(state: TrainState) -> float:
     if setup.role.model_ranks > 1:
         raise UserError("each rank computes a part of a sample")
     formulas = {torch.ops.aten.convolution_backward: _convolution_backward}
-    batch = setup.batches.samples(range(NUM_SAMPLES))
+    batch = state.first()
     with (
         restored_after(state),
         _computing_once(state),
@@ -68,7 +68,7 @@ def flops_per_sample(state: TrainState) -> float:
             torch.autograd.grad(loss, parameters, allow_unused=True)
     if not (flops := counter.get_total_flops()):
         raise UserError("the step multiplies nothing")
-    return float(flops / NUM_SAMPLES)
+    return float(flops / NUM_FIRST)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.weights import load_tensors
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.data.batches import NUM_FIRST
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.errors import UserError, os_errors, typed
@@ -27,7 +28,6 @@ from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
 TEMP_PREFIX = ".export-"
-NUM_SAMPLES = 2  # of the batch that a model is traced with: a size of 1 would be fixed in it
 MOST_CHARACTERS = 200  # of an error of torch's exporter, which may fill a page
 CPU = torch.device("cpu")
 MOST_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; beyond them a second file has them
@@ -52,7 +52,7 @@ def export_programs(
         dataset: whose batches the training step takes; the step shows how the model is called.
         arguments: facts of the data that the model is built with.
         tensors: the weights, a state_dict.
-        samples: a batch of ``NUM_SAMPLES``, as the split loads it.
+        samples: a batch of ``NUM_FIRST``, as the split loads it.
         folder: where the files go.
 
     Raises:
@@ -132,7 +132,7 @@ def _dynamic_axes(trees: Any, *, is_text: bool) -> torch.export.ShapesCollection
     """Return which axes of the tensors may vary: the batch, and the length of texts."""
     shapes = torch.export.ShapesCollection()
     for _, tensor in tensors_of(trees):
-        if tensor.ndim and len(tensor) == NUM_SAMPLES:
+        if tensor.ndim and len(tensor) == NUM_FIRST:
             axes = {0: torch.export.Dim.DYNAMIC}
             if is_text and tensor.ndim > 1:
                 axes[1] = torch.export.Dim.DYNAMIC

@@ -134,11 +134,6 @@ class _Place:
         """
         names = {one.name for one in fields(Position)} - {"metrics"}
         found = Position(**{name: saved[name] for name in names})
-        counts = (found.epoch, found.step, found.step_in_epoch, found.bad_evaluations)
-        steps = self._state.setup.batches.steps_per_epoch
-        are_whole = all(type(one) is int and one >= 0 for one in counts)
-        if not are_whole or (steps is not None and found.step_in_epoch > steps):
-            raise UserError(f"no run stands at {found}; use a checkpoint that this program wrote")
         self._validate_data(saved["data"])
         if found.step_in_epoch:
             self._validate_order(saved["order"], found)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.data.batches import GlobalBatches, StepBatch
+from ddp_runner.data.batches import NUM_FIRST, GlobalBatches, MicroBatch, StepBatch, first_batch
 from ddp_runner.parallelism.mode import GradientSource, Mode
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
@@ -147,6 +147,10 @@ class TrainState:
             matmul_flops_per_s=peak or None,
             peak_memory_gib_by_rank=by_rank,
         )
+
+    def first(self, numbers: Sequence[int] = range(NUM_FIRST)) -> MicroBatch:
+        """Return training samples by their numbers; see ``first_batch``."""
+        return first_batch(self.setup.batches.split, numbers, seed=self.setup.config.seed)
 
     def ends_with(self, batch: StepBatch) -> bool:
         """Return whether this batch, the last one that was taken, is the last of the run."""

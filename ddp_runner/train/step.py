@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddp_runner.data.dataset import IGNORED
+from ddp_runner.data.splits import IGNORED
 from ddp_runner.data.trees import first_tensor, shape_of, to_device
 from ddp_runner.errors import UserError
 

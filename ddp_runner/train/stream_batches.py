@@ -6,8 +6,8 @@ ended: no collective hangs, and every sample counts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ddp_runner.data.batches import MicroBatch, StepBatch
+from ddp_runner.data.batches import MicroBatch, StepBatch, first_batch
 from ddp_runner.data.stream_reader import Part
 from ddp_runner.data.streams import OpenStream, StreamSplit
 from ddp_runner.distributed import add_over_ranks
@@ -91,10 +91,6 @@ class StreamBatches:
             )
             step, number = following, number + 1
 
-    def samples(self, indices: Sequence[int]) -> MicroBatch:
-        """Return the stream's first samples by their numbers; past the end it is the last one."""
-        return MicroBatch(self.split.first(indices), num_samples=len(indices))
-
     def _load(self, stream: OpenStream) -> "_Loaded":
         """Load this rank's part of the next step, and exchange its size. Collective."""
         loaded = tuple(islice(stream, self.grad_accum_steps))
@@ -116,8 +112,8 @@ class StreamBatches:
     @cached_property
     def _placeholder(self) -> MicroBatch:
         """Two samples without weight; one if all micro-batches have one."""
-        indices = range(min(2, self.micro_size))
-        return MicroBatch(self.split.first(indices), num_samples=len(indices), weight=0.0)
+        samples = first_batch(self.split, range(min(2, self.micro_size)), seed=self.seed)
+        return replace(samples, weight=0.0)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.batches import MicroBatch
+from ddp_runner.data.batches import NUM_FIRST, MicroBatch
 from ddp_runner.data.trees import shape_of, taking
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
@@ -21,7 +21,6 @@ from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step, supervised
 
-NUM_SAMPLES = 2
 # Far above rounding, and far below the factor of 2 between a sum and a mean.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 5e-2
@@ -42,7 +41,7 @@ class Trial:
     @property
     def detail(self) -> str:
         """Both values, as a phrase."""
-        return f"{NUM_SAMPLES} samples give {self.once:.4g}, given twice {self.twice:.4g}"
+        return f"{NUM_FIRST} samples give {self.once:.4g}, given twice {self.twice:.4g}"
 
 
 @torch.no_grad()
@@ -64,35 +63,35 @@ def try_loss(state: TrainState, batch: MicroBatch) -> Trial:
 @torch.enable_grad()
 def try_step(state: TrainState, batch: MicroBatch) -> Trial:
     """Compare what a user's step returns for samples once, once more, and given twice."""
-    batches, name = state.setup.batches, step_of(state.setup.config)
-    twice_batch = batches.samples([*range(NUM_SAMPLES)] * 2)
+    name = step_of(state.setup.config)
+    twice_batch = state.first([*range(NUM_FIRST)] * 2)
     steps = []
     for data, seed in ((batch, 0), (batch, 1), (twice_batch, 0)):
         seed_all(seed)
         step = forward(state, state.module, data)
         _validate_step(step, name)
         if not step.loss_sum.requires_grad:
-            raise UserError(f"{name} returns {_without_gradient(state, data)}")
+            raise UserError(
+                f"{name} returns a loss_sum that depends on no parameter in evaluation mode; "
+                "compute it with the model that the step gets, without no_grad, detach or item, "
+                "and what only training mode computes between model.train() and model.eval(): see "
+                "docs/your_own_step.md"
+            )
         steps.append((step, step.loss_sum.item(), float(step.count)))
     (step, once, count), (_, again, _), (_, twice, count_twice) = steps
-    if state.setup.config.batch.count == "samples" and count != NUM_SAMPLES:
+    if state.setup.config.batch.count == "samples" and count != NUM_FIRST:
         raise UserError(
-            f"{name} returns count={count:g} for {NUM_SAMPLES} samples; write batch.count=tokens "
+            f"{name} returns count={count:g} for {NUM_FIRST} samples; write batch.count=tokens "
             "if it counts something else, or return the number of samples"
         )
     if count_twice != 2 * count:
         raise UserError(
-            f"{name} returns count={count:g} for {NUM_SAMPLES} samples and {count_twice:g} for the "
+            f"{name} returns count={count:g} for {NUM_FIRST} samples and {count_twice:g} for the "
             "same given twice; a count must add up"
         )
-    tolerance = TOLERANCES.get(step.loss_sum.dtype, LOW_PRECISION_TOLERANCE)
-    if state.setup.config.train.precision != "fp32":
-        tolerance = LOW_PRECISION_TOLERANCE
-    near = partial(math.isclose, twice, rel_tol=tolerance, abs_tol=NEGLIGIBLE)
-    if near(2 * once) or once != again or not (math.isfinite(once) and math.isfinite(twice)):
-        kind = "sum"  # or it draws random numbers, and cannot be compared
-    else:
-        kind = "mean" if near(once) else "other"
+    kind = _kind(once, twice, tolerance=_tolerance(state, step.loss_sum.dtype))
+    if once != again:  # it draws random numbers, and cannot be compared
+        kind = "sum"
     seed_all(0)
     state.module.train()
     with torch.no_grad():
@@ -120,21 +119,6 @@ def _validate_step(step: object, name: str) -> None:
             )
 
 
-def _without_gradient(state: TrainState, batch: MicroBatch) -> str:
-    """Return what is wrong with a loss that depends on no parameter in evaluation mode."""
-    state.module.train()
-    if forward(state, state.module, batch).loss_sum.requires_grad:
-        return (
-            "a loss_sum that depends on the parameters in training mode only, and a run evaluates "
-            "in evaluation mode; compute it there between model.train() and model.eval(): see "
-            "docs/your_own_step.md"
-        )
-    return (
-        "a loss_sum that depends on no parameter; compute it with the model that the step gets, "
-        "and without no_grad, detach or item"
-    )
-
-
 @torch.enable_grad()
 def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
     """Compare the loss and its gradient with those of the same samples given twice."""
@@ -159,21 +143,26 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
     twice, gradient_twice = _loss_and_gradient(
         torch.cat([outputs, outputs]), torch.cat([targets, targets]), state
     )
-    tolerance = LOW_PRECISION_TOLERANCE
-    if state.setup.config.train.precision == "fp32":
-        tolerance = TOLERANCES.get(outputs.dtype, tolerance)
-    near = partial(math.isclose, twice, rel_tol=tolerance, abs_tol=NEGLIGIBLE)
+    tolerance = _tolerance(state, outputs.dtype)
+    kind = _kind(once, twice, tolerance=tolerance)
     largest = gradient.abs().reshape(len(gradient), -1).amax(dim=1)  # of each sample
     off_half = (gradient_twice[: len(gradient)] - gradient / 2).abs().max()
     # The loss of the worst sample does not change either, but depends on that sample only.
     is_halved = bool(largest.all() and off_half <= tolerance * largest.max())
+    return Trial(once, twice, "other" if kind == "mean" and not is_halved else kind, teaches)
+
+
+def _tolerance(state: TrainState, dtype: torch.dtype) -> float:
+    is_low = state.setup.config.train.precision != "fp32"
+    return LOW_PRECISION_TOLERANCE if is_low else TOLERANCES.get(dtype, LOW_PRECISION_TOLERANCE)
+
+
+def _kind(once: float, twice: float, *, tolerance: float) -> str:
+    """Return of which kind a loss is that has two values; one that is not finite fails later."""
+    near = partial(math.isclose, twice, rel_tol=tolerance, abs_tol=NEGLIGIBLE)
     if near(2 * once) or not (math.isfinite(once) and math.isfinite(twice)):
-        kind = "sum"  # the training loop reports a loss that is not finite
-    elif near(once) and is_halved:
-        kind = "mean"
-    else:
-        kind = "other"
-    return Trial(once, twice, kind, teaches)
+        return "sum"
+    return "mean" if near(once) else "other"
 
 
 def _loss_and_gradient(outputs: Tensor, targets: Tensor, state: TrainState) -> tuple[float, Tensor]:

@@ -42,34 +42,21 @@ def other_samples(state: TrainState, env: DistEnv) -> TrainState:
     return with_setup(state, batches=batches)
 
 
-def more_replicas(state: TrainState, env: DistEnv) -> TrainState:
-    """Promise replicas that the ranks do not have."""
-    config = state.setup.config
-    config = replace(config, parallelism={**config.parallelism, "num_replicas": 2})
-    return with_setup(state, config=config)
-
-
 # The mode, what is broken, the check that fails first (None: none does), what it says.
 Case = tuple[str, Break, str | None, str]
 START = "all ranks begin with rank 0's weights"
-ON_RANKS = "each element of a parameter is on as many ranks as the mode says"
+PARTS = "the shards are parts of the weights that one process begins with"
 MEAN = "gradients are the mean of the ranks' own, not the sum"
 ON_TWO: dict[str, Case] = {
-    "fsdp": ("fsdp", untouched, None, "of 4 parameters 4 on 1 rank each"),
-    "tp": ("tp", untouched, None, "of 4 parameters 3 on 1 rank, 1 on 2 ranks each"),
+    "fsdp": ("fsdp", untouched, None, "4 parameters, bit for bit"),
+    "tp": ("tp", untouched, None, "4 parameters, bit for bit"),
     "a shard": (
         "fsdp",
         altered,
-        "the shards are parts of the weights that one process begins with",
+        PARTS,
         "net2.bias on rank 1 is not one process's (largest difference 0.5)",
     ),
     "a replica": ("tp", altered, START, "net2.bias on rank 1 is not rank 0's (largest differ"),
-    "replicas": (
-        "fsdp",
-        more_replicas,
-        ON_RANKS,
-        "100 of 100 elements of net1.weight are on 1 rank, where each belongs on 2",
-    ),
     "no reduction": (
         "fsdp",
         unreduced,
@@ -84,8 +71,8 @@ ON_TWO: dict[str, Case] = {
     ),
 }
 ON_FOUR: dict[str, Case] = {
-    "hsdp": ("hsdp", untouched, None, "of 4 parameters 4 on 2 ranks each"),
-    "fsdp_tp": ("fsdp_tp", untouched, None, "of 4 parameters 3 on 1 rank, 1 on 2 ranks each"),
+    "hsdp": ("hsdp", untouched, None, "4 parameters, bit for bit"),
+    "fsdp_tp": ("fsdp_tp", untouched, None, "4 parameters, bit for bit"),
     "a shard of a replica": ("hsdp", altered, START, "net2.bias on ranks 2, 3 is not rank 0's ("),
 }
 
@@ -107,8 +94,8 @@ def test_what_is_split_over_ranks_is_checked(cases: dict[str, Case]) -> None:
     for name, (_, _, check, detail) in cases.items():
         failed = [finding for finding in first[name] if not finding.ok]
         if check is None:
-            assert (name, failed, len(first[name])) == (name, [], 13)
-            (found,) = [one for one in first[name] if one.name == ON_RANKS]
+            assert (name, failed, len(first[name])) == (name, [], 12)
+            (found,) = [one for one in first[name] if one.name == PARTS]
         else:
             found = failed[0]
             assert (name, found.name) == (name, check)

@@ -18,11 +18,10 @@ from ddp_runner.collectives.measurement import (
     unsupported_reason,
 )
 from ddp_runner.collectives.operations import OPERATIONS, REDUCTIONS, Variant
-from ddp_runner.collectives.task import message_sizes, validate_reduce_ops, variants
+from ddp_runner.collectives.task import message_sizes, variants
 from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS, CollectivesConfig
 from ddp_runner.config.schema import BackendConfig
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.errors import UserError
 
 EVERYTHING = CollectivesConfig(reduce_ops=list(REDUCE_OPS), dtypes=list(DTYPES))
 CPU = torch.device("cpu")
@@ -234,14 +233,3 @@ def test_one_rank_cannot_measure_collectives() -> None:
         "write world_size=2 or more"
     )
     resolved("world_size=1")
-
-
-def test_a_reduction_that_the_config_names_must_be_supported() -> None:
-    """It is an error if no dtype supports it; if one does, the table lists the others."""
-    mean = {dtype: Variant("reduce", dtype, "mean") for dtype in ("float32", "int32")}
-    both = CollectivesConfig(reduce_ops=["sum", "mean"], dtypes=["float32", "int32"])
-    validate_reduce_ops(both, {mean["float32"]: None, mean["int32"]: "no"}, backend="gloo")
-    message = r"\(mean\) is unsupported by gloo for .*reduce_ops=\[sum\]"
-    with pytest.raises(UserError, match=message):
-        validate_reduce_ops(both, {mean["float32"]: "no", mean["int32"]: "no"}, backend="gloo")
-    validate_reduce_ops(CollectivesConfig(), dict.fromkeys(mean.values(), "no"), backend="gloo")

@@ -23,7 +23,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Mode, rank_devices
-from ddp_runner.train.build import build_schedule
+from ddp_runner.train.schedules import build_schedule
 
 LARGE = ("gpt_10m", "gpt_124m", "gpt_350m", "gpt_1b", "gpt_7b")
 OPTIONS = {

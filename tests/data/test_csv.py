@@ -19,8 +19,8 @@ FAULTS: dict[str, tuple[list[tuple[object, ...]], dict[str, Any], str]] = {
     "header only": ([HEADER], {}, "has no row with both review and label"),
     "one row": ([HEADER, (1, "a")], {}, "leaves a split empty"),
     "unquoted": ([HEADER, (1, "a", "b")], {}, "line 2 has 3 columns, the first line 2"),
-    "encoding": ([HEADER, (1, "a"), (1, "é")], {"encoding": "latin-1"}, "line 3, column review"),
-    "header's": ([("label", "réview")], {"encoding": "latin-1"}, "line 1, column 2: not utf-8"),
+    "encoding": ([HEADER, (1, "a"), (1, "é")], {"encoding": "latin-1"}, "line 3: not utf-8"),
+    "header's": ([("label", "réview")], {"encoding": "latin-1"}, "line 1: not utf-8"),
 }
 
 
@@ -40,10 +40,10 @@ def test_a_faulty_csv_is_rejected_by_line_and_column(name: str, tmp_path: Path) 
         (b"", "is empty"),
         (b"\n \n", "is empty"),
         (b'label,review\n1,"a\n0,b\n', "line 2: unexpected end of data"),
-        (b"label,review\n1,a\xed\xa0\x80\n", "line 2, column review: not utf-8"),
-        (b"\xff\xfel\x00a\x00", "line 1, column 1: not utf-8"),
-        (b"label,review\n1,a\n0,b\0c\n", "line 3, column review: a NUL byte"),
-        ("label,review\n1,a\n".encode("utf-16-le"), "line 1, column 1: a NUL byte"),
+        (b"label,review\n1,a\xed\xa0\x80\n", "line 2: not utf-8"),
+        (b"\xff\xfel\x00a\x00", "line 1: not utf-8"),
+        (b"label,review\n1,a\n0,b\0c\n", "line 3: a NUL byte"),
+        ("label,review\n1,a\n".encode("utf-16-le"), "line 1: a NUL byte"),
         (b'label,review\n1,"' + b"a" * 200_000, "line 2: unexpected end of data; close its quotes"),
     ],
 )

@@ -1,4 +1,4 @@
-"""ddp_runner.load, read_runs and read_metrics, as a notebook uses them."""
+"""ddp_runner.load and read_runs, as a notebook uses them."""
 
 import math
 import random
@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import run_command
 from rights import unreadable
-from run_folders import metrics, record
+from run_folders import record
 
 import ddp_runner
 from ddp_runner.checkpoint.weights import export_weights
@@ -122,16 +122,6 @@ def test_read_runs_keeps_a_failed_run_with_its_reason(sweep: Path, tmp_path: Pat
     assert "failed" in reasons.iloc[0]
 
 
-def test_read_metrics_has_every_line(sweep: Path) -> None:
-    """Lines of metrics.jsonl, with the run in front."""
-    found = ddp_runner.read_metrics(sweep)
-    for folder, rows in found.groupby("run"):
-        lines = metrics(Path(str(folder)))
-        assert list(rows["step"]) == [line["step"] for line in lines]
-        losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
-        assert list(rows["eval/loss"].dropna()) == losses
-
-
 def test_importing_the_package_is_cheap() -> None:
     """The launcher imports it before anything else: no torch, pandas or Hydra."""
     code = "import sys, ddp_runner; print({'torch', 'pandas', 'hydra', 'yaml'} & set(sys.modules))"
@@ -227,10 +217,8 @@ def test_a_secret_that_the_model_does_not_need_may_be_missing(copy: Path) -> Non
 
 
 def test_a_run_that_goes_on_is_read_as_far_as_it_is(copy: Path) -> None:
-    """Its config and its lines, for a curve while it trains."""
-    lines = len(ddp_runner.read_metrics(copy))
+    """Its config, while it trains."""
     write_run_record(copy, status="running")
-    assert len(ddp_runner.read_metrics(copy)) == lines > 0
     (row,) = ddp_runner.read_runs(copy).to_dict("records")
     assert row["optimizer.lr"] == 0.01
     assert "still running" in row["reason"]

@@ -39,5 +39,5 @@ def test_the_cell_runs(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cell,) = (block.text for block in blocks(PAGE) if block.language == "python")
     monkeypatch.chdir(outputs)
     names: dict[str, object] = {}
-    exec(cell.replace('"RUN"', '"outputs/RUN"'), names)
+    exec(cell.replace('"RUN', '"outputs/RUN'), names)
     assert type(names["model"]).__name__ == "ConvNet"

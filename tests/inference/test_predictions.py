@@ -147,7 +147,7 @@ def test_batches_are_joined_in_their_order_and_samples_are_named() -> None:
         {"split": np.full(2, "eval"), "index": np.array(index), "output": np.array(output)}
         for index, output in (([0, 1], [0.5, 1.5]), ([2, 3], [2.5, 3.5]))
     ]
-    found = joined(parts, names=["a", "b", "c", "d"])
+    found = joined(parts, names=["a", "b", "c", "d"], like=parts[0])
     assert list(found) == ["split", "index", "sample", "output"]
     assert found["sample"].tolist() == ["a", "b", "c", "d"]
     assert found["output"].tolist() == [0.5, 1.5, 2.5, 3.5]
@@ -172,10 +172,10 @@ def test_no_output_takes_the_place_of_another_column(outputs: Any) -> None:
 def test_batches_of_other_columns_are_refused(other: dict[str, Any]) -> None:
     """An output that grows with its batch would lose columns, or shift them."""
     with pytest.raises(UserError, match="return outputs of one size"):
-        joined([{"output": np.zeros((2, 2))}, other])
+        joined([other], like={"output": np.zeros((2, 2))})
 
 
 def test_a_name_that_is_no_text_has_escapes() -> None:
     """As a file's whose name is not UTF-8."""
     rows = {"split": np.full(1, "eval"), "index": np.array([0]), "output": np.array([0.5])}
-    assert joined([rows], names=["a\udcff.png"])["sample"].tolist() == ["a\\udcff.png"]
+    assert joined([rows], names=["a\udcff.png"], like=rows)["sample"].tolist() == ["a\\udcff.png"]

@@ -77,8 +77,8 @@ WRONG = {
     "run.restore(); run.save(1)": "run.save has nothing to save; name it in run.restore(",
     "run.restore(best=1.0)": "best, a float, has no state_dict and load_state_dict",
     "run.restore(); run.log({'step': 1}, step=1)": "run.log: step is a field of each line",
-    "run.restore(); run.log({'a': torch.ones(2)}, step=1)": "run.log: a is a tensor (2,), not a",
-    "run.restore(); run.log_image('a', torch.ones(2, 3, 3), step=1)": "run.log_image: a is a tens",
+    "run.restore(); run.log({'a': torch.ones(2)}, step=1)": "run.log: a is (2,) of float32, not a",
+    "run.restore(); run.log_image('a', torch.ones(2, 3, 3), step=1)": "run.log_image: a is (2, 3",
     "run.loader(iter([]))": "run.loader takes a dataset with __len__ and __getitem__, and loader",
     "run.loader(range(0))": "dataset=range has 0 training samples and world_size is 1",
 }

@@ -98,11 +98,12 @@ def test_all_files_of_a_run_have_the_same_numbers(sweep: CommandResult, world_si
     ]
 
 
-def test_unsupported_operations_are_listed(sweep: CommandResult) -> None:
-    """In the log and in run.json; an operation that the config names ends the job in one line."""
-    assert sweep.exit_code == 2
+@pytest.mark.parametrize("experiment", ["all", "unsupported"])
+def test_unsupported_operations_are_listed(sweep: CommandResult, experiment: str) -> None:
+    """In the log and in run.json, also if the config names them; the others are measured."""
+    assert sweep.exit_code == 0
     for world_size in (2, 3):
-        run_dir = sweep.folder / "sweep" / f"experiment=all,world_size={world_size}"
+        run_dir = sweep.folder / "sweep" / f"experiment={experiment},world_size={world_size}"
         missing = {
             (row["op"], row["dtype"], row["reduce_op"]): row["reason"]
             for row in record(run_dir)["not_in_backend"]
@@ -112,9 +113,6 @@ def test_unsupported_operations_are_listed(sweep: CommandResult) -> None:
         text = rank_log(run_dir)
         assert text.count(" unsupported by gloo: ") == 3
         assert all(reason in text for reason in missing.values())
-        other = record(run_dir.with_name(f"experiment=unsupported,world_size={world_size}"))
-        assert (other["status"], other["error"]["kind"]) == ("failed", "user")
-        assert other["error"]["sentence"].endswith("write collectives.reduce_ops=[sum]")
 
 
 def test_the_table_of_a_sweep_shows_a_bandwidth(sweep: CommandResult) -> None:

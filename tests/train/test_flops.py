@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from train_states import TOY, Trace, build, compose_config, run_loop, with_setup
 
 from ddp_runner.config.schema import Config
-from ddp_runner.data.batches import MicroBatch
+from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.profiling.profiler import NullProfiler
 from ddp_runner.train import flops
@@ -49,10 +49,18 @@ def summed(model: nn.Module, data: Tensor) -> Step:
     return Step(model(data).sum(), 2)
 
 
+class Whole(TensorSplit):
+    """One batch, whichever samples are asked for."""
+
+    def load(self, *_: Any, **__: Any) -> Any:
+        """Return it alone."""
+        return iter([self.inputs])
+
+
 def of_two(env: DistEnv, module: nn.Module, data: Any, step: Any) -> float | str:
     """Return the operations of a batch as two samples; or why there are none."""
     state = build(env, compose_config(*TOY, "parallelism=single"))
-    batches = SimpleNamespace(samples=lambda _: MicroBatch(data, num_samples=2))
+    batches = SimpleNamespace(split=Whole(data, data))
     dataset = replace(state.setup.dataset, mean=None)
     state = replace(with_setup(state, batches=batches, dataset=dataset, step=step), module=module)
     before = [one.clone() for one in (*module.parameters(), *module.buffers())]

@@ -15,7 +15,7 @@ from train_states import TOY, Trace, build, compose_config, run_loop
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.build import build_schedule
+from ddp_runner.train.schedules import build_schedule
 from ddp_runner.train.snapshot import restore
 
 NUM_STEPS = 12

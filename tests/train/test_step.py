@@ -92,7 +92,10 @@ INVALID = {
     "a_tensor": ["returns a Tensor; return a ddp_runner.train.step.Step(loss_sum, count)"],
     "each_sample": ["returns (2,) of float32 as loss_sum; return a tensor without dims"],
     "detached": ["returns a loss_sum that depends on no parameter"],
-    "in_training": ["returns a loss_sum that depends on the parameters in training mode only"],
+    "in_training": [
+        "depends on no parameter in evaluation mode",
+        "between model.train() and model.eval()",
+    ],
     "of_elements": ["returns count=10 for 2 samples; write batch.count=tokens"],
     "number_as_scalar": ["returns a float as the scalar one; return a tensor of one number"],
     "failing": ["train.step=own_steps.failing cannot take dataset=random", "KeyError: 'image'"],

@@ -1,8 +1,7 @@
-"""Reads texts and classes from a CSV file; its errors name the line and the column."""
+"""Reads texts and classes from a CSV file; its errors name the line and, of a class, the column."""
 
 import csv
 import io
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def read_rows(
         UserError: the file is missing or empty, or a row is malformed.
     """
     texts, labels, lines, num_dropped = [], [], [], 0
-    (_, header), *rows = _records(_decoded(path, encoding, delimiter), delimiter, path)
+    (_, header), *rows = _records(_decoded(path, encoding), delimiter, path)
     for column in (text, label):
         if column not in header:
             raise UserError(
@@ -89,7 +88,7 @@ def _records(content: str, delimiter: str, path: Path) -> list[tuple[int, list[s
     return records
 
 
-def _decoded(path: Path, encoding: str, delimiter: str) -> str:
+def _decoded(path: Path, encoding: str) -> str:
     """Return the file's text without a byte order mark."""
     fix = "name the CSV in dataset.path, under data_root"
     with os_errors(f"{path.absolute()} cannot be read", fix=fix):
@@ -98,32 +97,20 @@ def _decoded(path: Path, encoding: str, delimiter: str) -> str:
         content = data.decode(encoding).removeprefix("\ufeff")
     except UnicodeError as error:
         place = ""
-        with suppress(UnicodeError):  # some codecs give no position, or cannot decode a part
-            if isinstance(error, UnicodeDecodeError):
-                # The text before the error is valid; its last row ends in the invalid column.
-                place = f", {_place(data[: error.start].decode(encoding), delimiter)}"
+        if isinstance(error, UnicodeDecodeError):  # some codecs give no position
+            number = 1 + data.count(b"\n", 0, error.start)
+            place = f", line {number}"
         raise UserError(
             f"{path}{place}: not {encoding}; save the file as utf-8, or name its encoding, as in "
             "dataset.encoding=gb18030"
         ) from error
     before, nul, _ = content.partition("\0")
     if nul:
+        number = 1 + before.count("\n")
         raise UserError(
-            f"{path}, {_place(before, delimiter)}: a NUL byte, which is not text; save the file as "
-            "utf-8, or name its encoding, as in dataset.encoding=utf-16"
+            f"{path}, line {number}: a NUL byte, which is not text; save the file as utf-8, or "
+            "name its encoding, as in dataset.encoding=utf-16"
         )
     if not content.strip():
         raise UserError(f"{path} is empty; its first line must name its columns")
     return content
-
-
-def _place(before: str, delimiter: str) -> str:
-    """Return the line and the column where a valid text ends."""
-    limit = csv.field_size_limit(len(before) + 1)
-    try:
-        rows = list(csv.reader(io.StringIO(f"{before}?", newline=""), delimiter=delimiter))
-    finally:
-        csv.field_size_limit(limit)
-    index = len(rows[-1]) - 1
-    column = rows[0][index] if len(rows) > 1 and index < len(rows[0]) else index + 1
-    return f"line {before.count(chr(10)) + 1}, column {column}"

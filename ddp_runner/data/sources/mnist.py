@@ -77,7 +77,6 @@ class IdxImages:
                     f"{labels_path} has {len(labels)} labels, expected {len(images)}, one for each "
                     f"image in {images_path.name}; replace both files"
                 )
-            shared.validate_labels(labels, num_classes=self.num_classes, path=labels_path)
             images = images.unsqueeze(1).expand(-1, self.channels, -1, -1)
             tensors[f"{split}_inputs"] = images.contiguous()
             tensors[f"{split}_targets"] = labels.long()

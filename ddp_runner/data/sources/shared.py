@@ -126,21 +126,6 @@ def shuffled_split(
     return {"train": order[num_eval:], "eval": order[:num_eval]}
 
 
-def validate_labels(labels: Tensor, *, num_classes: int, path: Path) -> None:
-    """Reject labels (num_samples,) that are not classes.
-
-    Raises:
-        UserError: a label is out of range; the message has the first one.
-    """
-    wrong = ((labels < 0) | (labels >= num_classes)).nonzero()
-    if len(wrong):
-        position = int(wrong[0])
-        raise UserError(
-            f"{path} has label {int(labels[position])} for sample {position}, expected 0 to "
-            f"{num_classes - 1}; {REMEDY}"
-        )
-
-
 def stamps(paths: Sequence[Path]) -> dict[str, object]:
     """Return size (bytes) and modification time (ns) of each file by name; None: missing."""
     found: dict[str, object] = {path.name: None for path in paths}
