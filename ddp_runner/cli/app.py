@@ -18,7 +18,15 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan, plan_at
+from ddp_runner.cli.compose import (
+    Invocation,
+    compose,
+    is_sweep,
+    job_folder,
+    plan,
+    plan_at,
+    shown_arguments,
+)
 from ddp_runner.cli.hydra_adapter import (
     FULL_ERROR,
     GRID_SWEEPER,
@@ -86,7 +94,7 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     command = parse(arguments)
     composed = compose(command)
     if command.only_shows:
-        run_hydra(lambda _: None, command.arguments)
+        run_hydra(lambda _: None, shown_arguments(command, composed))
         return EXIT_COMPLETED
     env = dist_env()
     if env is not None and starts_our_launchers(env, nnodes=composed.launch.nnodes):

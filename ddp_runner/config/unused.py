@@ -51,7 +51,8 @@ def unused_note(task: str, given: Iterable[str]) -> list[str]:
     else:
         keys = [one for one in given if _is_in(one, _UNUSED.get(task, ()))]
         note = f"task={task} makes no use of"
-    return [f"{note} {listed(sorted(set(keys)))}"] if keys else []
+    named = {one for one in keys if not any(one.startswith(f"{other}.") for other in keys)}
+    return [f"{note} {listed(sorted(named))}"] if keys else []
 
 
 def _is_unused_train(key: str) -> bool:
