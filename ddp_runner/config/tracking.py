@@ -1,6 +1,5 @@
 """What tags and trackers must be, and what our trackers need on this machine. Torch-free."""
 
-import importlib.util
 import os
 import re
 
@@ -41,26 +40,17 @@ def validate_tracking(config: Config) -> None:
                 raise unknown_key(str(key), f"trackers.{name}", target=target, known=known)
 
 
-def validate_installed(config: Config) -> None:
-    """Reject one of our trackers whose package is not installed, and MLflow without a server.
+def validate_servers(config: Config) -> None:
+    """Reject MLflow without a server: its own default needs the whole package, with SQLAlchemy.
 
     Raises:
-        UserError: it says what to install, or to write.
+        UserError: it says what to write.
     """
     for name, keys in config.trackers.items():
-        module = MODULES.get(keys["_target_"])
-        spec = importlib.util.find_spec(module) if module else None
-        # A folder of that name, as W&B leaves one, is found as a package without a file.
-        if module and (spec is None or spec.origin is None):
+        uri = keys.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        is_mlflow = MODULES.get(keys["_target_"]) == "mlflow"
+        if is_mlflow and "://" not in uri and uri != "databricks":  # it may have a password
             raise UserError(
-                f"trackers=[{name}] needs {module}; install it with pip install "
-                f"'ddp-runner[{module}]'"
+                f"trackers.{name}.tracking_uri, or else the variable MLFLOW_TRACKING_URI, "
+                f"must name a server; write trackers.{name}.tracking_uri=http://HOST:PORT"
             )
-        if module == "mlflow":
-            # MLflow's own default is a database that needs the whole package, with SQLAlchemy.
-            uri = keys.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""
-            if "://" not in uri and uri != "databricks":  # not shown: it may have a password
-                raise UserError(
-                    f"trackers.{name}.tracking_uri, or else the variable MLFLOW_TRACKING_URI, "
-                    f"must name a server; write trackers.{name}.tracking_uri=http://HOST:PORT"
-                )

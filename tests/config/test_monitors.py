@@ -116,6 +116,6 @@ def test_torchmetrics_is_asked_for_where_it_is_missing(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     target = "+metrics.mine._target_=torchmetrics.classification.MulticlassRecall"
     assert config_error(target, "allowed_targets=[torchmetrics]") == (
-        "metrics.mine (torchmetrics.classification.MulticlassRecall) is of torchmetrics, which is "
-        "not installed; pip install 'ddp-runner[metrics]'"
+        "metrics.mine (torchmetrics.classification.MulticlassRecall) needs torchmetrics, which "
+        "is not installed; pip install 'ddp-runner[metrics]'"
     )

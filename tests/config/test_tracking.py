@@ -7,7 +7,7 @@ import pytest
 from configs import config_error, resolved
 
 from ddp_runner.config.schema import config_hash, work_hash
-from ddp_runner.config.tracking import validate_installed
+from ddp_runner.config.tracking import validate_servers
 
 
 def test_tags_notes_and_trackers_change_no_identity() -> None:
@@ -95,10 +95,10 @@ def test_mlflow_needs_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     uri = "trackers.mlflow.tracking_uri"
     assert config_error("trackers=[mlflow]", f"{uri}=a:secret@127.0.0.1:5000") == error
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://a:secret@127.0.0.1:5000")
-    validate_installed(resolved("trackers=[mlflow]")[0])
+    validate_servers(resolved("trackers=[mlflow]")[0])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "127.0.0.1:5000")
     assert config_error("trackers=[mlflow]") == error
-    validate_installed(resolved("trackers=[mlflow]", f"{uri}=https://mlflow.example")[0])
+    validate_servers(resolved("trackers=[mlflow]", f"{uri}=https://mlflow.example")[0])
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
@@ -111,5 +111,5 @@ def test_a_missing_package_is_named_at_once(name: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(importlib.util, "find_spec", lacking)
     assert config_error(f"trackers=[{name}]") == (
-        f"trackers=[{name}] needs {name}; install it with pip install 'ddp-runner[{name}]'"
+        f"trackers=[{name}] needs {name}, which is not installed; pip install 'ddp-runner[{name}]'"
     )
