@@ -175,4 +175,4 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
             added.append(f"hydra.sweeper._target_={GRID_SWEEPER}")
         if composed.sweep.dry_run and composed.hydra.sweeper.get("storage"):
             added.append("hydra.sweeper.storage=null")  # a dry run adds no trials to a study
-        return sweep.run(partial(run_hydra, arguments=command.arguments_with(*added)))
+        return sweep.run(partial(run_hydra, arguments=command.arguments(*added)))

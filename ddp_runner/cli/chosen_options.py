@@ -38,7 +38,9 @@ def keep_chosen_options(
         if not asked:
             continue
         others, without = [f"{one}={choices[one]}" for one in asked], [f"~{one}" for one in later]
-        keys = [_forced(word) for key, word in given.items() if key.startswith(f"{group}.")]
+        words_within = [word for key, word in given.items() if key.startswith(f"{group}.")]
+        # By two plus signs a key may be there or not.
+        keys = [one if one[0] == "~" else f"++{one.lstrip('+')}" for one in words_within]
         own = _composed(*without, given[group], *keys, folders=tuple(folders))
         if _is_same(own, _composed(*others, folders=tuple(folders)), group):
             continue
@@ -72,11 +74,6 @@ def changed_keys(raw: DictConfig, words: Sequence[str]) -> list[str]:
 @lru_cache(maxsize=99)  # the jobs of a sweep choose the same options again and again
 def _composed(*words: str, folders: Sequence[str] = ()) -> DictConfig:
     return compose_config(words, folders=folders)
-
-
-def _forced(word: str) -> str:
-    """Return an override of a key that the chosen option may have, or not."""
-    return word if word.startswith("~") else f"++{word.lstrip('+')}"
 
 
 def _is_same(own: DictConfig, usual: DictConfig, group: str) -> bool:

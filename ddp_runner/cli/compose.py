@@ -153,7 +153,7 @@ def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
     """Return the arguments by which Hydra shows the config that a run would have."""
     with opened(composed) as (raw, node), opened(composed) as (kept, _):
         _keep_options(kept, node, command)
-        return command.arguments_with(*changes(raw, kept))
+        return command.arguments(*changes(raw, kept))
 
 
 def _keep_options(raw: DictConfig, node: HydraConf, command: CommandLine) -> list[str]:
