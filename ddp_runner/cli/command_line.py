@@ -57,16 +57,6 @@ class CommandLine:
         places = [one for one in self.overrides if one.key_or_group == "hydra.searchpath"]
         return (*folder, *(str(one.input_line) for one in places))
 
-    @property
-    def fixed(self) -> list[str]:
-        """The overrides that are the same for every job of a sweep."""
-        return [str(one.input_line) for one in self.overrides if not one.is_sweep_override()]
-
-    @property
-    def sweeps(self) -> list[Override]:
-        """The overrides with several values."""
-        return [one for one in self.overrides if one.is_sweep_override()]
-
 
 def parse(arguments: Sequence[str]) -> CommandLine:
     """Read a command line.

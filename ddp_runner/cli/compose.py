@@ -60,8 +60,10 @@ def compose(command: CommandLine) -> DictConfig:
         HydraException: the config cannot be composed.
     """
     register()
-    composed = compose_config(command.fixed, folders=command.folders)
-    for sweep in command.sweeps:
+    sweeps = [one for one in command.overrides if one.is_sweep_override()]
+    same = [str(one.input_line) for one in command.overrides if one not in sweeps]  # in all jobs
+    composed = compose_config(same, folders=command.folders)
+    for sweep in sweeps:
         line = sweep.input_line
         if is_sweep(command, composed):
             if is_grid(composed.hydra.sweeper) and not sweep.is_discrete_sweep():

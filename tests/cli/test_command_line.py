@@ -17,8 +17,9 @@ def test_keys_may_stand_on_both_sides_of_an_option(tmp_path: Path) -> None:
     assert command.written == tuple(written)
     keys = ["model=toy", "seed=1,2", "+tag.x=a b"]
     assert command.arguments() == [*keys, "-m", "--config-dir", str(tmp_path)]
-    assert command.fixed == ["model=toy", "+tag.x=a b"]
-    assert [one.key_or_group for one in command.sweeps] == ["seed"]
+    sweeps = [one.input_line for one in command.overrides if one.is_sweep_override()]
+    assert sweeps == ["seed=1,2"]
+    assert [one.key_or_group for one in command.overrides] == ["model", "seed", "tag.x"]
     assert command.folders == (f"file://{tmp_path}",)
     assert command.is_multirun
     assert not command.only_shows

@@ -36,8 +36,7 @@ MAX_RECORDS = 500  # lines of task=check or task=collectives
 ELSEWHERE = {
     *("status", "error", "metrics", "sessions", "started_at", "startup_s", "wall_s", "versions"),
     *("finished_at", "confusion_matrix", "warnings", "checks", "collectives", "not_in_backend"),
-    *("directions", "launches", "tags", "notes", "host", "stopped_early"),
-    "own_groups",
+    *("directions", "launches", "tags", "notes", "host", "stopped_early", "own_groups"),
 }
 RECORDS = {
     "checks": "Checks",
