@@ -109,6 +109,11 @@ class Job:
     choices: Mapping[str, str] = field(default_factory=dict)  # the option of each group
     warnings: tuple[str, ...] = ()
 
+    @property
+    def line_prefix(self) -> str:
+        """What each line of a parallel job begins with."""
+        return f"[{self.number}] " if self.slot else ""
+
 
 @dataclass(frozen=True)
 class Outcome:

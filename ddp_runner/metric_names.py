@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+LINE_FIELDS = {"step", "epoch", "time_s"}  # of a line of metrics.jsonl, beside its metrics
+
 
 class StepPart(StrEnum):
     """The parts of an optimizer step that are timed, in their order."""

@@ -18,7 +18,15 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan, plan_at
+from ddp_runner.cli.compose import (
+    Invocation,
+    compose,
+    is_sweep,
+    job_folder,
+    plan,
+    plan_at,
+    shown_arguments,
+)
 from ddp_runner.cli.hydra_adapter import (
     FULL_ERROR,
     GRID_SWEEPER,
@@ -86,7 +94,7 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     command = parse(arguments)
     composed = compose(command)
     if command.only_shows:
-        run_hydra(lambda _: None, command.arguments)
+        run_hydra(lambda _: None, shown_arguments(command, composed))
         return EXIT_COMPLETED
     env = dist_env()
     if env is not None and starts_our_launchers(env, nnodes=composed.launch.nnodes):
@@ -167,4 +175,4 @@ def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
             added.append(f"hydra.sweeper._target_={GRID_SWEEPER}")
         if composed.sweep.dry_run and composed.hydra.sweeper.get("storage"):
             added.append("hydra.sweeper.storage=null")  # a dry run adds no trials to a study
-        return sweep.run(partial(run_hydra, arguments=command.arguments_with(*added)))
+        return sweep.run(partial(run_hydra, arguments=command.arguments(*added)))

@@ -1,149 +1,90 @@
-"""Lets an option that the command line chooses, as in optimizer=adam, keep its own keys.
+"""An option that the command line chooses, as in optimizer=adam, keeps its own keys.
 
 Hydra merges the YAMLs of the model and the experiment last. What they say of the optimizer that
-they choose would be merged into any other optimizer, too, and win over its own YAML. So it is left
-out, with a note, before Hydra merges anything.
+they choose would be merged into any other optimizer, too, and win over its own YAML.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from hydra._internal import config_loader_impl
-from hydra._internal.config_repository import IConfigRepository
-from hydra._internal.defaults_list import DefaultsList, create_defaults_list
-from hydra.conf import HydraConf
-from hydra.core.default_element import GroupDefault
-from hydra.plugins.config_source import ConfigResult
-from omegaconf import OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, leaves
+from ddp_runner.cli.hydra_adapter import compose_config, literal
+from ddp_runner.config.load import chosen_keys
+from ddp_runner.config.schema import AUTO, LIST_GROUPS, RUNNER_KEYS, leaves
 from ddp_runner.errors import listed
 
-# Among the choices of the hydra node, which reach each job of a sweep.
-NOTES, KEYS = "ddp_runner/notes", "ddp_runner/keys"
-EXPERIMENT = "experiment"
-GROUPS = (*RUNNER_KEYS, "backend")
-Note = tuple[str, list[str]]  # a text, and the keys that it is about
+GROUPS = (*RUNNER_KEYS, "backend", *LIST_GROUPS)
+LATER = ("model", "experiment")  # their YAMLs may set keys of any group
 
 
-def keep_chosen_options() -> None:
-    """Change what Hydra composes in this process, from now on."""
-    vars(config_loader_impl)["create_defaults_list"] = _defaults_list
+def keep_chosen_options(
+    raw: DictConfig, words: Sequence[str], *, choices: Mapping[str, Any], folders: Sequence[str]
+) -> Iterator[str]:
+    """Give the options that a command chooses their own keys, in place; yield what is left out.
 
-
-def notes_of(node: HydraConf, *, chosen: Collection[str]) -> list[str]:
-    """Return what a user may not expect of how a config was composed.
-
-    `chosen` holds the keys that the command line gives: of those there is nothing to say.
+    Args:
+        raw: what Hydra has composed.
+        words: the overrides that the user wrote.
+        choices: the option of each group.
+        folders: URLs of the user's own groups.
     """
-    notes = node.runtime.choices.get(NOTES, [])
-    left = {text: [one for one in keys if one not in chosen] for text, keys in notes}
-    return [f"{text}: {listed(keys)}" for text, keys in left.items() if keys]
-
-
-def keys_of_yamls(node: HydraConf) -> list[str]:
-    """Return the dotted keys that the YAMLs of the chosen model and experiment set."""
-    return list(node.runtime.choices.get(KEYS, []))
-
-
-def _defaults_list(repo: IConfigRepository, **given: Any) -> DefaultsList:
-    """Return Hydra's list of the YAMLs to merge, which `repo` holds, and change these."""
-    found = create_defaults_list(repo, **given)
-    choices, origins = found.overrides.override_choices, found.overrides.override_metadata
-    known = [one for one in (*GROUPS, *LIST_GROUPS) if one in origins]
-    chosen = {one: choices[one] for one in known if origins[one].external_override}
-    files = {str(one.config_path): one.package for one in found.defaults}
-    by_kind: dict[str, dict[str, Any]] = {EXPERIMENT: {}, "model": {}}
-    usual: dict[str, Any] = {}
-    for path in (path for path, package in files.items() if package == ""):
-        options = _options_in(repo, path)
-        usual |= options  # the experiment comes last, and wins
-        by_kind.setdefault(path.partition("/")[0], {}).update(options)
-    notes = list[Note]()
-    if "model" in chosen and by_kind[EXPERIMENT].get("model") != chosen["model"]:
-        notes += _overruled(by_kind["model"], by_kind[EXPERIMENT], chosen)
-    for group, option in chosen.items():
-        if usual.get(group) != option:
-            notes += _leave_out(repo, files, group=group, option=_shown(option))
-    said = vars(found.overrides)["known_choices"]
-    said[NOTES], said[KEYS] = notes, _keys_of(repo, files, has_model="model" in origins)
-    return found
-
-
-def _keys_of(
-    repo: IConfigRepository, files: Mapping[str, str | None], *, has_model: bool
-) -> list[str]:
-    """Return the keys in the experiment's YAML, and in the model's unless it is the default one."""
-    kinds = (EXPERIMENT, "model") if has_model else (EXPERIMENT,)
-    trees = [_tree(repo, path) for path in files if path.partition("/")[0] in kinds]
-    return sorted({key for tree in trees for key, _ in leaves(tree)})
-
-
-def _options_in(repo: IConfigRepository, path: str) -> dict[str, Any]:
-    """Return the options that a YAML chooses by its defaults; an empty list chooses none.
-
-    With a key such as dataset.name it makes an option of its own.
-    """
-    defaults, tree = _loaded(repo, path).defaults_list or (), _tree(repo, path)
-    groups = (one for one in defaults if isinstance(one, GroupDefault))
-    options = {str(one.group).lstrip("/"): one.value for one in groups if one.value != []}
-    kind, is_of_group, _ = path.partition("/")
-    for group in GROUPS if is_of_group else ():
-        if group != kind and "name" in _dict(tree.get(group)):
-            options[group] = tree[group]["name"]
-    return options
-
-
-def _overruled(
-    model: Mapping[str, Any], experiment: Mapping[str, Any], chosen: Mapping[str, Any]
-) -> Iterator[Note]:
-    """Yield a note if an experiment's YAML replaces options that a model's YAML chooses."""
-    groups = [one for one in model if one in experiment and one not in chosen]
-    differing = [one for one in groups if model[one] != experiment[one]]
-    if differing:
-        options = [f"{one}={_shown(experiment[one])}" for one in differing]
-        yield f"the experiment replaces options of model={chosen['model']}", options
-
-
-def _leave_out(
-    repo: IConfigRepository, files: Mapping[str, str | None], *, group: str, option: str
-) -> Iterator[Note]:
-    """Remove what other YAMLs say of a group; yield a note if it is something else."""
-    own, absent, keys = dict[str, Any](), object(), dict[str, set[str]]()
-    for path, package in files.items():
-        if path.startswith(f"{group}/"):
-            tree = _tree(repo, path)
-            own |= _dict(tree.get(group)) if package == "" else tree
-    for path, package in files.items():
-        kind, is_of_group, _ = path.partition("/")
-        said = _dict(_tree(repo, path).get(group))
-        if package != "" or not is_of_group or kind == group or not said:
+    given, is_new = dict(zip(chosen_keys(words), words, strict=True)), raw.resume in (None, AUTO)
+    for group in (one for one in GROUPS if one in given):
+        later = LATER[1:] if group == "model" else LATER
+        # The default model says nothing of other groups; that of a resumed run may.
+        asked = [one for one in later if choices.get(one) and (one in given or not is_new)]
+        if not asked:
             continue
-        config: Any = _loaded(repo, path).config
+        others, without = [f"{one}={choices[one]}" for one in asked], [f"~{one}" for one in later]
+        words_within = [word for key, word in given.items() if key.startswith(f"{group}.")]
+        # By two plus signs a key may be there or not.
+        keys = [one if one[0] == "~" else f"++{one.lstrip('+')}" for one in words_within]
+        own = _composed(*without, given[group], *keys, folders=tuple(folders))
+        if _is_same(own, _composed(*others, folders=tuple(folders)), group):
+            continue
         # All options of backend have the same other keys, such as timeout_s.
-        left = {key for key in said if group != "backend" or key in own}
-        with read_write(config), open_dict(config):
-            config[group] = {key: one for key, one in said.items() if key not in left}
-        keys[path] = {f"{group}.{key}" for key in left if said[key] != own.get(key, absent)}
-    if differing := sorted(set().union(*keys.values())):
-        paths = " and ".join(f"{path}.yaml" for path in keys if keys[path])
-        yield f"{group}={option} does not take what {paths} says of another option", differing
+        part, before = "backend.name" if group == "backend" else group, _keys(raw)
+        OmegaConf.update(raw, part, OmegaConf.select(own, part), merge=False)
+        after = _keys(raw)
+        if left_out := [key for key, value in before.items() if after.get(key) != value]:
+            paths = " and ".join(f"{one.replace('=', '/')}.yaml" for one in others)
+            yield (
+                f"{given[group]} does not take what {paths} says of another option: "
+                f"{listed(sorted(left_out))}"
+            )
 
 
-def _loaded(repo: IConfigRepository, path: str) -> ConfigResult:
-    loaded = repo.load_config(path)
-    assert loaded is not None
-    return loaded
+def changes(raw: DictConfig, kept: DictConfig) -> list[str]:
+    """Return the overrides by which Hydra composes `kept` where it has composed `raw`."""
+    before, after = _keys(raw), _keys(kept)
+    differing = [key for key, value in after.items() if before.get(key, ...) != value]
+    removed = [f"~{key}" for key in before if key not in after]
+    return removed + [f"++{key}={literal(after[key])}" for key in differing]
 
 
-def _tree(repo: IConfigRepository, path: str) -> dict[str, Any]:
-    """Return a YAML's keys; none if it has another form, which Hydra reports when it merges."""
-    return _dict(OmegaConf.to_container(_loaded(repo, path).config, resolve=False))
+def changed_keys(raw: DictConfig, words: Sequence[str]) -> list[str]:
+    """Return the keys, and the groups, that a model and an experiment among the words change."""
+    usual = _keys(_composed(*(f"~{one}" for one in LATER if one in chosen_keys(words))))
+    found = [key for key, value in _keys(raw).items() if usual.get(key) != value]
+    return [one.partition(".")[0] if one.startswith(GROUPS) else one for one in found]
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+@lru_cache(maxsize=99)  # the jobs of a sweep choose the same options again and again
+def _composed(*words: str, folders: Sequence[str] = ()) -> DictConfig:
+    return compose_config(words, folders=folders)
 
 
-def _shown(option: Any) -> str:
-    return f"[{','.join(option)}]" if isinstance(option, list) else str(option)
+def _is_same(own: DictConfig, usual: DictConfig, group: str) -> bool:
+    """Return whether a chosen option is the usual one; with a name of its own it is another."""
+    if group in LIST_GROUPS:
+        return bool(own[group]) and set(own[group]) <= set(usual[group])
+    kinds = [(one.hydra.runtime.choices[group], one[group].get("name")) for one in (own, usual)]
+    return bool(kinds[0] == kinds[1])
+
+
+def _keys(config: DictConfig) -> dict[str, Any]:
+    tree = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(tree, dict)
+    return dict(leaves(tree, whole_lists=True))

@@ -43,16 +43,11 @@ class CommandLine:
     is_multirun: bool = False  # -m is given; a YAML may ask for a sweep as well
     only_shows: bool = False  # --help, --cfg, --info, --shell-completion: nothing is to run
 
-    @property
-    def arguments(self) -> list[str]:
-        """The overrides, in one piece as argparse wants them, then the options.
+    def arguments(self, *added: str) -> list[str]:
+        """Return the overrides, with further ones, which win, then the options.
 
         After the option --info an override would be taken for its value.
         """
-        return self.arguments_with()
-
-    def arguments_with(self, *added: str) -> list[str]:
-        """Return the arguments with further overrides, which win over the others."""
         return [*(str(one.input_line) for one in self.overrides), *added, *self.options]
 
     @property
@@ -61,16 +56,6 @@ class CommandLine:
         folder = () if self.config_dir is None else (f"--config-dir={self.config_dir}",)
         places = [one for one in self.overrides if one.key_or_group == "hydra.searchpath"]
         return (*folder, *(str(one.input_line) for one in places))
-
-    @property
-    def fixed(self) -> list[str]:
-        """The overrides that are the same for every job of a sweep."""
-        return [str(one.input_line) for one in self.overrides if not one.is_sweep_override()]
-
-    @property
-    def sweeps(self) -> list[Override]:
-        """The overrides with several values."""
-        return [one for one in self.overrides if one.is_sweep_override()]
 
 
 def parse(arguments: Sequence[str]) -> CommandLine:

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.chosen_options import keep_chosen_options, keys_of_yamls, notes_of
+from ddp_runner.cli.chosen_options import changed_keys, changes, keep_chosen_options
 from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened, opened_node
 from ddp_runner.cli.preflight import validate_files
@@ -45,12 +45,11 @@ class Invocation:
 
 
 def register() -> None:
-    """Give Hydra the schema and our rule for options, and OmegaConf the resolvers of conf/."""
+    """Give Hydra the schema, and OmegaConf the resolvers of conf/."""
     ConfigStore.instance().store(name="schema", node=Config)
     data_root = partial(os.environ.get, "DDP_RUNNER_DATA_ROOT", "data")
     OmegaConf.register_new_resolver("data_root", data_root, replace=True)
     OmegaConf.register_new_resolver("keys", help_text, replace=True)
-    keep_chosen_options()
 
 
 def compose(command: CommandLine) -> DictConfig:
@@ -61,8 +60,10 @@ def compose(command: CommandLine) -> DictConfig:
         HydraException: the config cannot be composed.
     """
     register()
-    composed = compose_config(command.fixed, folders=command.folders)
-    for sweep in command.sweeps:
+    sweeps = [one for one in command.overrides if one.is_sweep_override()]
+    same = [str(one.input_line) for one in command.overrides if one not in sweeps]  # in all jobs
+    composed = compose_config(same, folders=command.folders)
+    for sweep in sweeps:
         line = sweep.input_line
         if is_sweep(command, composed):
             if is_grid(composed.hydra.sweeper) and not sweep.is_discrete_sweep():
@@ -110,15 +111,15 @@ def plan_at(
     """
     command, env = invocation.command, invocation.env
     with opened(composed) as (given, node):
-        raw, overrides, lacks_run, notes = given, _written(node, command), False, list[str]()
+        raw, overrides, lacks_run = given, _written(node, command), False
+        own_keys = chosen_keys(overrides)
+        notes = _keep_options(given, node, command)
         try:
             raw = with_resumed(given, overrides, is_launched=env is not None)
-            own_keys = chosen_keys(overrides)
-            if raw is given:
-                notes = notes_of(node, chosen=own_keys)
-                own_keys += keys_of_yamls(node) if has_own_loop(raw.task) else []
-            else:
+            if raw is not given:
                 notes = left_trackers(given, overrides)
+            elif has_own_loop(raw.task):
+                own_keys += changed_keys(raw, overrides)
             notes += unused_note(raw.task, own_keys)
         except NotARunError:
             lacks_run = (env.num_nodes if env else given.launch.nnodes) > 1
@@ -148,6 +149,18 @@ def plan_at(
             choices=choices,
             warnings=(*invocation.warnings, *map(secrets.hide, [*notes, *warnings])),
         )
+
+
+def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
+    """Return the arguments by which Hydra shows the config that a run would have."""
+    with opened(composed) as (raw, node), opened(composed) as (kept, _):
+        _keep_options(kept, node, command)
+        return command.arguments(*changes(raw, kept))
+
+
+def _keep_options(raw: DictConfig, node: HydraConf, command: CommandLine) -> list[str]:
+    words, choices = _written(node, command), node.runtime.choices
+    return list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
 
 
 def _choices(node: HydraConf, config: Config) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 Hydra documents ``hydra.main``, the compose API, plug-ins and ``HydraConf``. What has no public name
 is here: its argument parser, its sweeper of grids (``hydra_plugins`` extends it), how it tells
-groups from keys, and the globals that it reads; its list of defaults is in ``chosen_options``.
+groups from keys, and the globals that it reads.
 ``tests/cli/test_hydra_adapter.py`` fails when one of them goes away.
 """
 

@@ -4,15 +4,15 @@ Torch-free.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.config.inference import SAMPLE
 from ddp_runner.config.schema import Config
-from ddp_runner.config.tracking import validate_installed
-from ddp_runner.data.tokenizer import NEEDS_TEXT_EXTRA, tokenizer_file
+from ddp_runner.config.tracking import MODULES, validate_servers
+from ddp_runner.data.tokenizer import tokenizer_file
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_dir import RunDir
@@ -36,28 +36,14 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     """
     model, data_root = config.model, Path(config.data_root)
     dataset = config.dataset if config.task != SAMPLE else {}  # which needs the run's folder alone
-    if model.get("_target_") == BERT and importlib.util.find_spec("transformers") is None:
-        raise UserError(f"model=bert: {NEEDS_TEXT_EXTRA}")
-    is_bpe = dataset.get("_target_") == TEXT and dataset.get("vocabulary") == "bpe"
-    if is_bpe and importlib.util.find_spec("tokenizers") is None:
-        raise UserError(f"dataset.vocabulary=bpe: {NEEDS_TEXT_EXTRA}, or vocabulary=bytes")
-    for metric, keys in config.metrics.items():
-        is_theirs = str(keys["_target_"]).startswith("torchmetrics.")
-        if is_theirs and importlib.util.find_spec("torchmetrics") is None:
-            raise UserError(
-                f"metrics.{metric} ({keys['_target_']}) is of torchmetrics, which is not "
-                "installed; pip install 'ddp-runner[metrics]'"
-            )
-    validate_installed(config)
-    for key, package, extra in (
-        ("inference.format=parquet", "pyarrow", "parquet"),
-        ("checkpoint.export=[onnx]", "onnxscript", "onnx"),
-    ):
-        is_asked = extra in (config.inference.format, *config.checkpoint.export)
-        if is_asked and importlib.util.find_spec(package) is None:
+    for key, package, extra in _needed_packages(config, dataset):
+        spec = importlib.util.find_spec(package)
+        # A folder of that name, as W&B leaves one, is found as a package without a file.
+        if spec is None or spec.origin is None:
             raise UserError(
                 f"{key} needs {package}, which is not installed; pip install 'ddp-runner[{extra}]'"
             )
+    validate_servers(config)
     if dataset.get("_target_") == HF_DATASET:
         _validate_hf(dataset)
     else:
@@ -89,6 +75,28 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
             )
 
 
+def _needed_packages(config: Config, dataset: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield each key that needs an optional package, with the package and the name of our extra."""
+    if config.model.get("_target_") == BERT:
+        yield "model=bert", "transformers", "text"
+    if dataset.get("_target_") == TEXT and dataset.get("vocabulary") == "bpe":
+        yield "dataset.vocabulary=bpe", "tokenizers", "text"
+    if dataset.get("_target_") == HF_DATASET:
+        yield f"dataset={dataset.get('name')}", "datasets", "hf"
+        if dataset.get("streaming"):
+            yield "dataset.streaming=true", "torchdata", "streams"
+    for metric, keys in config.metrics.items():
+        if str(keys["_target_"]).startswith("torchmetrics."):
+            yield f"metrics.{metric} ({keys['_target_']})", "torchmetrics", "metrics"
+    for name, keys in config.trackers.items():
+        if (module := MODULES.get(keys["_target_"])) is not None:
+            yield f"trackers=[{name}]", module, module
+    if config.inference.format == "parquet":
+        yield "inference.format=parquet", "pyarrow", "parquet"
+    if "onnx" in config.checkpoint.export:
+        yield "checkpoint.export=[onnx]", "onnxscript", "onnx"
+
+
 def _validate_paths(given: Any, data_root: Path) -> None:
     """Reject a file of a dataset, or a list of files, if one of them is not there."""
     for path in given if isinstance(given, list) else [given]:
@@ -100,16 +108,9 @@ def _validate_paths(given: Any, data_root: Path) -> None:
 
 
 def _validate_hf(dataset: Mapping[str, Any]) -> None:
-    """Reject a dataset of Hugging Face's library without a path, or without its packages."""
+    """Reject a dataset of Hugging Face's library without a path."""
     if not isinstance(dataset.get("path"), str):
         raise UserError(
             f"dataset.path ({dataset.get('path')}) must name a dataset; write a folder under "
             "data_root, a name of the hub, or dataset.path=csv with dataset.data_files"
         )
-    needed = {"datasets": "hf"} | ({"torchdata": "streams"} if dataset.get("streaming") else {})
-    for package, extra in needed.items():
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"dataset={dataset.get('name')} needs {package}; write pip install "
-                f'"ddp-runner[{extra}]"'
-            )

@@ -15,6 +15,7 @@ from ddp_runner.compare.render.tables import FORMATS, SUFFIXES, remark_sections
 from ddp_runner.compare.run import Target
 from ddp_runner.compare.runs import read_runs, tagged
 from ddp_runner.errors import UserError, exit_with, os_errors
+from ddp_runner.files import replace_file
 
 
 def main() -> None:
@@ -57,7 +58,7 @@ def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) ->
         UserError: the folder cannot be written.
     """
     from ddp_runner.compare.render.plots import figures, write_plots  # matplotlib is slow
-    from ddp_runner.compare.render.report.page import write_report
+    from ddp_runner.compare.render.report.page import html
 
     lines = []
     with os_errors(f"--out ({folder}) cannot be written", fix="choose a writable folder"):
@@ -69,7 +70,9 @@ def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) ->
             lines.append(f"wrote {path}")
         drawn = figures(comparison)
         lines += write_plots(drawn, folder)
-        return [*lines, write_report(comparison, drawn, folder, paths=paths)]
+        page = html(comparison, drawn, paths=paths).encode(errors="backslashreplace")
+        replace_file(folder / "report.html", page)
+        return [*lines, f"wrote {folder / 'report.html'}"]
 
 
 def _target(text: str) -> Target:

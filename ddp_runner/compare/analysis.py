@@ -14,7 +14,7 @@ from ddp_runner.compare.run import Run, Stat, Target, stat
 from ddp_runner.compare.settings import Setting, identity, labels, same_keys, varied_keys
 from ddp_runner.compare.speedup import AllReduceFit, fit_all_reduces, with_speedups
 from ddp_runner.errors import UserError
-from ddp_runner.metric_names import METRICS, is_lower_better
+from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
 
 NO_PARTS = ("step_time_ms", "skew_ms")  # other times that perf/ has
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
@@ -126,7 +126,7 @@ def _evaluates(run: Run) -> str:
 
 def _validate_metrics(runs: Sequence[Run], *, target: Target | None, best: str | None) -> None:
     logged = {name for run in runs for line in run.lines for name in line}
-    logged -= {"step", "epoch", "time_s"}
+    logged -= LINE_FIELDS
     asked = [("--target", target.metric, logged)] if target else []
     if best is not None:
         names = logged.union(*(run.final for run in runs))

@@ -25,9 +25,7 @@ from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
-REQUIRED: dict[str, type] = {
-    **{"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
-}
+REQUIRED = {"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
 KNOWN_FIELDS = get_type_hints(RunRecord).keys()
 # PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

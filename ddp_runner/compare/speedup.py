@@ -95,7 +95,8 @@ def _scalings(
         setting, stat = row.runs[0].setting, row.samples_per_s
         is_left_out = setting["parallel_jobs"] and not include_parallel_jobs
         # Ranks that compute a sample together have less to do the more they are.
-        is_left_out |= batch_key == BATCH_PER_RANK and _splits_samples(setting)
+        size = setting.get("parallelism.tensor_parallel_size", 1)
+        is_left_out |= batch_key == BATCH_PER_RANK and size != 1
         if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
             same = f"{identity(setting, without=[*free, 'parallelism.'])}\n{setting[batch_key]!r}"
             modes = groups.setdefault(same, {})
@@ -117,10 +118,6 @@ def _scalings(
                     scaling = _scaling(speed, base, mode, int(speed.setting[batch_key]))
                     results[speed.index] = results[speed.index] or scaling
     return results
-
-
-def _splits_samples(setting: Setting) -> bool:
-    return bool(setting.get("parallelism.tensor_parallel_size", 1) != 1)
 
 
 def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Prediction | None:

@@ -4,7 +4,7 @@ The launcher knows the metrics of every run. A rank learns the others when it tr
 what the user's metrics and training step return, and whether the dataset has classes.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ddp_runner.config.schema import Config
@@ -76,10 +76,7 @@ def validate_known(config: Config, known: KnownMetrics) -> None:
                     f"dataset={config.dataset.get('name')} has none; write "
                     f"{group}.monitor=eval/loss {group}.mode=min"
                 )
-            raise UserError(
-                f"{group}.monitor ({monitor}) is not a metric of this run; choose one of "
-                f"{', '.join(sorted(known.names))}"
-            )
+            raise _not_a_metric(group, monitor, sorted(known.names))
         best = best_end(monitor, known.directions)
         _validate_end(group, monitor, mode, best)
         if group == "early_stop" and mode is None and best is None:
@@ -98,10 +95,13 @@ def ensure_monitored(config: Config, metrics: Mapping[str, float], *, part: str)
     for group, monitor, _ in _monitored(config):
         if monitor.startswith(f"{part}/") and monitor not in metrics:
             there = (name for name in metrics if name.startswith(f"{part}/"))
-            raise UserError(
-                f"{group}.monitor ({monitor}) is not a metric of this run; choose one of "
-                f"{', '.join(there)}"
-            )
+            raise _not_a_metric(group, monitor, there)
+
+
+def _not_a_metric(group: str, monitor: str, names: Iterable[str]) -> UserError:
+    return UserError(
+        f"{group}.monitor ({monitor}) is not a metric of this run; choose one of {', '.join(names)}"
+    )
 
 
 def _monitored(config: Config) -> Iterator[tuple[str, str, str | None]]:

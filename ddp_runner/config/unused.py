@@ -31,7 +31,7 @@ _UNUSED: Mapping[str, tuple[str, ...]] = {
 }
 # Of the user's own loop, where they can read any key themselves.
 _UNUSED_IN_OWN_LOOP = (
-    *("params", "ema", "early_stop", "scheduler", "metrics", "collectives"),
+    *("train", "params", "ema", "early_stop", "scheduler", "metrics", "collectives"),
     *("batch.count", "batch.eval_per_rank", "checkpoint.every_epochs"),
 )
 _TRAIN_IN_OWN_LOOP = ("train.deterministic", "train.num_threads")  # all that the runner applies
@@ -46,16 +46,14 @@ def unused_note(task: str, given: Iterable[str]) -> list[str]:
             chooses, too.
     """
     if has_own_loop(task):
-        keys = [one for one in given if _is_in(one, _UNUSED_IN_OWN_LOOP) or _is_unused_train(one)]
+        applied = [one for one in given if _is_in(one, _TRAIN_IN_OWN_LOOP)]
+        keys = [one for one in given if _is_in(one, _UNUSED_IN_OWN_LOOP) and one not in applied]
         note = f"task={task}: your function may read run.config, and the runner does not apply"
     else:
         keys = [one for one in given if _is_in(one, _UNUSED.get(task, ()))]
         note = f"task={task} makes no use of"
-    return [f"{note} {listed(sorted(set(keys)))}"] if keys else []
-
-
-def _is_unused_train(key: str) -> bool:
-    return key.startswith("train.") and not _is_in(key, _TRAIN_IN_OWN_LOOP)
+    named = {one for one in keys if not any(one.startswith(f"{other}.") for other in keys)}
+    return [f"{note} {listed(sorted(named))}"] if keys else []
 
 
 def _is_in(key: str, groups: Iterable[str]) -> bool:

@@ -6,15 +6,14 @@ Each message names the key, its value and the fix. What a value must be by itsel
 import math
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from ddp_runner.config.inference import INFERENCE, SAMPLE
 from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.own_loop import has_own_loop, validate_own_loop
-from ddp_runner.config.schema import Config, RunConfig, mode_needs, num_shares
-from ddp_runner.config.validate_ddp import validate_ddp
+from ddp_runner.config.schema import Config, RunConfig, num_shares
 from ddp_runner.config.validate_inference import validate_inference
-from ddp_runner.config.validate_mesh import validate_mesh
-from ddp_runner.config.validate_optimizing import validate_optimizing
+from ddp_runner.config.validate_modes import validate_mode, validate_servers
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 
@@ -51,9 +50,9 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
     if not has_own_loop(config.task):
         if config.task not in INFERENCE:  # they monitor nothing, and may evaluate other data
             validate_monitors(config)
-        validate_optimizing(config)
+        _validate_optimizing(config)
         _validate_model(config)
-    _validate_servers(config)
+    validate_servers(config)
 
 
 def validate_ranks(config: Config, env: DistEnv | None) -> None:
@@ -70,7 +69,7 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
             f"{config.world_size}; write world_size=2 or more"
         )
     _validate_init_method(config, env)
-    _validate_mode(config)
+    validate_mode(config)
     # A rank validates the datasets whose samples are not known yet.
     name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
     is_offline = config.dataset["_target_"].startswith(OFFLINE)
@@ -116,6 +115,40 @@ def known_steps(config: RunConfig) -> int | None:
     return steps
 
 
+def _validate_optimizing(config: Config) -> None:
+    """Reject keys of clipping, parameter groups and averaged weights that do not fit each other.
+
+    What depends on the parameters or the optimizer's class is validated by a rank.
+    """
+    train = config.train
+    if train.clip_norm is not None and train.clip_value is not None:
+        raise UserError(
+            f"train.clip_norm ({train.clip_norm:g}) and train.clip_value ({train.clip_value:g}) "
+            "exclude each other; write train.clip_norm=null or train.clip_value=null"
+        )
+    for index, group in enumerate(config.params.groups):
+        _validate_group(f"params.groups.{index}", group)
+    decay = config.ema.decay
+    if decay is not None and not 0 <= decay < 1:
+        raise UserError(f"ema.decay ({decay:g}) must be 0 or greater and less than 1; write 0.999")
+
+
+def _validate_group(key: str, group: dict[str, Any]) -> None:
+    pattern, others = group.get("match"), [name for name in group if name != "match"]
+    if not isinstance(pattern, str) or not pattern:
+        raise UserError(
+            f"{key}.match ({pattern}) must be a pattern of parameter names; write "
+            "params.groups=[{match:head.*,lr:0.01}]"
+        )
+    if not others:
+        raise UserError(
+            f"{key} (match: {pattern}) changes no key of the optimizer; add one, such as lr, or "
+            "leave the group out"
+        )
+    if "params" in others:
+        raise UserError(f"{key}.params is filled by the pattern {key}.match; leave it out")
+
+
 def _validate_model(config: Config) -> None:
     """Reject a model with other channels, fewer classes or other tokens than the dataset.
 
@@ -142,23 +175,6 @@ def _validate_model(config: Config) -> None:
         )
 
 
-def _validate_servers(config: Config) -> None:
-    mode, name = config.parallelism, config.parallelism.get("name")
-    num_servers = mode_needs(mode).num_servers
-    if not num_servers:
-        return
-    if config.task == "check":
-        raise UserError(f"task=check compares equal ranks, not parallelism={name}; write ddp")
-    if num_servers != 1:
-        raise UserError(
-            f"parallelism.needs.num_servers ({num_servers}) must be 1; there is one server"
-        )
-    if mode.get("mode") not in ("sync", "async"):
-        raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
-    if config.train.precision == "fp16":
-        raise UserError(f"parallelism={name} has no scaled loss; write train.precision=bf16")
-
-
 def _validate_init_method(config: Config, env: DistEnv | None) -> None:
     """Reject an address that not all machines, or not all restarts, could use."""
     asked, launch = config.launch.init_method, config.launch
@@ -180,51 +196,3 @@ def _validate_init_method(config: Config, env: DistEnv | None) -> None:
             f"launch.init_method ({asked}) serves one start and launch.max_restarts is "
             f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"
         )
-
-
-def _validate_mode(config: Config) -> None:
-    mode, name, model = config.parallelism, config.parallelism.get("name"), config.model.get("name")
-    needs, ranks, stages = mode_needs(mode), config.world_size, config.model.get("num_stages") or 1
-    if needs.max_ranks is not None and ranks > needs.max_ranks:
-        raise UserError(
-            f"parallelism={name} runs {needs.max_ranks} process, world_size is {ranks}; "
-            "leave world_size out, or write parallelism=ddp"
-        )
-    if needs.num_servers and ranks < 2:
-        raise UserError(
-            f"parallelism={name} needs a server and a trainer, world_size is {ranks}; use 2 or more"
-        )
-    parts = needs.num_replicas * (needs.model_ranks or 1)
-    if ranks < needs.min_ranks or ranks % parts:
-        multiple = f", a multiple of {parts}," if parts > 1 else ""
-        raise UserError(
-            f"parallelism={name} needs {needs.min_ranks} ranks or more{multiple} and world_size is "
-            f"{ranks}; write world_size={max(needs.min_ranks, -(-ranks // parts) * parts)}"
-        )
-    if has_own_loop(config.task):
-        stages = needs.devices_per_rank  # the function places its modules itself
-    if stages > needs.devices_per_rank:
-        raise UserError(
-            f"model={model} is cut into {stages} stages and parallelism={name} gives a replica "
-            f"{needs.devices_per_rank} device; write parallelism=ddp_mp"
-        )
-    if stages < needs.devices_per_rank:
-        raise UserError(
-            f"parallelism={name} spreads a replica over {needs.devices_per_rank} devices and "
-            f"model={model} has {stages} stage; take a model cut in two (toy_mp, convnet_mp, "
-            "mnist_net_mp)"
-        )
-    validate_ddp(config)
-    validate_mesh(config)
-    if needs.data_parallel and config.train.compile:
-        raise UserError(
-            f"train.compile=true does not work with parallelism={name}, which copies the model to "
-            "the GPUs anew in each step; leave it out, or write parallelism=ddp"
-        )
-    if needs.splits_parameters and config.train.precision == "fp16":
-        raise UserError(
-            f"train.precision=fp16 scales the loss down when a gradient overflows, and under "
-            f"parallelism={name} a rank sees only its own part of them; write train.precision=bf16"
-        )
-    if mode.get("sync_batchnorm") and config.backend.device == "cpu":
-        raise UserError("parallelism.sync_batchnorm=true exists on CUDA only; set it to false")

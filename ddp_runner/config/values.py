@@ -16,7 +16,15 @@ from ddp_runner.config.inference import FORMATS, SPLITS
 from ddp_runner.config.launching import meeting_place
 from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS
 from ddp_runner.config.own_loop import TASKS, has_own_loop
-from ddp_runner.config.schema import CONFIG_DIR, KINDS, RUNNER_KEYS, Config, ModeNeeds, leaves
+from ddp_runner.config.schema import (
+    CONFIG_DIR,
+    KINDS,
+    LIST_GROUPS,
+    RUNNER_KEYS,
+    Config,
+    ModeNeeds,
+    leaves,
+)
 from ddp_runner.config.tracking import validate_tracking
 from ddp_runner.errors import UserError, in_yaml, nearest
 from ddp_runner.host.hardware import memory_bytes
@@ -35,6 +43,8 @@ POSITIVE = (
     "parallelism.needs.num_replicas", "parallelism.needs.min_ranks", "inference.top_k",
     "inference.num_tokens", "parallelism.num_replicas", "parallelism.tensor_parallel_size",
     "collectives.min_bytes", "collectives.max_bytes", "collectives.steps",
+    "trackers.mlflow.timeout_s", "trackers.mlflow.wait_s", "trackers.wandb.timeout_s",
+    "trackers.wandb.wait_s",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
@@ -59,6 +69,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "early_stop.mode": (None, "max", "min"),
     "inference.split": SPLITS,
     "inference.format": FORMATS,
+    "trackers.wandb.mode": (None, "online", "offline"),
 }
 GROUP = re.compile(r"params\.groups\.\d+\.")  # its keys have the rules of the optimizer's
 LISTS = {"ops": OPS, "dtypes": DTYPES, "reduce_ops": REDUCE_OPS}  # of collectives
@@ -89,7 +100,8 @@ def validate_values(config: Config) -> None:
             f"train.step ({step}) must be a dotted name, or a mapping with _target_; write "
             "train.step=my_package.step"
         )
-    _validate_metrics(config.metrics)
+    for group in LIST_GROUPS:
+        _validate_named(group, getattr(config, group))
     validate_tracking(config)
     values = dict(leaves(asdict(config)))
     if config.launch.rdzv_endpoint is not None:
@@ -98,10 +110,13 @@ def validate_values(config: Config) -> None:
     for group in RUNNER_KEYS:
         keys = getattr(config, group)
         _validate_kind(group, keys, _yaml_values(group, str(keys.get("name"))))
+    for name, keys in config.trackers.items():
+        usual = _yaml_values("trackers", str(name)).get(name, {})
+        _validate_kind(f"trackers.{name}", keys, {"wait_s": 10.0, **usual})
     _validate_needs(config.parallelism.get("needs", {}))
     _validate_memory(config)
     for key, options in CHOICES.items():
-        if values[key] not in options:
+        if key in values and values[key] not in options:
             named = ", ".join("null" if one is None else one for one in options)
             raise UserError(f"{key} ({values[key]}) must be one of {named}")
     for name, known in LISTS.items():
@@ -154,22 +169,24 @@ def _validate_kind(key: str, value: Any, default: Any) -> None:
         raise UserError(f"{key} ({value}) must be 0 or greater")
 
 
-def _validate_metrics(metrics: Mapping[Any, Any]) -> None:
-    for name, keys in metrics.items():
+def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
+    """Reject an option of `metrics` or `trackers` without a name that keys can have, or a class."""
+    word = group.removesuffix("s")
+    for name, keys in options.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
             raise UserError(
-                f"metrics.{name}: the name of a metric is letters, digits and _; write "
-                f"metrics.{re.sub(r'[^A-Za-z0-9_]', '_', f'_{name}').strip('_') or 'mine'}"
+                f"{group}.{name}: the name of a {word} is letters, digits and _; write "
+                f"{group}.{re.sub(r'[^A-Za-z0-9_]', '_', f'_{name}').strip('_') or 'mine'}"
             )
-        if f"eval/{name}" in LISTED:
+        if f"eval/{name}" in LISTED and group == "metrics":
             raise UserError(
                 f"metrics.{name}: eval/{name} is a metric of every evaluation; give yours another "
                 f"name, such as metrics.own_{name}"
             )
         if not isinstance(keys, Mapping) or not isinstance(keys.get("_target_"), str):
             raise UserError(
-                f"metrics.{name} has no _target_, the class of the metric; write "
-                f"metrics.{name}._target_=my_package.MyMetric"
+                f"{group}.{name} has no _target_, the class of the {word}; write {group}=[{name}] "
+                f"for one that has a YAML, or +{group}.{name}._target_=my_package.Mine"
             )
 
 

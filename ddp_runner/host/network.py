@@ -5,7 +5,6 @@ import ipaddress
 import socket
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 INTERFACES = Path("/sys/class/net")
@@ -14,27 +13,16 @@ ANYWHERE = "192.0.2.1"  # an address that nobody has: https://www.rfc-editor.org
 ANY_PORT = 9
 
 
-@dataclass(frozen=True)
-class Interface:
-    """One network interface."""
-
-    name: str
-    address: str | None  # IPv4; None: it has none
-    is_up: bool = True
-
-
-def interfaces(folder: Path = INTERFACES) -> list[Interface]:
-    """Return the interfaces of this machine; none unless on Linux."""
+def up_interfaces(folder: Path = INTERFACES) -> dict[str, str]:
+    """Return the interfaces of this machine that are up, by address; none unless on Linux."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return [
-        Interface(
-            name,
-            _address(name),
-            # loopback and tunnels have no state to report
-            (folder / name / "operstate").read_text().strip() in ("up", "unknown"),
-        )
+    # Loopback and tunnels have no state to report.
+    up = [
+        name
         for name in names
+        if (folder / name / "operstate").read_text().strip() in ("up", "unknown")
     ]
+    return {address: name for name in up if (address := _address(name)) is not None}
 
 
 def host_address(name: str) -> str | None:
@@ -70,9 +58,9 @@ def outer_interface(other: str) -> str | None:
     is_reached = own is not None and not _is_loopback(own)
     if is_reached or other == "localhost" or other.startswith("127."):
         return None
-    by_address = {one.address: one.name for one in interfaces() if one.is_up}
-    outer = [name for address, name in by_address.items() if address and not _is_loopback(address)]
-    routed = [by_address.get(_own_address(place)) for place in (other, ANYWHERE)]
+    by_address = up_interfaces()
+    outer = [name for address, name in by_address.items() if not _is_loopback(address)]
+    routed = [by_address.get(_own_address(place) or "") for place in (other, ANYWHERE)]
     return next((name for name in (*routed, *outer) if name in outer), None)
 
 

@@ -87,8 +87,13 @@ def notice_if_slow(text: Callable[[], str]) -> Iterator[None]:
         timer.join()  # a line that is being printed ends before the next one
 
 
-def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None:
-    """Let this process outlive its stdout and stderr; `on_loss` gets a sentence for each loss."""
+def keep_streams(
+    on_loss: Callable[[str], None] = lambda sentence: None, *, prefix: str = ""
+) -> None:
+    """Let this process outlive its stdout and stderr; `on_loss` gets a sentence for each loss.
+
+    With a `prefix`, each line begins with it, empty ones are left out, and no line is drawn anew.
+    """
     for name, number in STREAMS.items():
         try:
             os.fstat(number)
@@ -102,7 +107,7 @@ def keep_streams(on_loss: Callable[[str], None] = lambda sentence: None) -> None
             with suppress(OSError):
                 stream.flush()
         kept = io.TextIOWrapper(
-            io.BufferedWriter(_Kept(name, number, on_loss)),
+            io.BufferedWriter(_Kept(name, number, on_loss, prefix.encode())),
             encoding=stream.encoding if stream else "utf-8",
             errors="backslashreplace",
             line_buffering=True,  # a killed process has still shown what it printed
@@ -122,8 +127,11 @@ def _send_nowhere(number: int) -> None:
 class _Kept(io.RawIOBase):
     """A file descriptor that is redirected to /dev/null once it cannot be written."""
 
-    def __init__(self, name: str, number: int, on_loss: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, number: int, on_loss: Callable[[str], None], prefix: bytes
+    ) -> None:
         self.name, self._number, self._on_loss = f"<{name}>", number, on_loss
+        self._prefix = prefix
 
     def writable(self) -> bool:
         return True
@@ -132,9 +140,18 @@ class _Kept(io.RawIOBase):
         return self._number
 
     def isatty(self) -> bool:
-        return os.isatty(self._number)
+        return not self._prefix and os.isatty(self._number)
 
     def write(self, data: Any, /) -> int:
+        if not self._prefix:
+            return self._write(data)
+        lines = (self._prefix + one + b"\n" for one in bytes(data).splitlines() if one.strip())
+        text = b"".join(lines)
+        while text:
+            text = text[self._write(text) :]
+        return len(data)
+
+    def _write(self, data: Any) -> int:
         while True:
             try:
                 return os.write(self._number, data)

@@ -37,14 +37,13 @@ class NullProfiler:
 
     is_slow = False
 
-    def step_done(self, step: int) -> None:
+    def step_done(self, *_: object) -> None:
         """Do nothing."""
+
+    __exit__ = step_done
 
     def __enter__(self) -> Self:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
 
 
 class Profiler:

@@ -16,12 +16,12 @@ LOGGER = logging.getLogger("ddp_runner")
 
 @contextmanager
 def rank_log(
-    run_dir: RunDir, env: DistEnv, *, hide: Callable[[str], str] = str
+    run_dir: RunDir, env: DistEnv, *, hide: Callable[[str], str] = str, prefix: str = ""
 ) -> Iterator[Callable[[str], None]]:
     """Keep this rank's log file open; yield what logs a text there, and prints it on rank 0.
 
     Warnings of libraries go to the file only. So does whatever a rank other than 0 prints, C++ code
-    included. `hide` removes secrets from each line of the file.
+    included. `hide` removes secrets from each line of the file. What rank 0 prints has a `prefix`.
     """
     path = run_dir.rank_log(env.rank)
     run_dir.logs.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def rank_log(
         logger.addHandler(handler)
         logger.propagate = False
     if env.is_rank_zero:
-        keep_streams(LOGGER.warning)
+        keep_streams(LOGGER.warning, prefix=prefix)
     else:
         with path.open("ab") as file:
             os.dup2(file.fileno(), 1)

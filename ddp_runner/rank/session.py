@@ -93,7 +93,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
             stack.enter_context(beating)
             stack.enter_context(_failure_recorded(run_dir))
         job = replace(job, config=with_global_size(config, claim.global_size))
-        log = stack.enter_context(rank_log(run_dir, env, hide=job.secrets.hide))
+        logging = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
+        log = stack.enter_context(logging)
         if env.num_nodes > 1:
             _say_where(run_dir, log=log)
         session = Session(job, env, mode, devices, run_dir, log, heartbeat)

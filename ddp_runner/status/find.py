@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.status.look import LOST, UNREADABLE, RunStatus, holder_of, is_held, look
+from ddp_runner.status.look import LOST, UNREADABLE, RunStatus, holder_of, look
 from ddp_runner.sweep.ledger import LEDGER, Entry, Ledger
 from ddp_runner.sweep.results import WATCHED
 from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS, RunDir
@@ -123,7 +123,7 @@ def _sweep(folder: Path, runs: Mapping[Path, RunStatus]) -> SweepStatus:
 def _is_lost(entry: Entry, folder: Path, run: RunStatus | None) -> bool:
     """Return whether a sweep's ledger says that a job runs, and no process does it."""
     run_dir = RunDir(folder / entry.folder)
-    held = is_held(run_dir)
+    held = run_dir.is_held
     if entry.status != Status.RUNNING or held:
         return False
     if run is not None and run.is_shown:

@@ -5,7 +5,6 @@ lock is exact, but other machines may not see it. The heartbeat is seen everywhe
 Torch-free.
 """
 
-import fcntl
 import re
 import socket
 import time
@@ -91,7 +90,7 @@ def _of_running(
     # On one machine the launcher holds the lock before rank 0 exists.
     host = beat.get("host") or (holder[1] if holder else record.get("host"))
     is_here = host == socket.gethostname()
-    held = is_held(run_dir)
+    held = run_dir.is_held
     now = server_time()
     signs = [path.stat().st_mtime for path in (run_dir.record, run_dir.metrics) if path.exists()]
     seen_s = max(0.0, now - max([*signs, *([beat_at] if beat_at else [])], default=0.0))
@@ -146,24 +145,6 @@ def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
     reason = None if sentence is None else str(sentence)
     facts = _facts(record, record.get("host"))
     return RunStatus(folder, status, step=step, epoch=epoch, reason=reason, **facts)
-
-
-def is_held(run_dir: RunDir) -> bool | None:
-    """Return whether a process holds the run's lock; None: nobody can tell here.
-
-    The lock is tried shared and in a file that is only read: two readers do not disturb each other,
-    and a reader may lack the right to write.
-    """
-    try:
-        with run_dir.lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None  # a file system without locks, or somebody else's file
-    return False
 
 
 def holder_of(run_dir: RunDir) -> tuple[int, str] | None:

@@ -62,11 +62,3 @@ def _steps(config: RunConfig) -> str:
     """Return the optimizer steps of a job; a dash where only the run itself will know them."""
     steps = known_steps(config) if config.task == "train" else None
     return "-" if steps is None else str(steps)
-
-
-def first_batch_note(folder: Path) -> str:
-    """Return what a dry run of a search cannot show."""
-    return (
-        f"a search chooses its later jobs by the results of these, so {shown_path(folder)} may "
-        "get others besides"
-    )

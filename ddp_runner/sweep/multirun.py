@@ -19,7 +19,7 @@ from ddp_runner.host.streams import line_width
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.calibration import calibrations
-from ddp_runner.sweep.dry_run import first_batch_note, job_list
+from ddp_runner.sweep.dry_run import job_list
 from ddp_runner.sweep.executor import Executor, Place
 from ddp_runner.sweep.jobs import Batch, freeze_unheld
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
@@ -64,9 +64,7 @@ class Sweep:
         self._folder, self._ledger = folder, Ledger(folder)
         self._command, self._is_search = sweep_command(arguments), is_search
         self._executor = executor
-        self._planner = Planner(
-            folder, executor=executor, is_search=is_search, plan=plan, name_of=name_of
-        )
+        self._planner = Planner(folder, executor, is_search, plan_job=plan, name_of=name_of)
         self._settings = SweepConfig()
         self._accepted: dict[str, SweepConfig] = {}  # by what the executor has accepted, as text
         self._known_failures: list[str] | None = None  # None: no batch has begun
@@ -210,7 +208,10 @@ class Sweep:
         known, width = self._ledger.read(), line_width(sys.stdout)
         print(job_list(jobs, invalid, known=known, executor=self._executor, width=width))
         if self._is_search:
-            print(first_batch_note(self._folder))
+            print(
+                "a search chooses its later jobs by the results of these, so "
+                f"{shown_path(self._folder)} may get others besides"
+            )
 
     def _queue(self, planned: Sequence[Planned]) -> dict[str, Job]:
         """Return the jobs by their id, each frozen in its folder."""

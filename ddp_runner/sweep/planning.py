@@ -4,7 +4,7 @@ Most jobs are new runs, in the sweep's folder. A job that resumes a run goes on 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -33,21 +33,16 @@ class Planned:
         return Path(self.name).is_absolute()
 
 
+@dataclass
 class Planner:
-    """Plans one job after the other; for the arguments see ``multirun.Sweep``."""
+    """Plans one job after the other; for the fields see ``multirun.Sweep``."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        executor: Executor,
-        is_search: bool,
-        plan: Callable[[DictConfig, Callable[[Config], Place]], Job],
-        name_of: Callable[[DictConfig], str],
-    ) -> None:
-        self._folder, self._executor, self._is_search = folder, executor, is_search
-        self._plan, self._name_of = plan, name_of
-        self._resumed = set[Path]()
+    folder: Path
+    executor: Executor
+    is_search: bool
+    plan_job: Callable[[DictConfig, Callable[[Config], Place]], Job]
+    name_of: Callable[[DictConfig], str]
+    resumed: set[Path] = field(default_factory=set)
 
     def plan(self, composed: DictConfig) -> Planned:
         """Return a job, or why it is invalid; a composed config is large and is not kept.
@@ -55,29 +50,29 @@ class Planner:
         Raises:
             UserError: several jobs would go on with one run.
         """
-        name = self._name_of(composed)
+        name = self.name_of(composed)
         if Path(name).is_absolute():
             self._validate_alone(Path(name))
         try:
-            job = self._plan(composed, self._executor.place)
+            job = self.plan_job(composed, self.executor.place)
         except UserError as error:
             return Planned(f"{INVALID}: {name}", name, fault=str(error))
         number, title = composed.hydra.job.num + 1, str(shown_path(Path(name)))
-        job = replace(job, run_dir=self._folder / name, number=number, title=title)
+        job = replace(job, run_dir=self.folder / name, number=number, title=title)
         # A run's config changes as it goes on, so its job is known by what the command says. The
         # name counts as well: two jobs may differ only in how their ranks start.
         identity = digest(job.overrides) if Path(name).is_absolute() else config_hash(job.config)
         return Planned(f"{identity} {name}", name, job)
 
     def _validate_alone(self, run: Path) -> None:
-        if self._is_search or run.resolve() in self._resumed:
+        if self.is_search or run.resolve() in self.resumed:
             shown = RunDir(shown_path(run)).resume_argument
             raise UserError(
                 f"{shown} goes on with one run, in its own folder, and several jobs of this sweep "
                 f"would; to start each from its weights, choose the run's groups and write "
                 f"++model.weights={shown_path(run)} in place of resume"
             )
-        self._resumed.add(run.resolve())
+        self.resumed.add(run.resolve())
 
 
 def validate_resumed(planned: Iterable[Planned], *, skip_invalid: bool) -> None:

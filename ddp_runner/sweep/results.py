@@ -64,7 +64,7 @@ def _current(entry: Entry, folder: Path, *, is_on_slurm: bool) -> Entry:
     if is_on_slurm:
         entry = _by_record(entry, run_dir)
     # A job that runs and that nobody has locked: its launcher was killed.
-    is_abandoned = entry.status == Status.RUNNING and not run_dir.is_locked
+    is_abandoned = entry.status == Status.RUNNING and run_dir.is_held is False
     return replace(entry, status=Status.PREEMPTED) if is_abandoned else entry
 
 

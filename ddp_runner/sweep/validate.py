@@ -8,10 +8,7 @@ from ddp_runner.host.hardware import Hardware
 
 
 def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> None:
-    """Reject settings that a sweep cannot run its jobs on this machine with.
-
-    Only sweep, launch and backend of the composed config are read. A sweeper that `searches`, such
-    as Optuna's, chooses jobs by the results of earlier jobs.
+    """Reject settings that a sweep cannot run its jobs on this machine with; see ``Executor``.
 
     Raises:
         UserError: a rule is broken.

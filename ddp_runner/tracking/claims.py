@@ -148,7 +148,7 @@ def find_unfinished_run(runs: Iterable[RunDir], *, work: str) -> RunDir | None:
     for run_dir in runs:
         record = _record(run_dir)
         is_unfinished = record.get("status") in (Status.RUNNING, Status.PREEMPTED, Status.FAILED)
-        if record.get("work_hash") == work and is_unfinished and not run_dir.is_locked:
+        if record.get("work_hash") == work and is_unfinished and run_dir.is_held is False:
             return run_dir
     return None
 

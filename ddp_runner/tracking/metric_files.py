@@ -11,6 +11,7 @@ from typing import Any
 from ddp_runner.errors import os_errors
 from ddp_runner.files import json_safe, replace_file
 from ddp_runner.job import Status
+from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.tracking.images import cut_images, image_summary, keep_image
 from ddp_runner.tracking.run_dir import METRICS_FILE, RunDir
 from ddp_runner.tracking.tensorboard import (
@@ -25,7 +26,6 @@ EVENT_FILES = "events.out.tfevents.*"
 CONFUSION_FILE = "confusion.jsonl"  # the counts of each evaluation, to draw them again
 # A group of its own, the last one of the Time Series tab: there each run has a card for it.
 CONFUSION_TAG = "visuals/confusion_matrix"
-NO_METRICS = {"step", "epoch", "time_s"}  # the other fields of a line
 ENDED = (Status.COMPLETED, Status.FAILED)
 FLUSH_S = 5  # how far TensorBoard lags behind; metrics.jsonl never does
 
@@ -95,7 +95,7 @@ class MetricFiles:
             tags = [value.tag for summary in summaries for value in summary.value]
             self._has_hparams = any(tag.startswith("_hparams_/") for tag in tags)
             for line in lines:
-                metrics = {name: line[name] for name in line if name not in NO_METRICS}
+                metrics = {name: line[name] for name in line if name not in LINE_FIELDS}
                 self._add(metrics, step=line["step"], time_s=line["time_s"])
                 self._logged |= metrics.keys() if line["step"] == resume_step else set()
             for line in evaluations:

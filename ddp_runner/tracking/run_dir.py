@@ -1,5 +1,6 @@
 """The folder of a run: its files, its lock, and the frozen config. Torch-free."""
 
+import fcntl
 import os
 import re
 import shlex
@@ -9,16 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import FileIn, replace_file
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
 
 # The names of files that other modules search for; a known folder's files are in `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
@@ -66,11 +63,22 @@ class RunDir:
         return self.config.exists()
 
     @property
-    def is_locked(self) -> bool:
-        """Whether a process holds the folder's lock."""
-        with suppress(OSError), self._file_lock().acquire(timeout=0):
+    def is_held(self) -> bool | None:
+        """Whether a process holds the folder's lock; None: nobody can tell here.
+
+        The lock is tried shared and in a file that is only read: two readers do not disturb each
+        other, and a reader may lack the right to write.
+        """
+        try:
+            with self.lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (FileNotFoundError, NotADirectoryError):
             return False
-        return self.path.is_dir()
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None  # a file system without locks, or somebody else's file
+        return False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -81,7 +89,9 @@ class RunDir:
             UserError: one of its files is a link, or a folder in it cannot be read.
         """
         self._forbid_links()
-        lock = self._file_lock()
+        from filelock import FileLock  # slow to import, and compare only reads
+
+        lock = FileLock(self.lock)
         try:
             lock.acquire(timeout=0)
         except TimeoutError:
@@ -97,11 +107,6 @@ class RunDir:
         finally:
             self.holder.unlink(missing_ok=True)
             lock.release()
-
-    def _file_lock(self) -> "BaseFileLock":
-        from filelock import FileLock  # slow to import, and compare only reads
-
-        return FileLock(self.lock)
 
     def _forbid_links(self) -> None:
         # Somebody else's folder could make the run write elsewhere. A folder in it may be a link,
@@ -127,7 +132,7 @@ class RunDir:
     def discard_unused(self) -> None:
         """Remove the folder if it holds nothing but a lock that nobody holds."""
         with suppress(OSError):
-            if all(path == self.lock for path in self.path.iterdir()) and not self.is_locked:
+            if all(path == self.lock for path in self.path.iterdir()) and self.is_held is False:
                 shutil.rmtree(self)
 
     def freeze(

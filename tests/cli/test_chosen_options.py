@@ -71,7 +71,7 @@ def test_a_model_trains_with_what_it_brings(own: str) -> None:
     [
         ("dataset=part", "dataset", {"name": "part"}, "dataset.name"),
         ("dataset=torch_dataset", "dataset", {"train": None}, "dataset.name, dataset.train"),
-        ("dataset=digits", "dataset", {"train": None}, "dataset.eval, dataset.name, dataset.train"),
+        ("dataset=digits", "dataset", {"train": None}, "dataset.name, dataset.train._target_"),
         ("optimizer=adam", "optimizer", {"lr": 1e-3, "amsgrad": None}, "optimizer.amsgrad"),
         ("scheduler=constant", "scheduler", {"warmup_steps": None}, "scheduler.warmup_steps"),
         ("metrics=[]", "metrics", {"mine": None, "auc": None}, "metrics.mine"),
@@ -92,18 +92,17 @@ def test_an_option_of_the_command_line_keeps_its_own_keys(
 
 def test_of_a_key_that_the_command_line_gives_nothing_is_said(own: str) -> None:
     """Its value counts, whatever is left out."""
-    words = ("model=own", "optimizer=sgd", "optimizer.lr=0.3", "+optimizer.amsgrad=false")
+    words = ("model=own", "optimizer=sgd", "optimizer.lr=0.3", "optimizer.amsgrad=false")
     config, notes = planned(own, *words)
     assert (config.optimizer["lr"], config.optimizer["amsgrad"], notes) == (0.3, False, [])
 
 
 def test_an_experiment_gives_way_to_the_command_line_as_well(own: str) -> None:
-    """And says which options of the model it replaces, unless it chose the model, too."""
+    """What it says of another model than the chosen one is left out as well."""
     config, notes = planned(own, "model=own", "experiment=other")
     assert (config.optimizer["name"], config.optimizer["lr"]) == ("momentum", 0.25)
     assert "extra" not in config.model
     assert notes == [
-        "the experiment replaces options of model=own: optimizer=momentum",
         "model=own does not take what experiment/other.yaml says of another option: model.extra",
     ]
     config, notes = planned(own, "experiment=other", "optimizer=adam", "parallelism=single")

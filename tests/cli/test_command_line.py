@@ -16,9 +16,10 @@ def test_keys_may_stand_on_both_sides_of_an_option(tmp_path: Path) -> None:
     command = parse(written)
     assert command.written == tuple(written)
     keys = ["model=toy", "seed=1,2", "+tag.x=a b"]
-    assert command.arguments == [*keys, "-m", "--config-dir", str(tmp_path)]
-    assert command.fixed == ["model=toy", "+tag.x=a b"]
-    assert [one.key_or_group for one in command.sweeps] == ["seed"]
+    assert command.arguments() == [*keys, "-m", "--config-dir", str(tmp_path)]
+    sweeps = [one.input_line for one in command.overrides if one.is_sweep_override()]
+    assert sweeps == ["seed=1,2"]
+    assert [one.key_or_group for one in command.overrides] == ["model", "seed", "tag.x"]
     assert command.folders == (f"file://{tmp_path}",)
     assert command.is_multirun
     assert not command.only_shows
@@ -30,7 +31,7 @@ def test_what_only_shows_something_runs_nothing(option: str) -> None:
     keys = ["query=bash"] if option == "-sc" else ["model=toy"]
     command = parse([*keys, option])
     assert command.only_shows
-    assert command.arguments == ([option, *keys] if option == "-sc" else [*keys, option])
+    assert command.arguments() == ([option, *keys] if option == "-sc" else [*keys, option])
 
 
 def test_a_yaml_can_make_the_command_a_sweep() -> None:

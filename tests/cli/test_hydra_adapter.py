@@ -171,7 +171,7 @@ def test_hydra_shows_the_config_and_leaves_the_process_as_it_was(
     command = parse(["--cfg", "job", "model=toy", "seed=7"])
     assert command.only_shows
     compose(command)
-    run_hydra(lambda _: pytest.fail("nothing is to run"), command.arguments)
+    run_hydra(lambda _: pytest.fail("nothing is to run"), command.arguments())
     assert OmegaConf.create(capsys.readouterr().out).seed == 7
     assert sys.argv == ["ddp_runner", "as", "before"]
     assert "HYDRA_FULL_ERROR" not in os.environ

@@ -163,7 +163,7 @@ def test_only_groups_that_exist_here_are_implied(run: Path, tmp_path: Path) -> N
     for option in (["--config-dir", "conf"], ["--config-dir=conf"], ["-cd", "conf"]):
         command = parse([*option, f"resume={run}", "seed=1"])
         assert sorted(command.implied) == ["backend=gloo", "dataset=random", "model=mine"]
-        assert command.arguments == [f"resume={run}", *command.implied, "seed=1", *option]
+        assert command.arguments() == [f"resume={run}", *command.implied, "seed=1", *option]
 
 
 def test_the_number_of_ranks_that_run_wins_over_the_frozen_one(run: Path) -> None:

@@ -86,8 +86,8 @@ def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: 
     ("overrides", "sentence"),
     [
         (("+metrics.mine.k=3",),
-         "metrics.mine has no _target_, the class of the metric; write "
-         "metrics.mine._target_=my_package.MyMetric"),
+         "metrics.mine has no _target_, the class of the metric; write metrics=[mine] for one that "
+         "has a YAML, or +metrics.mine._target_=my_package.Mine"),
         (("+metrics.mine=3",), "metrics.mine has no _target_"),
         (("+metrics.accuracy._target_=ddp_runner.metrics.classification.AUC",),
          "metrics.accuracy: eval/accuracy is a metric of every evaluation; give yours another "
@@ -116,6 +116,6 @@ def test_torchmetrics_is_asked_for_where_it_is_missing(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     target = "+metrics.mine._target_=torchmetrics.classification.MulticlassRecall"
     assert config_error(target, "allowed_targets=[torchmetrics]") == (
-        "metrics.mine (torchmetrics.classification.MulticlassRecall) is of torchmetrics, which is "
-        "not installed; pip install 'ddp-runner[metrics]'"
+        "metrics.mine (torchmetrics.classification.MulticlassRecall) needs torchmetrics, which "
+        "is not installed; pip install 'ddp-runner[metrics]'"
     )

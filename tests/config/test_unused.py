@@ -31,7 +31,10 @@ def notes(*words: str) -> list[str]:
         (("train.clip_norm=1", "ema.decay=0.9"), "ema.decay, train.clip_norm"),
         (("early_stop={monitor:eval/loss}", "scheduler=cosine"), "early_stop, scheduler"),
         (("params.freeze=['a*']", "metrics=[auc]"), "metrics, params.freeze"),
-        (("model=gpt", "dataset=text"), "batch.count, train.clip_norm"),  # gpt.yaml sets them
+        (
+            ("model=gpt", "dataset=text"),
+            "batch.count, metrics, train.clip_norm",
+        ),  # gpt.yaml sets them
     ],
 )
 def test_an_own_loop_names_what_the_runner_does_not_apply(

@@ -1,5 +1,6 @@
 """Datasets of Hugging Face's library, from files and saved folders; the network is never asked."""
 
+import importlib.util
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -218,11 +219,14 @@ def test_what_is_missing_is_told_before_anything_starts(monkeypatch: pytest.Monk
     """The path, and the packages of the extras."""
     assert "dataset.path (None) must name a dataset" in config_error("dataset=hf_dataset")
     keys = ("dataset=hf_dataset", "dataset.path=csv")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchdata" else 1)
-    assert 'pip install "ddp-runner[streams]"' in config_error(*keys, "dataset.streaming=true")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchdata" else find_spec(name)
+    )
+    assert "pip install 'ddp-runner[streams]'" in config_error(*keys, "dataset.streaming=true")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert config_error(*keys) == (
-        'dataset=hf_dataset needs datasets; write pip install "ddp-runner[hf]"'
+        "dataset=hf_dataset needs datasets, which is not installed; pip install 'ddp-runner[hf]'"
     )
 
 

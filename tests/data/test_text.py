@@ -182,7 +182,7 @@ def test_without_the_extra_one_line_says_how_to_install_it(
     """Both the model and the dataset need it."""
     for name in ("transformers", "tokenizers"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=r'model=bert: .*pip install "ddp-runner\[text\]"'):
+    with pytest.raises(UserError, match=r"model=bert needs .*pip install 'ddp-runner\[text\]'"):
         validate_files(resolved("model=bert")[0])
     assert 'write pip install "ddp-runner[text]"' in csv_error(write_reviews(tmp_path / "x.csv"))
 

@@ -234,7 +234,7 @@ def test_missing_files_and_packages_are_named_before_anything_starts(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "tokenizers" else find_spec(name)
     )
-    wanted = 'pip install "ddp-runner[text]", or vocabulary=bytes'
+    wanted = "needs tokenizers, which is not installed; pip install 'ddp-runner[text]'"
     assert config_error("model=gpt", "dataset.vocabulary=bpe").endswith(wanted)
     with pytest.raises(UserError, match="needs the packages of an extra"):
         build_text_tokenizer("a", vocabulary="bpe", vocab_size=256)

@@ -5,27 +5,23 @@ from pathlib import Path
 import pytest
 
 from ddp_runner.host import network
-from ddp_runner.host.network import Interface, outer_interface
-
-ETH = Interface("eth0", "10.0.0.5")
+from ddp_runner.host.network import outer_interface, up_interfaces
 
 
 def test_interfaces_are_read_from_sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are down, too."""
-    for name, state in {"eth0": "up", "eth1": "down"}.items():
+    """Not those that are down, or have no address."""
+    for name, state in {"eth0": "up", "eth1": "down", "eth2": "up"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "operstate").write_text(f"{state}\n")
-    addresses = {"eth0": "10.0.0.5"}
+    addresses = {"eth0": "10.0.0.5", "eth1": "10.0.0.6"}
     monkeypatch.setattr(network, "_address", addresses.get)
-    assert network.interfaces(tmp_path) == [ETH, Interface("eth1", None, is_up=False)]
-    assert network.interfaces(tmp_path / "none") == []
+    assert up_interfaces(tmp_path) == {"10.0.0.5": "eth0"}
+    assert up_interfaces(tmp_path / "none") == {}
 
 
 def test_the_own_loopback_has_its_address() -> None:
     """By the kernel's own answer."""
-    found = {one.name: one for one in network.interfaces()}
-    assert found["lo"].address == "127.0.0.1"
-    assert found["lo"].is_up
+    assert up_interfaces()["127.0.0.1"] == "lo"
 
 
 def test_a_name_that_does_not_resolve_has_no_address() -> None:
@@ -60,8 +56,8 @@ def test_gloo_leaves_loopback_for_an_interface_that_others_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Debian gives a machine's own name an address of loopback."""
-    found = [Interface("lo", "127.0.0.1"), ETH, Interface("ib0", "10.1.0.5")]
-    monkeypatch.setattr(network, "interfaces", lambda: found)
+    found = {"127.0.0.1": "lo", "10.0.0.5": "eth0", "10.1.0.5": "ib0"}
+    monkeypatch.setattr(network, "up_interfaces", lambda: found)
     monkeypatch.setattr(network, "host_address", lambda _: own)
     monkeypatch.setattr(network, "_own_address", routes.get)
     assert outer_interface(other) == expected

@@ -35,6 +35,29 @@ open("told", "w").write("\\n".join(told))
 """
 
 
+MARKED = """
+from ddp_runner.host.streams import keep_streams
+for number in (1, 2):  # a slot marks the lines of one job after the other
+    keep_streams(prefix=f"[{number}] ")
+    print(f"first of {number}\\n\\n  second")
+    print("x" * 20_000)
+"""
+
+
+def test_each_line_has_the_prefix_of_its_job() -> None:
+    """Empty lines are left out; a line may be longer than what is written at once."""
+    done = subprocess.run(
+        [sys.executable, "-c", MARKED], capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    starts = [(one[:4], one[4:].startswith("x")) for one in lines]
+    for number in (1, 2):
+        assert f"[{number}] first of {number}" in lines
+        assert f"[{number}]   second" in lines
+    assert [mark for mark, _ in starts] == sorted(mark for mark, _ in starts)
+    assert sum(len(one) - 4 for one in lines if one[4] == "x") == 40_000
+
+
 @pytest.mark.parametrize(
     ("redirection", "lost"),
     [

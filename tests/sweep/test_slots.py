@@ -1,16 +1,10 @@
 """Parallel jobs of a sweep: each on its own cores and GPUs, stopped and resumed together."""
 
-import io
-import multiprocessing
 import os
-import random
 import re
 import signal
-import threading
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -37,7 +31,6 @@ from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
-from ddp_runner.sweep.slots import Output, events
 from ddp_runner.sweep.validate import validate_sweep
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
@@ -100,52 +93,6 @@ def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: 
     expected = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
     with expected:
         validate_sweep(config, Hardware(num_gpus=2, num_cores=4), searches=False)
-
-
-def print_in_jobs(pipe: Connection, streams: Sequence[int], num_jobs: int) -> None:
-    """Print as a slot does: lines of each job, some without an end, then name the next job."""
-    numbers = random.Random(0)
-    for job in range(num_jobs):
-        pipe.send(job)
-        pipe.recv()
-        for stream in streams:
-            lines = [f"{job} " + "x" * numbers.randrange(9000) for _ in range(numbers.randrange(9))]
-            end = numbers.choice(["", "\n", "\r\n"])
-            os.write(stream, ("\n".join(lines) + end).encode())
-    pipe.send(None)
-    pipe.close()
-
-
-def test_each_line_of_a_slot_belongs_to_the_job_that_printed_it() -> None:
-    """Also lines without an end, and more of them than a pipe holds at once."""
-    pipe, child_end = multiprocessing.Pipe()
-    outputs, streams = [], []
-    for _ in range(2):
-        source, end = os.pipe()
-        outputs.append(Output(Connection(source, writable=False), io.StringIO()))
-        streams.append(end)
-    writing = (child_end, streams, 300)
-    slot = threading.Thread(target=print_in_jobs, args=writing, daemon=True)
-    slot.start()
-    current, num_lines, num_batches = -1, 0, 0
-    try:
-        for event in events(pipe, outputs):
-            if isinstance(event, int):
-                current = event
-                pipe.send(None)
-            elif event is None:
-                num_batches += 1
-                slot.join()
-                for end in streams:
-                    os.close(end)
-            else:
-                assert int(event[0].split()[0]) == current
-                num_lines += 1
-    finally:  # a slot that is still writing ends
-        for end in [pipe, *(output.source for output in outputs)]:
-            end.close()
-    assert (current, num_batches) == (299, 1)
-    assert num_lines > 1000
 
 
 @needs_two_cores

@@ -122,7 +122,7 @@ class Slurm:
                 if not is_left:
                     numbers[job_id] = number
                     continue
-            if RunDir(job.run_dir).is_locked:
+            if RunDir(job.run_dir).is_held is not False:
                 raise UserError(
                     f"{shown_path(job.run_dir)} is in use by a process outside of this sweep's "
                     "queue; wait for it to end"

@@ -192,12 +192,10 @@ def standing(run_dir: Path, *, number: str, state: str | None, folder: Path) -> 
         return Standing(Status.PREEMPTED, "signal", sentence, is_final)
     if (printed := _last_error(log)) is not None:
         return Standing(Status.FAILED, "user", f"{printed}; see {log}", False)
-    if word == "OUT_OF_MEMORY":
-        sentence = f"Slurm's job {number} took more memory than hydra.launcher.mem_gb; see {log}"
-        return Standing(Status.FAILED, "crash", sentence, False)
     if word:
-        sentence = f"Slurm's job {number} ended ({word}) before its run did; see {log}"
-        return Standing(Status.FAILED, "crash", sentence, False)
+        end = f"ended ({word}) before its run did"
+        end = "took more memory than hydra.launcher.mem_gb" if word == "OUT_OF_MEMORY" else end
+        return Standing(Status.FAILED, "crash", f"Slurm's job {number} {end}; see {log}", False)
     sentence = (
         f"Slurm has forgotten job {number} and its run has not completed; the same command goes "
         f"on with it, see {log}"

@@ -4,6 +4,7 @@ Slurm's accounting is not needed: squeue says whether a job is there, and its ru
 """
 
 import math
+import shlex
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from ddp_runner.errors import UserError, counted
 from ddp_runner.host.processes import answering, handled_signals
-from ddp_runner.host.streams import ERASE_LINE, line_width, print_line
+from ddp_runner.host.streams import print_line
 from ddp_runner.job import Failure, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
@@ -22,14 +23,13 @@ from ddp_runner.sweep.jobs import Batch, recorded
 from ddp_runner.sweep.ledger import Entry
 from ddp_runner.sweep.slurm.commands import cancel, queued_states
 from ddp_runner.sweep.slurm.jobs import Standing, standing
+from ddp_runner.tracking.start_block import shown_path
 
 POLL_S, MOST_POLL_S = 5.0, 60.0  # from one look at the queue and the jobs to the next
 POLL_SHARE = 0.1  # of the time that looking may take, on a slow cluster or with thousands of jobs
 SETTLE_S = 15.0  # from the end of a job to the last change of its run.json, on a slow file system
 SECOND_CHANCE_S = 5.0  # from the first Ctrl-C to leaving the jobs alone
 CANCEL_S = 120.0  # from scancel to leaving the jobs that have not ended
-LINE_S = 30.0  # between two lines of counts where there is no terminal
-SHOWN = (Status.RUNNING, Status.QUEUED, Status.COMPLETED, Status.FAILED, Status.PREEMPTED)
 Signals = SimpleQueue[int]
 
 
@@ -67,7 +67,6 @@ class Watch:
         self._received_at = 0.0  # the last one that counts, by time.monotonic()
         self._deadline: float | None = None  # for leaving the jobs that are left
         self._is_cancelling = False
-        self._shown = ("", 0.0)  # the last line of counts, and when it was printed
         self._is_silent = False  # whether Slurm did not answer
 
     def run(self) -> list[Outcome]:
@@ -76,11 +75,13 @@ class Watch:
         The first Ctrl-C leaves the jobs alone unless a second one cancels them. Another signal
         leaves them at once.
         """
-        poll_at = -math.inf
+        poll_at, folder = -math.inf, shlex.quote(str(shown_path(self._folder)))
+        if self._numbers:
+            jobs = counted(len(self._numbers), "job")
+            self._say(f"waits for {jobs}: python -m ddp_runner.status {folder} shows how they are")
         while self._numbers and not self._is_over():
             if (began_at := time.monotonic()) >= poll_at:
                 self._poll()
-                self._show()
                 poll_at = began_at + poll_interval(time.monotonic() - began_at)
                 continue
             until = min(poll_at, self._deadline or poll_at)
@@ -88,8 +89,6 @@ class Watch:
                 self._react(self._signals.get(timeout=max(0.0, until - time.monotonic())))
             except Empty:
                 continue
-        if line_width(sys.stdout):
-            print(ERASE_LINE, end="", flush=True)
         outcomes = sorted(self._outcomes.values(), key=lambda one: one.status == Status.PREEMPTED)
         if self._received is not None:
             outcomes.append(Outcome(Status.PREEMPTED, 128 + self._received))
@@ -177,17 +176,6 @@ class Watch:
             failure = Failure(rank=0, kind="signal", sentence=found.sentence or "")
             code = 128 + signal.SIGTERM
             self._outcomes[job_id] = Outcome(found.status, code, job.run_dir, failure)
-
-    def _show(self) -> None:
-        """Show how many jobs stand how: on a terminal in place, else now and then."""
-        counts = Counter(self._statuses.values())
-        text = ", ".join(f"{counts[one]} {one}" for one in SHOWN if counts[one])
-        shown, at = self._shown
-        if width := line_width(sys.stdout):
-            print(f"{ERASE_LINE}{text[:width]}", end="", flush=True)
-        elif text != shown and time.monotonic() >= at + LINE_S:
-            print(text, flush=True)
-            self._shown = text, time.monotonic()
 
     def _say(self, sentence: str) -> None:
         print_line(sentence, stream=sys.stdout)

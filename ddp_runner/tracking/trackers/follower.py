@@ -12,12 +12,12 @@ import yaml
 from ddp_runner.config.instantiate import make
 from ddp_runner.files import replace_file
 from ddp_runner.job import Status
+from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun, Tracker
 
 MOST_METRICS = 1000  # of one call, unless a line alone has more: what MLflow takes in one request
-NO_METRICS = {"step", "epoch", "time_s"}
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Follower:
             metrics={
                 name: math.nan if value is None else float(value)
                 for name, value in line.items()
-                if name not in NO_METRICS and step > self._earlier.get(name, -math.inf)
+                if name not in LINE_FIELDS and step > self._earlier.get(name, -math.inf)
             },
         )
 

@@ -56,7 +56,7 @@ def test_the_ledger_follows_the_queue_to_the_end_of_each_job(
         ("preempted", 143),
     ]
     out, err = capsys.readouterr()
-    assert "3 queued\n2 running, 1 queued\n" in out
+    assert out.startswith("waits for 3 jobs: python -m ddp_runner.status ")
     assert "job a  completed" in out
     assert err.count("squeue failed: no controller; its jobs go on") == 1
 

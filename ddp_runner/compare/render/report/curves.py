@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from ddp_runner.compare.render.columns import digits
 from ddp_runner.compare.run import Run
-from ddp_runner.metric_names import headlines
+from ddp_runner.metric_names import LINE_FIELDS, headlines
 
 SIZE = 10_000  # of a chart, in the units of its path: readings have four digits
 MAX_DOTTED = 40  # points of a curve that are marked
 LOG_FROM = 50  # highest divided by lowest value from which a logarithmic scale shows more
-NO_METRICS = ("step", "epoch", "time_s")
 
 Point = tuple[float, float | None]  # None: the value is not finite
 
@@ -39,7 +38,7 @@ def curves(run: Run, *, num_points: int) -> list[Curve]:
     """Return a curve for each metric that changed; each has about `num_points` points at most."""
     logged = dict.fromkeys(name for line in run.lines for name in line)
     names = dict.fromkeys([*headlines(logged), *logged])
-    made = (_curve(run, name, num_points) for name in names if name not in NO_METRICS)
+    made = (_curve(run, name, num_points) for name in names if name not in LINE_FIELDS)
     return [curve for curve in made if curve is not None]
 
 

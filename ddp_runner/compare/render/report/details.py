@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ddp_runner.compare.render.columns import digits, percent
-from ddp_runner.compare.render.report.curves import NO_METRICS, curves
+from ddp_runner.compare.render.report.curves import curves
 from ddp_runner.compare.render.report.tables import NumberedRun
 from ddp_runner.compare.render.report.views import (
     Cell,
@@ -24,7 +24,7 @@ from ddp_runner.compare.render.report.views import (
 from ddp_runner.compare.run import Run, is_finite
 from ddp_runner.compare.runs import LOADER
 from ddp_runner.compare.speedup import REST
-from ddp_runner.metric_names import StepPart, headlines
+from ddp_runner.metric_names import LINE_FIELDS, StepPart, headlines
 from ddp_runner.tracking.run_card import repeating_command
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -36,8 +36,7 @@ MAX_RECORDS = 500  # lines of task=check or task=collectives
 ELSEWHERE = {
     *("status", "error", "metrics", "sessions", "started_at", "startup_s", "wall_s", "versions"),
     *("finished_at", "confusion_matrix", "warnings", "checks", "collectives", "not_in_backend"),
-    *("directions", "launches", "tags", "notes", "host", "stopped_early"),
-    "own_groups",
+    *("directions", "launches", "tags", "notes", "host", "stopped_early", "own_groups"),
 }
 RECORDS = {
     "checks": "Checks",
@@ -131,7 +130,7 @@ def _last_values(run: Run) -> dict[str, float]:
         name: value
         for line in run.lines
         for name, value in line.items()
-        if value is not None and name not in NO_METRICS
+        if value is not None and name not in LINE_FIELDS
     }
     metrics = run.record.get("metrics")
     items = metrics.items() if isinstance(metrics, dict) else ()

@@ -1,4 +1,4 @@
-"""Write ``report.html``: one file without an address in it, safe whatever the runs' files hold."""
+"""The page ``report.html``: one file with no address in it, safe whatever the runs' files hold."""
 
 import base64
 import hashlib
@@ -29,45 +29,26 @@ from ddp_runner.compare.render.report.views import date_text
 from ddp_runner.compare.render.tables import PARITY_HINTS, headline, sections
 from ddp_runner.compare.runs import read_run, with_what_is_there
 from ddp_runner.errors import printable
-from ddp_runner.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAME = "report.html"
 MAX_DETAILED = 100  # runs with details of their own; more would take megabytes and minutes
 MAX_SHOWN = 50_000  # characters of any text; a curve and a command are shorter
 NUM_POINTS = 6000  # of one metric's curves, over all runs
 FEWEST_POINTS, MOST_POINTS = 60, 300  # of a curve
 
 
-def write_report(
-    comparison: Comparison,
-    drawn: Mapping[str, "Figure | str"],
-    folder: Path,
-    *,
-    paths: Sequence[Path],
+def html(
+    comparison: Comparison, drawn: Mapping[str, "Figure | str"], *, paths: Sequence[Path]
 ) -> str:
-    """Write the report into a folder; return a line for the user.
+    """Return the page.
 
     Args:
         comparison: What the report is about. A single run has a page of its own kind.
         drawn: The plots, or why there is none, by name.
-        folder: An existing folder.
         paths: What the user compared.
-
-    Raises:
-        OSError: the file cannot be written.
     """
-    path = folder / NAME
-    replace_file(path, html(comparison, drawn, paths=paths).encode(errors="backslashreplace"))
-    return f"wrote {path}"
-
-
-def html(
-    comparison: Comparison, drawn: Mapping[str, "Figure | str"], *, paths: Sequence[Path]
-) -> str:
-    """Return the page; arguments as in ``write_report``."""
     here = Path(__file__).parent
     style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     environment = Environment(
