@@ -42,11 +42,14 @@ def keep_chosen_options(
         # By two plus signs a key may be there or not.
         keys = [one if one[0] == "~" else f"++{one.lstrip('+')}" for one in words_within]
         own = _composed(*without, given[group], *keys, folders=tuple(folders))
-        if _is_same(own, _composed(*others, folders=tuple(folders)), group):
-            continue
         # All options of backend have the same other keys, such as timeout_s.
         part, before = "backend.name" if group == "backend" else group, _keys(raw)
-        OmegaConf.update(raw, part, OmegaConf.select(own, part), merge=False)
+        wanted = OmegaConf.select(own, part)
+        if OmegaConf.select(raw, part) == wanted:
+            continue
+        if _is_same(own, _composed(*others, folders=tuple(folders)), group):
+            continue
+        OmegaConf.update(raw, part, wanted, merge=False)
         after = _keys(raw)
         if left_out := [key for key, value in before.items() if after.get(key) != value]:
             paths = " and ".join(f"{one.replace('=', '/')}.yaml" for one in others)
