@@ -172,7 +172,7 @@ class StopVote:
         )
         return False
 
-    def close(self) -> None:
+    def settle(self) -> None:
         """Wait for the last vote, so that no collective stays open. Collective: every rank."""
         if self._pending is not None:
             self._pending.wait()

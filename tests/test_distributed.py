@@ -172,7 +172,7 @@ def stop_steps(env: DistEnv, wishes: dict[int, int]) -> int:
         dist.all_reduce(torch.ones(3))  # as a backward would, beside the vote
         if vote.agreed(step >= wishes.get(env.rank, 99)):
             return step
-    vote.close()
+    vote.settle()
     return 0
 
 

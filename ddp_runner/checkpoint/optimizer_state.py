@@ -109,7 +109,7 @@ def load_optimizer(
             continue
         before = saved["settings"][place]
         merged = _merged(group, before, now) | {"params": group["params"]}
-        if not _is_same(before["lr"], now["lr"]):  # by a scheduler, whose rates are a state
+        if not _is_same(before.get("lr"), now.get("lr")):  # by a scheduler, whose rates are a state
             rates = [one.get("initial_lr", one["lr"]) for one in (start, before)]
             merged["lr"] = now["lr"] * (rates[0] / rates[1] if rates[1] else 1.0)
         groups.append(merged)

@@ -139,7 +139,8 @@ class Saver:
         self._validate(content, path)
         before()
         names = parameter_names(self.objects)
-        for name, value in self.objects.items():
+        # A scheduler, which may set its optimizer's rate, comes after it.
+        for name, value in sorted(self.objects.items(), key=lambda item: is_scheduler(item[1])):
             with _named(path, name):
                 state, own = content["objects"][name], self.settings.get(name)
                 if is_scheduler(value):

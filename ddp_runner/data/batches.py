@@ -15,9 +15,8 @@ from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.seeds import derive
 
 ORDER_VERSION = 2  # of the order of samples; a run cannot resume inside an epoch of another order
-NUM_FIRST = (
-    2  # samples of a batch that stands for the others: one alone would be fixed in a program
-)
+# Samples of a batch that stands for the others: one alone would be fixed in a program.
+NUM_FIRST = 2
 POOL_BATCHES = 50  # global batches within which sequences are sorted by length
 
 

@@ -67,7 +67,7 @@ class LoaderSplit:
         """
         orders = self._orders
         orders.next = mine = (_Order(seed, piece.epoch, _numbers(piece)) for piece in pieces)
-        batches = started(self._loader, num_workers=self.num_workers)
+        batches = started(self._loader)
         for batch in loaded(batches, name=self.name, num_workers=self.num_workers):
             yield batch
             if self._loader.persistent_workers and orders.next is not mine:

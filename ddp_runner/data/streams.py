@@ -117,7 +117,7 @@ class OpenStream:
         self._loader = _stateful_loader(split, split._readers(part))
         if state is not None:
             self._loader.load_state_dict(state["loader"])
-        batches = started(self._loader, num_workers=split.num_workers)
+        batches = started(self._loader)
         self._batches = loaded(batches, name=split.name, num_workers=split.num_workers)
 
     def __iter__(self) -> Iterator[Loaded]:

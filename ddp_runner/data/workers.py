@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from ddp_runner.errors import UserError, typed
 from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
@@ -28,14 +29,15 @@ class Failure:
     trace: str
 
 
-def started(loader: Iterable[Any], *, num_workers: int) -> Iterator[Any]:
-    """Return a loader's iterator; its workers start now.
+def started(loader: "DataLoader[Any]") -> Iterator[Any]:
+    """Return a loader's iterator; its workers start now, unless they have been kept.
 
     Python 3.11 hangs in a fork if a thread of torch calls Python for the first time at that moment,
     as one does right after a collective: it takes the lock of all thread states without the GIL,
     and the child waits for that lock before it makes it new. Python 3.12 makes it new first.
     """
-    if num_workers > 0 and sys.version_info < (3, 12):
+    is_kept = loader.persistent_workers and loader._iterator is not None
+    if loader.num_workers > 0 and not is_kept and sys.version_info < (3, 12):
         time.sleep(CALM_S)
     return iter(loader)
 

@@ -90,7 +90,7 @@ def _write(
             # After the last round nothing is left to stop.
             if num_done != num_rounds and vote.agreed(stop_requested()):
                 return Status.PREEMPTED
-    vote.close()
+    vote.settle()
     return Status.COMPLETED
 
 

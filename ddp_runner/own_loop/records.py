@@ -12,6 +12,7 @@ from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
+from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.rank.session import Session
@@ -20,8 +21,6 @@ from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.images import encoded
 from ddp_runner.tracking.run_logger import Logger, NullLogger
 from ddp_runner.tracking.run_record import write_run_record
-
-RESERVED = ("step", "epoch", "time_s")  # the other fields of a line of metrics.jsonl
 
 
 class Records:
@@ -73,13 +72,13 @@ class Records:
         """Write the values of a step, and the speed since the last call.
 
         Raises:
-            UserError: a name is one of RESERVED, or a value is not a number.
+            UserError: a name is one of LINE_FIELDS, or a value is not a number.
         """
         if self._writer is None:
             return
         numbers = dict[str, float]()
         for name, value in values.items():
-            if name in RESERVED:
+            if name in LINE_FIELDS:
                 raise UserError(f"run.log: {name} is a field of each line; give another name")
             try:
                 numbers[name] = float(value)

@@ -28,8 +28,8 @@ class Run:
     """One rank's part of a run, for a function with a loop of its own.
 
     Until ``restore`` all ranks draw the same random numbers, so that they build equal modules. Then
-    each ``should_stop`` and each batch of a loader seeds torch, NumPy and ``random`` by the step:
-    alike on ranks that share samples, differently on others.
+    each ``should_stop`` seeds torch, NumPy and ``random`` by the step, and each batch of a loader
+    by its place: alike on ranks that share samples, differently on others.
 
     Attributes:
         rank, world_size: this rank, from 0, and how many there are.
@@ -252,7 +252,7 @@ class Run:
 
 def finish(run: Run) -> Status:
     """Write how a run ended whose function has returned. Collective: every rank must call."""
-    run._vote.close()
+    run._vote.settle()
     if run._records is None:
         run.restore()
     status = Status.PREEMPTED if run._is_stopped else Status.COMPLETED

@@ -47,10 +47,14 @@ class Slots:
         self._current: dict[Connection, int] = {}  # the number of the job that each slot runs
         cores = core_shares(num_slots, num_cores=hardware.num_cores)
         gpus = gpu_shares(num_slots, num_gpus=hardware.num_gpus)
-        self._slots = dict(
-            self._start(Slot(number + 1, cores[number], gpus[number], self._temp))
-            for number in range(num_slots)
-        )
+        self._slots: dict[Connection, SpawnProcess] = {}
+        try:
+            for number in range(num_slots):
+                self._start(Slot(number + 1, cores[number], gpus[number], self._temp))
+        except BaseException:  # such as a signal: no slot has begun a job
+            for process in self._slots.values():
+                process.kill()
+            raise
 
     def run(self, batch: Batch) -> list[Outcome]:
         """Run a batch to its end; return how each job ended, last a signal that stopped it."""
@@ -59,6 +63,7 @@ class Slots:
             running=lambda: [folders[one] for one in folders.keys() & self._current.values()]
         )
         stop.may_save = True
+        self._current = {}
         with stop.handled():
             for pipe in self._slots:
                 with suppress(OSError):  # the slot has ended, as its pipe tells below
@@ -107,13 +112,13 @@ class Slots:
                 "take its jobs; if any are left, give the same command again"
             )
 
-    def _start(self, slot: Slot) -> tuple[Connection, SpawnProcess]:
+    def _start(self, slot: Slot) -> None:
         pipe, child_end = multiprocessing.Pipe()
         with stop_signals_held():
             process = SpawnProcess(target=run_slot, args=(slot, child_end))
             process.start()
+            self._slots[pipe] = process
         child_end.close()
-        return pipe, process
 
 
 def run_slot(slot: Slot, pipe: Connection) -> None:

@@ -75,19 +75,21 @@ def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set
     with restored_after(state):
         state.module.train()
         seed_all(0)
-        shapes = []
-        try:  # with gradients, since a part may ask whether there are any
-            for count in (NUM_FIRST, NUM_FIRST + 1):
+        shapes = list[list[str]]()
+        for count in (NUM_FIRST, NUM_FIRST + 1):
+            try:  # with gradients, since a part may ask whether there are any
                 forward(state, state.module, state.first(range(count)))
-                shapes.append([_shape(getattr(owner, name)) for _, owner, name in places])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # of two samples alone; a run's own batches will tell
-            return {key for key, _, _ in places}
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # of two samples alone; a run's own batches will tell
+                if not shapes:
+                    return {key for key, _, _ in places}
+                break  # it may take even batches only
+            shapes.append([_shape(getattr(owner, name)) for _, owner, name in places])
         for (key, _, _), *sizes in zip(places, *shapes, strict=True):
-            if sizes[0] != sizes[1]:
+            if sizes[0] != sizes[-1]:
                 raise UserError(
-                    f"the buffer {key} is {sizes[0]} for {NUM_FIRST} samples and {sizes[1]} for "
+                    f"the buffer {key} is {sizes[0]} for {NUM_FIRST} samples and {sizes[-1]} for "
                     f"{NUM_FIRST + 1}, and ranks and checkpoints need one shape; keep what "
                     "follows the batch in a plain attribute"
                 )

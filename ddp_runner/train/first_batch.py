@@ -45,7 +45,8 @@ def try_first_batch(state: TrainState) -> Trial:
             text; the log has its traceback.
     """
     setup = state.setup
-    batch, who = state.first(), step_of(setup.config)
+    state.sample = batch = state.first()
+    who = step_of(setup.config)
     samples, fix = batch.data, "choose a dataset or a model that fits"
     if is_ordinary(state):
         who, samples = model_of(setup.config), inputs_of(samples)

@@ -38,8 +38,8 @@ def measure_peaks(state: TrainState) -> tuple[float, float]:
 def flops_per_sample(state: TrainState) -> float:
     """Return the operations of a sample's forward and backward: of products, by torch's formulas.
 
-    Two samples are computed, and the state is left as it was, but for the gradients. Collective if
-    the model is split.
+    The dry run's two samples are computed, and the state is left as it was, but for the gradients.
+    Collective if the model is split.
 
     Raises:
         UserError: no rank computes a whole sample, or the step multiplies nothing.
@@ -52,14 +52,14 @@ def flops_per_sample(state: TrainState) -> float:
     if setup.role.model_ranks > 1:
         raise UserError("each rank computes a part of a sample")
     formulas = {torch.ops.aten.convolution_backward: _convolution_backward}
-    batch = state.first()
+    assert state.sample is not None
     with (
         restored_after(state),
         _computing_once(state),
         FlopCounterMode(display=False, custom_mapping=formulas) as counter,
     ):
         module.train()
-        loss = forward(state, module, batch).loss_sum
+        loss = forward(state, module, state.sample).loss_sum
         if has_shards(module):  # its parameters are others during the forward
             loss.backward()
             module.zero_grad(set_to_none=True)

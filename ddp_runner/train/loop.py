@@ -95,6 +95,7 @@ def train(
                 save()
                 timer.restart()
             timer.mark(None)
+        vote.settle()  # before processes are forked that load
         if has_ended:
             position.epoch, position.step_in_epoch = epoch, 0
         is_stopped = stop_reason(position, early_stop) is not None  # inside the epoch
@@ -103,7 +104,6 @@ def train(
         is_due = _due(position.step, checkpoint.every_steps) or _due(epoch, checkpoint.every_epochs)
         if finished or is_due:
             save()
-    vote.close()
     return Status.COMPLETED
 
 

@@ -190,7 +190,9 @@ class _Place:
         is_other = len(kinds) == 1 and len(set(digests)) > 1
         both = saved["samples"], current["samples"]
         if not digests and None not in both:
-            is_other = not all(are_same(both[0][name], both[1][name]) for name in both[1])
+            pairs = [(both[0][name], both[1][name]) for name in both[1]]
+            # Of samples that somebody draws anew each time nothing is known.
+            is_other = not all(are_same(*pair) for pair in pairs if all(pair))
         if is_other and not changed:
             changed = [f"{_shown(current['train_samples'])} training samples, but different ones"]
         if changed:

@@ -78,6 +78,8 @@ class TrainState:
     tokens: Tensor | None = None
     ema: Ema | None = None  # the averaged weights; None without ema.decay
     skew: Skew = field(default_factory=Skew)  # of this session
+    # Two training samples, as the dry run has loaded them: amid an epoch none can be loaded.
+    sample: MicroBatch | None = None
     # Of this session: see ``measure_peaks``.
     peaks: tuple[float, float] | None = None  # None: not measured yet
     memory_gib: Sequence[float] = ()  # the peak of each rank in this session, as last logged

@@ -234,3 +234,55 @@ def test_two_schedulers_in_turn_go_on_with_the_saved_rate(tmp_path: Path) -> Non
     """A warm-up that has ended must not set its rate once more."""
     ((whole, resumed),) = run_ranks(two_schedulers, 1, tmp_path)
     assert resumed == whole
+
+
+def rates_after(env: DistEnv, folder: Path) -> list[tuple[float, float]]:
+    """Return the rates that an optimizer and its scheduler resume with, in either order."""
+    rates = []
+    for names in (("optimizer", "scheduler"), ("scheduler", "optimizer")):
+        ours = session(env, folder / names[0])
+        for gamma in (0.5, 0.1):
+            optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+            both = {"optimizer": optimizer, "scheduler": StepLR(optimizer, 1, gamma=gamma)}
+            given = {name: both[name] for name in names}
+            saver = build_saver(ours, given)
+            if gamma == 0.5:
+                for _ in range(2):
+                    optimizer.step()
+                    both["scheduler"].step()
+                save(saver, ours)
+        assert load(given, ours) == 3
+        rates.append((optimizer.param_groups[0]["lr"], both["scheduler"].get_last_lr()[0]))
+    return rates
+
+
+def test_the_order_of_an_optimizer_and_its_scheduler_changes_no_rate(tmp_path: Path) -> None:
+    """The scheduler has the last word: here two steps of the resume's own factor."""
+    (rates,) = run_ranks(rates_after, 1, tmp_path)
+    assert rates == [pytest.approx((0.01, 0.01))] * 2
+
+
+class Fixed(torch.optim.Optimizer):
+    """An optimizer without a learning rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"size": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        """Take a step of one size."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.data.sub_(group["size"])
+
+
+def without_a_rate(env: DistEnv, folder: Path) -> int:
+    """Return the step at which an optimizer without a rate goes on."""
+    ours, given = session(env, folder), {"module": nn.Linear(2, 2)}
+    given["optimizer"] = Fixed(given["module"].parameters())
+    save(build_saver(ours, given), ours)
+    return load(given, ours)
+
+
+def test_an_optimizer_needs_no_learning_rate(tmp_path: Path) -> None:
+    """It resumes as it trains."""
+    assert run_ranks(without_a_rate, 1, tmp_path) == [3]

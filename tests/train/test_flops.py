@@ -12,6 +12,7 @@ import torch
 from ranks import run_ranks
 from tiers import first_of
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 from train_states import TOY, Trace, build, compose_config, run_loop, with_setup
 
 from ddp_runner.config.schema import Config
@@ -20,6 +21,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.profiling.profiler import NullProfiler
 from ddp_runner.train import flops
 from ddp_runner.train import metrics as step_metrics
+from ddp_runner.train.first_batch import try_first_batch
 from ddp_runner.train.flops import flops_per_sample, matmul_flops_per_s
 from ddp_runner.train.metrics import MEMORY
 from ddp_runner.train.step import Step
@@ -63,6 +65,7 @@ def of_two(env: DistEnv, module: nn.Module, data: Any, step: Any) -> float | str
     batches = SimpleNamespace(split=Whole(data, data))
     dataset = replace(state.setup.dataset, mean=None)
     state = replace(with_setup(state, batches=batches, dataset=dataset, step=step), module=module)
+    state.sample = state.first()
     before = [one.clone() for one in (*module.parameters(), *module.buffers())]
     try:
         return 2 * flops_per_sample(state)
@@ -100,7 +103,9 @@ def test_operations_are_counted() -> None:
 
 def count(env: DistEnv, config: Config) -> float:
     """Return a sample's operations in a run."""
-    return flops_per_sample(build(env, config))
+    state = build(env, config)
+    state.sample = state.first()
+    return flops_per_sample(state)
 
 
 @pytest.mark.parametrize(("mode", "keys"), first_of(MODES))
@@ -141,6 +146,7 @@ def train(
     profiler.step_done = lambda step: setattr(profiler, "is_slow", step + 1 in slow)
     state.setup = replace(state.setup, profiler=profiler)
     state.module.register_forward_pre_hook(draw)
+    try_first_batch(state)
     if env.rank == failing:
         flops.matmul_flops_per_s = None  # as on a full device, an error
     return run_loop(env, config, max_steps=5, state=state), state.measured
@@ -174,3 +180,28 @@ def test_what_one_rank_cannot_measure_nobody_has(mode: str, failing: int) -> Non
         assert trace.error == ""
         assert not any("perf/mfu" in line for line in trace.lines)
         assert fields["flops_per_sample"] is None is fields["matmul_flops_per_s"]
+
+
+class Waves(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that loading processes give."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((10,), float(index)).sin(), torch.full((5,), float(index)).cos()
+
+
+def test_measuring_leaves_the_loading_processes_alone() -> None:
+    """They load for one epoch at a time, and it is measured amid one."""
+    own = f"{{_target_:{__name__}.Waves}}"
+    config = compose_config(
+        *("model=toy", "dataset=torch_dataset", f"allowed_targets=[{__name__}]"),
+        *(f"dataset.train={own}", f"dataset.eval={own}", "dataset.num_workers=1"),
+        *("batch.global_size=4", "train.log_every_steps=1"),
+        world_size=1,
+    )
+    ((trace, fields),) = run_ranks(train, 1, config, 0.0)
+    assert not trace.error
+    assert fields["flops_per_sample"] > 0
+    assert [line["step"] for line in trace.lines if "train/loss" in line] == [1, 2, 3, 4, 5]

@@ -245,3 +245,29 @@ def test_an_evaluation_that_begins_with_the_training_samples_is_warned_of() -> N
     ((warning,),) = run_ranks(warned, 1, alike)
     assert "the first evaluation sample is the first training sample" in warning
     assert run_ranks(warned, 1, other) == [[]]
+
+
+class Flipped(Numbers):
+    """Samples of which a coin, which nobody can seed, turns every second one over."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().__getitem__(index)
+        is_turned = random.SystemRandom().random() < 0.5
+        return (-inputs - 1 if is_turned else inputs), targets
+
+
+def flipped() -> Flipped:
+    """Return samples that are turned over by chance."""
+    return Flipped([*range(SIZE)])
+
+
+def resumes_of_flips(env: DistEnv, config: Config, folder: Path) -> list[str]:
+    """Return how often runs of such samples agree with each other."""
+    return [answer for k in range(8) for answer in resumed(env, [config] * 3, folder / str(k))]
+
+
+def test_samples_that_a_coin_turns_over_are_the_same_data(tmp_path: Path) -> None:
+    """Which samples were drawn shows only if two loads differ, so several are compared."""
+    config = config_of("flipped", "shuffled,size:5,offset:200", world_size=1)
+    (answers,) = run_ranks(resumes_of_flips, 1, config, tmp_path)
+    assert answers == ["step 1"] * 24

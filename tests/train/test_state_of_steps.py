@@ -255,3 +255,18 @@ def test_a_buffer_of_the_size_of_the_batch_is_one_line() -> None:
     config = compose_config(*BASE, f"model._target_={__name__}.Recorded", world_size=2)
     for answer in run_ranks(refusal, 2, config):
         assert answer.startswith("the buffer model.last is (2,) of float32 for 2 samples and (3,)")
+
+
+def in_pairs(model: nn.Module, batch: Any) -> Step:
+    """Return the loss of a batch in two halves, as a contrastive step needs them."""
+    inputs, targets = batch
+    if len(inputs) % 2:
+        raise ValueError("an odd batch")
+    outputs = model(inputs)
+    return Step(F.mse_loss(outputs, targets, reduction="sum"), len(targets))
+
+
+def test_a_step_of_even_batches_sends_no_buffer_that_stays() -> None:
+    """Two samples have shown what changes; only the third one fails."""
+    config = config_of("a codebook", "ddp", f"train.step={__name__}.in_pairs")
+    assert run_ranks(changing, 2, [config]) == [[{"code"}]] * 2
