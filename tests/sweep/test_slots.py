@@ -18,6 +18,7 @@ from commands import (
     session_pids,
     wait_for,
     wait_for_end,
+    wait_until_gone,
 )
 from configs import compose_raw
 from run_folders import checkpoint_steps, last_step, record, run_dirs
@@ -231,3 +232,24 @@ def test_a_second_ctrl_c_ends_all_slots_at_once(tmp_path: Path) -> None:
         fields = record(run_dir)
         assert fields["status"] == "preempted"
         assert fields["error"]["sentence"] == "ended without a checkpoint"
+
+
+def has_slot(launcher_pid: int) -> bool:
+    """Return whether a process of a slot has started."""
+    with suppress(psutil.Error):  # another child has just ended
+        children = psutil.Process(launcher_pid).children()
+        return any("spawn_main" in " ".join(one.cmdline()) for one in children)
+    return False
+
+
+@needs_two_cores
+@pytest.mark.full
+def test_a_signal_while_slots_start_ends_them(tmp_path: Path) -> None:
+    """None has begun a job, so none has anything to say."""
+    keys = ("-m", *TOY, "train.epochs=10000", "seed=1,2", "sweep.parallel_jobs=2")
+    with background(*keys, folder=tmp_path, fresh=True) as process:
+        wait_for(lambda: has_slot(process.pid))
+        process.terminate()
+        end = wait_for_end(process, tmp_path)
+        wait_until_gone(process)
+    assert (end.exit_code, end.stderr) == (143, "")
