@@ -25,6 +25,7 @@ from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.host.processes import (
     die_with_launcher,
     ignore_stop_signals,
+    kill_descendants,
     start_fork_server,
     stop_signals_held,
 )
@@ -52,8 +53,7 @@ class Slots:
             for number in range(num_slots):
                 self._start(Slot(number + 1, cores[number], gpus[number], self._temp))
         except BaseException:  # such as a signal: no slot has begun a job
-            for process in self._slots.values():
-                process.kill()
+            kill_descendants()
             raise
 
     def run(self, batch: Batch) -> list[Outcome]:
