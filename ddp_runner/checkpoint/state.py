@@ -95,8 +95,7 @@ class Saver:
         for name, value in self.objects.items():
             states[name] = _state(value, self.settings.get(name), names)
             own[name] = _own(value, states[name], compares_buffers=self.compares_buffers)
-        own_digests = {name: digest_of(one) for name, one in own.items()}
-        digests = gather_objects(own_digests, group=self.group)
+        digests = gather_objects({name: digest_of(own[name]) for name in own}, group=self.group)
         differ = [name for name in own if len({of_rank[name] for of_rank in digests}) > 1]
         by_rank: list[Any] = []
         if differ:
