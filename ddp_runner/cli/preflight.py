@@ -5,10 +5,12 @@ Torch-free.
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.checkpoint.manifest import MANIFEST
+from ddp_runner.config.allowed_targets import foreign_targets, package_of
 from ddp_runner.config.inference import SAMPLE
 from ddp_runner.config.schema import Config
 from ddp_runner.config.tracking import MODULES, validate_servers
@@ -42,6 +44,12 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
         if spec is None or spec.origin is None:
             raise UserError(
                 f"{key} needs {package}, which is not installed; pip install 'ddp-runner[{extra}]'"
+            )
+    for key, name in foreign_targets(asdict(config)).items():
+        if importlib.util.find_spec(package := package_of(name)) is None:
+            raise UserError(
+                f"{key} ({name}) cannot be imported: there is no package {package}; install it, or "
+                "start in the folder that holds it"
             )
     validate_servers(config)
     if dataset.get("_target_") == HF_DATASET:

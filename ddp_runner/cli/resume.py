@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.hydra_adapter import UNNAMED, literal, quoted
+from ddp_runner.config.allowed_targets import given_targets, is_inside
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.load import chosen_keys, frozen_config
 from ddp_runner.config.schema import AUTO, CONFIG_DIR, RUNNER_KEYS
@@ -71,6 +72,7 @@ def with_resumed(
         NotARunError: this machine does not have the run to resume.
         UserError: a key cannot change it.
     """
+    raw.allowed_targets = [*raw.allowed_targets, *given_targets(raw)]
     if raw.resume in (None, AUTO):
         return raw
     frozen, chosen = _frozen(Path(raw.resume)), chosen_keys(overrides)
@@ -149,7 +151,10 @@ def said_again(
         own_groups: where the user's own groups are; see ``CommandLine``.
         choices: the option of each group.
     """
-    allowed = ",".join(given.allowed_targets)
+    own = given_targets(given)
+    packages = [one for one in given.allowed_targets if one not in own]
+    packages += [one.partition(".")[0] for one in own if not is_inside(one, packages)]
+    allowed = ",".join(dict.fromkeys(packages))
     trackers = [one for one in overrides if re.match(r"[+~]*trackers\b", one)]
     # A run that is resumed leaves out its experiment, so its trackers are given key by key.
     if own_groups and "experiment" in choices:

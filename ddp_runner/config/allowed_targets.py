@@ -5,10 +5,13 @@ reads what their source defines. A rank does so again, and ``instantiate`` valid
 """
 
 import ast
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import PACKAGE, Config, leaves
@@ -36,6 +39,7 @@ TORCH: Mapping[str, str] = {
     "torch.optim.lr_scheduler": "LRScheduler",
     "torchvision.transforms.v2": "Transform",
 }
+FUNCTIONS = ("model.loss", "train.step")  # keys whose plain value is such a name, too
 LOSSES, TORCH_LOSSES = "ddp_runner.train.losses", "torch.nn.functional"
 TORCH_LOSS_NAMES = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss",
@@ -58,22 +62,55 @@ def validate_targets(config: Config) -> None:
                 f"{key} still holds an interpolation (${{) after the config was resolved; write it "
                 "without a backslash before the $, or leave it out"
             )
-    names = [(key, value) for key, value in values if "_target_" in key.split(".")]
-    functions = {"model.loss": config.model.get("loss"), "train.step": config.train.step}
-    if has_own_loop(config.task):
-        functions["task"] = config.task
-    for key, value in functions.items():
-        if value is not None and not isinstance(value, Mapping):  # else its _target_ is above
-            names.append((key, value))
-    for key, name in names:
-        validate_name(name, key=key, allowed=config.allowed_targets)
+    needed = [package_of(name) for name in foreign_targets(asdict(config)).values()]
+    for key, name in _named(asdict(config)):
+        validate_name(name, key=key, allowed=config.allowed_targets, needed=needed)
 
 
-def validate_name(name: Any, *, key: str, allowed: Collection[str]) -> None:
+def given_targets(given: DictConfig) -> list[str]:
+    """Return the names of foreign code that this command itself gives: its words and its YAMLs.
+
+    They are the user's own, who may run anything. A config that comes with a run is not among
+    them: see ``allowed_targets``.
+    """
+    tree: Any = OmegaConf.to_container(given, resolve=False)
+    found = dict[str, None]()
+    for key, name in _named(tree):
+        with suppress(Exception):  # an interpolation; whatever is wrong with it is reported later
+            found[str(OmegaConf.select(given, key) if "${" in str(name) else name)] = None
+    return [name for name in found if _is_foreign(name)]
+
+
+def foreign_targets(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of a config that name code of neither this package nor torch, with it."""
+    return {key: str(name) for key, name in _named(tree) if _is_foreign(name)}
+
+
+def _named(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a config that name code, with the names."""
+    for key, value in leaves(tree):
+        is_function = key in FUNCTIONS and value is not None
+        if "_target_" in key.split(".") or is_function or (key == "task" and has_own_loop(value)):
+            yield key, value
+
+
+def _is_foreign(name: Any) -> bool:
+    return "." in str(name) and package_of(name) not in ("ddp_runner", "torch")
+
+
+def package_of(name: Any) -> str:
+    """Return the first word of a dotted name."""
+    return str(name).partition(".")[0]
+
+
+def validate_name(
+    name: Any, *, key: str, allowed: Collection[str], needed: Collection[str] = ()
+) -> None:
     """Reject a dotted name that a config may not use.
 
     The key ``model.loss`` may name loss functions only, and ``task`` no part of ours or torch. In
-    the packages of `allowed`, the user's own that this command gives, any name is accepted.
+    the packages of `allowed`, the user's own that this command gives, any name is accepted. The
+    message lists these and the `needed` packages, which replace them on the command line.
 
     Raises:
         UserError: it is not allowed, or it is ours and does not exist.
@@ -87,8 +124,9 @@ def validate_name(name: Any, *, key: str, allowed: Collection[str]) -> None:
     if is_inside(name, allowed):
         return
     module, _, last = name.rpartition(".")
-    is_foreign = parts[0] not in ("ddp_runner", "torch")  # of these two only the name itself
-    fix = f"add allowed_targets=[{parts[0] if is_foreign else name}]"
+    is_foreign = _is_foreign(name)
+    wanted = dict.fromkeys([*allowed, parts[0] if is_foreign else name, *needed])
+    fix = f"add allowed_targets=[{','.join(wanted)}]"
     if key == "task":
         raise UserError(
             f"task ({name}) is no task of ddp_runner; if it is a function of your own, {fix}"

@@ -5,16 +5,15 @@ The config holds plain containers; its interpolations are resolved already.
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from types import UnionType
 from typing import Any, get_args
 
 from ddp_runner.config.allowed_targets import TORCH, is_inside, validate_name
 from ddp_runner.config.schema import RUNNER_KEYS
+from ddp_runner.config.signatures import ANY, unknown_key
 from ddp_runner.errors import UserError, nearest, one_line, typed
-
-ANY = "**"  # in a set of keywords: the function takes any
 
 
 def make(
@@ -123,14 +122,6 @@ def keywords(factory: Callable[..., Any]) -> set[str]:
     except ValueError:  # written in C
         return {ANY}
     return {ANY if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
-
-
-def unknown_key(key: str, group: str, *, target: Any, known: Iterable[str]) -> UserError:
-    """Return the error of a key in a group whose `target` knows only other keywords."""
-    names = sorted(known)
-    meant = nearest(key, names)
-    hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(names) or 'none'}"
-    return UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
 
 
 def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[..., Any]:

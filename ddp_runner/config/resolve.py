@@ -7,6 +7,7 @@ from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.profiling import validate_profile
 from ddp_runner.config.ranks import num_local_ranks, num_ranks, resolve_batch
 from ddp_runner.config.schema import BackendConfig, Config, RunConfig, mode_needs
+from ddp_runner.config.signatures import validate_keywords
 from ddp_runner.config.validate import (
     known_steps,
     validate_config,
@@ -40,6 +41,7 @@ def resolve(
         UserError: a rule is broken.
     """
     validate_targets(config)
+    validate_keywords(config)
     validate_values(config)
     validate_config(config, chosen=chosen)
     config, notes = fitted(config, hardware, chosen=chosen)

@@ -186,7 +186,7 @@ def flatten(config: RunConfig) -> dict[str, Any]:
         key: value
         for key, value in leaves(asdict(config))
         if key not in ("resume", "data_root", "verbose", "tags", "notes", "train.profile")
-        and not key.startswith(("launch.", "sweep.", "trackers."))
+        and not key.startswith(("launch.", "sweep.", "trackers.", "allowed_targets"))
     }
 
 

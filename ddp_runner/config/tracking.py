@@ -3,7 +3,6 @@
 import os
 import re
 
-from ddp_runner.config.instantiate import find, keywords, unknown_key
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 
@@ -17,7 +16,7 @@ MODULES = {
 
 
 def validate_tracking(config: Config) -> None:
-    """Reject tags that no run can be found by, and keys that our trackers do not take.
+    """Reject tags that no run can be found by.
 
     Raises:
         UserError: naming the key.
@@ -33,11 +32,6 @@ def validate_tracking(config: Config) -> None:
             )
     if len(set(config.tags)) < len(config.tags):
         raise UserError(f"tags ({', '.join(config.tags)}) names one twice; leave one out")
-    for name, keys in config.trackers.items():
-        if (target := keys["_target_"]) in MODULES:  # importing a user's own may take seconds
-            known = keywords(find(target, key=f"trackers.{name}._target_")) | {"wait_s"}
-            for key in keys.keys() - known - {"_target_"}:
-                raise unknown_key(str(key), f"trackers.{name}", target=target, known=known)
 
 
 def validate_servers(config: Config) -> None:

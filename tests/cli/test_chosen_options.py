@@ -29,15 +29,17 @@ backend: {{name: gloo, timeout_s: 7}}
 """
 EXPERIMENT = """# @package _global_
 defaults:
-  - override /optimizer: momentum
+  - override /optimizer: adam
 optimizer: {lr: 0.25}
-model: {extra: 4}
+model: {channels_last: false}
 """
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The option for a folder with the model, two datasets and the experiment."""
+    (tmp_path / "mine.py").write_text("def __getattr__(name): ...")  # it may have anything
+    monkeypatch.syspath_prepend(str(tmp_path))
     part = f"defaults: [torch_dataset]\nname: part\ntrain: {TARGET}\neval: {TARGET}\n"
     for name, text in {
         "model/own": MODEL,
@@ -92,7 +94,7 @@ def test_an_option_of_the_command_line_keeps_its_own_keys(
 
 def test_of_a_key_that_the_command_line_gives_nothing_is_said(own: str) -> None:
     """Its value counts, whatever is left out."""
-    words = ("model=own", "optimizer=sgd", "optimizer.lr=0.3", "optimizer.amsgrad=false")
+    words = ("model=own", "optimizer=adam", "optimizer.lr=0.3", "optimizer.amsgrad=false")
     config, notes = planned(own, *words)
     assert (config.optimizer["lr"], config.optimizer["amsgrad"], notes) == (0.3, False, [])
 
@@ -100,15 +102,15 @@ def test_of_a_key_that_the_command_line_gives_nothing_is_said(own: str) -> None:
 def test_an_experiment_gives_way_to_the_command_line_as_well(own: str) -> None:
     """What it says of another model than the chosen one is left out as well."""
     config, notes = planned(own, "model=own", "experiment=other")
-    assert (config.optimizer["name"], config.optimizer["lr"]) == ("momentum", 0.25)
-    assert "extra" not in config.model
+    assert (config.optimizer["name"], config.optimizer["lr"]) == ("adam", 0.25)
+    assert "channels_last" not in config.model
     assert notes == [
-        "model=own does not take what experiment/other.yaml says of another option: model.extra",
+        "model=own does not take what experiment/other.yaml says of another option: model.channels_last",
     ]
-    config, notes = planned(own, "experiment=other", "optimizer=adam", "parallelism=single")
-    assert (config.optimizer["lr"], config.model["extra"]) == (1e-3, 4)
+    config, notes = planned(own, "experiment=other", "optimizer=sgd", "parallelism=single")
+    assert (config.optimizer["lr"], config.model["channels_last"]) == (0.1, False)
     assert notes == [
-        "optimizer=adam does not take what experiment/other.yaml says of another option: "
+        "optimizer=sgd does not take what experiment/other.yaml says of another option: "
         "optimizer.lr"
     ]
     assert planned(own, "experiment=best_by_f1")[1] == []

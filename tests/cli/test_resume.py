@@ -107,7 +107,7 @@ def test_a_command_that_goes_on_finds_the_users_own_trackers(
 
 def test_a_resume_names_the_folder_that_an_own_tracker_needs(tmp_path: Path) -> None:
     """Without it the option would not exist."""
-    config, _ = resolved("+trackers.mine._target_=my.T", "allowed_targets=[my]")
+    config, _ = resolved("+trackers.mine._target_=my_package.T", "allowed_targets=[my_package]")
     write_run_record(tmp_path, status="preempted")
     RunDir(tmp_path).freeze(config, overrides=(), choices={})
     (note,) = left_trackers(compose_raw(f"resume={tmp_path}"), [f"resume={tmp_path}"])

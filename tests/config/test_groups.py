@@ -122,11 +122,12 @@ def test_the_hash_tells_runs_of_other_work_apart(tmp_path: Path) -> None:
     assert config_hash(replace(config, seed=0)) == config_hash(config)
 
 
+NET = "torch.nn.Linear"  # whose source the launcher does not read: it has all keys
 HOSTILE = {
     "outside": {"_target_": "os.system", "command": "true"},
-    "inside": {"_target_": "ddp_runner.models.toy.ToyModel", "x": {"_target_": "os.system"}},
-    "listed": {"_target_": "ddp_runner.models.toy.ToyModel", "x": [{"_target_": "os.system"}]},
-    "deep": {"_target_": "ddp_runner.models.toy.ToyModel", "x": [[{"_target_": "os.system"}]]},
+    "inside": {"_target_": NET, "x": {"_target_": "os.system"}},
+    "listed": {"_target_": NET, "x": [{"_target_": "os.system"}]},
+    "deep": {"_target_": NET, "x": [[{"_target_": "os.system"}]]},
 }
 
 

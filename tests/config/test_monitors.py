@@ -94,8 +94,6 @@ def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: 
          "name, such as metrics.own_accuracy"),
         (("+metrics.my-own._target_=ddp_runner.metrics.classification.AUC",),
          "metrics.my-own: the name of a metric is letters, digits and _; write metrics.my_own"),
-        (("+metrics.mine._target_=my_package.Mine",),
-         "metrics.mine._target_ (my_package.Mine) is not a part that a config may name"),
         (("+metrics.mine._target_=ddp_runner.metrics.classification.AOC",),
          "did you mean ddp_runner.metrics.classification.AUC?"),
         (("metrics=aoc",), "metrics=aoc does not exist; did you mean auc?"),

@@ -152,9 +152,6 @@ INVALID = [
     ("task=trian",
      "task (trian) must be one of train, evaluate, predict, export, sample, collectives, check, or "
      "a function of your own, as PACKAGE.MODULE.FUNCTION; did you mean train?"),
-    ("task=mine.gan.train",
-     "task (mine.gan.train) is no task of ddp_runner; if it is a function of your own, add "
-     "allowed_targets=[mine]"),
     ("task=torch.save",
      "task (torch.save) is no task of ddp_runner; if it is a function of your own, add "
      "allowed_targets=[torch.save]"),
@@ -241,9 +238,12 @@ INVALID = [
     ("resume=no/such",
      "resume=no/such is not a run folder: no/such/.hydra/config.yaml does not exist; name the "
      "folder that holds run.json"),
-    ("model._target_=os.system",
-     "model._target_ (os.system) is not a part that a config may name; these are the parts in "
-     f"{PARTS}; if you trust it, add allowed_targets=[os]"),
+    ("model._target_=torchvison.models.resnet18",
+     "model._target_ (torchvison.models.resnet18) cannot be imported: there is no package "
+     "torchvison; install it, or start in the folder that holds it"),
+    ("+model.width=3",
+     "model.width is not a keyword of ddp_runner.models.convnet.ConvNet; it has in_channels, "
+     "num_classes"),
     ("model._target_=torch.load",
      "model._target_ (torch.load) is not a part that a config may name; these are the parts in "
      f"{PARTS}; if you trust it, add allowed_targets=[torch.load]"),
@@ -253,9 +253,6 @@ INVALID = [
     ("model._target_=ConvNet",
      "model._target_ (ConvNet) is not a dotted name; write one such as "
      "ddp_runner.models.convnet.ConvNet"),
-    ("model.loss=mine.loss",
-     f"model.loss (mine.loss) is not a loss function that a config may name; write {LOSSES}; if it "
-     "is your own, add allowed_targets=[mine]"),
     ("model.loss=mse", "model.loss (mse) is not a dotted name; write ddp_runner.train.losses.mse"),
     ("model.loss=torch.nn.CrossEntropyLoss",
      "model.loss (torch.nn.CrossEntropyLoss) is not a loss function that a config may name; write "
