@@ -36,7 +36,7 @@ from ddp_runner.cli.hydra_adapter import (
     run_hydra,
 )
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.resume import asked_folder
+from ddp_runner.config.schema import AUTO
 from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
@@ -112,7 +112,7 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if env is None:
         start_fork_server()  # as early as can be: it imports torch while this process goes on
-    asked, config = asked_folder(composed, job), job.config
+    asked, config = _asked_folder(composed, job), job.config
     if env is not None or config.launch.nnodes > 1:
         # Rank 0 claims the folder, since this process may not be on its machine.
         job = replace(job, run_dir=asked)
@@ -123,6 +123,25 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
 
         run_under_launcher(job, env)
     return _run_here(composed, invocation, job, asked)
+
+
+def _asked_folder(composed: DictConfig, job: Job) -> Path | None:
+    """Return the folder that the user names, by resume or hydra.run.dir; None if the runner does.
+
+    Raises:
+        UserError: the two differ.
+    """
+    resume, run_dir = job.config.resume, str(composed.hydra.run.dir)
+    asked = None if run_dir == UNNAMED else Path(run_dir).absolute()
+    if resume in (None, AUTO):
+        return asked
+    resumed = Path(resume).absolute()
+    if asked is not None and asked.resolve() != resumed.resolve():
+        raise UserError(
+            f"hydra.run.dir ({asked}) and resume ({resume}) name two folders; leave "
+            "hydra.run.dir out: a run goes on in its own"
+        )
+    return resumed
 
 
 def _run_here(composed: DictConfig, invocation: Invocation, job: Job, asked: Path | None) -> int:

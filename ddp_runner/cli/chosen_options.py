@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_runner.cli.hydra_adapter import compose_config, literal
 from ddp_runner.config.load import chosen_keys
@@ -57,6 +57,32 @@ def keep_chosen_options(
                 f"{given[group]} does not take what {paths} says of another option: "
                 f"{listed(sorted(left_out))}"
             )
+
+
+def replace_targets(raw: DictConfig, words: Sequence[str], *, folders: Sequence[str]) -> None:
+    """Where the command names another ``_target_``, drop the keys of the replaced one, in place.
+
+    What the command itself gives stays, and of a group what the runner reads.
+    """
+    given = chosen_keys(words)
+    for key in (one for one in given if one.endswith("._target_")):
+        owner = key.removesuffix("._target_")
+        others = [word for one, word in zip(given, words, strict=True) if not _is_in(one, owner)]
+        before = OmegaConf.select(_composed(*others, folders=tuple(folders)), key)
+        node = OmegaConf.select(raw, owner)
+        if before in (None, node._target_):
+            continue
+        kept = {*RUNNER_KEYS.get(owner, ()), "name", "_target_"}
+        with open_dict(node):
+            for name in [str(one) for one in node]:
+                if name not in kept and not any(_is_in(one, f"{owner}.{name}") for one in given):
+                    del node[name]
+            if owner in RUNNER_KEYS and "name" in node and f"{owner}.name" not in given:
+                node.name = node._target_.rpartition(".")[2].lower()
+
+
+def _is_in(key: str, group: str) -> bool:
+    return f"{key}.".startswith(f"{group}.")
 
 
 def changes(raw: DictConfig, kept: DictConfig) -> list[str]:

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.hydra_adapter import compose_config, parse_options, quoted
+from ddp_runner.cli.hydra_adapter import compose_config, literal, parse_options, quoted
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import UserError, nearest
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     options = list(arguments)
     for override in parsed.overrides:
         options.remove(override)
-    parsed.overrides = [quoted_runs(one) for one in parsed.overrides]
+    parsed.overrides = [word for one in parsed.overrides for word in _key_by_key(quoted_runs(one))]
     if parsed.shell_completion:  # its words are no overrides: install=bash, and what is half typed
         return CommandLine(tuple(arguments), (*options, *parsed.overrides), (), only_shows=True)
     read = OverridesParser.create().parse_overrides
@@ -104,6 +104,20 @@ def quoted_runs(override: str) -> str:
         names.append(",".join(parts[:length]))
         del parts[:length]
     return f"resume={','.join(quoted(one) if set(one) & set(',=') else one for one in names)}"
+
+
+def _key_by_key(override: str) -> list[str]:
+    """Return ``KEY={_target_:…}`` as overrides of single keys: Hydra would merge the mapping.
+
+    So the other keys of the class that it replaces can be told from it; see ``replace_targets``.
+    """
+    key, _, value = override.partition("=")
+    if not (value.startswith("{") and "_target_" in value):
+        return [override]
+    tree = OverridesParser.create().parse_override(override).value()
+    if not (isinstance(tree, dict) and "_target_" in tree):
+        return [override]
+    return [f"++{key.lstrip('+')}.{name}={literal(one)}" for name, one in tree.items()]
 
 
 def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> None:

@@ -12,7 +12,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.chosen_options import changed_keys, changes, keep_chosen_options
+from ddp_runner.cli.chosen_options import (
+    changed_keys,
+    changes,
+    keep_chosen_options,
+    replace_targets,
+)
 from ddp_runner.cli.command_line import CommandLine
 from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened, opened_node
 from ddp_runner.cli.preflight import validate_files
@@ -160,6 +165,7 @@ def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
 
 def _keep_options(raw: DictConfig, node: HydraConf, command: CommandLine) -> list[str]:
     words, choices = _written(node, command), node.runtime.choices
+    replace_targets(raw, words, folders=command.folders)
     return list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
 
 

@@ -34,6 +34,8 @@ from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import UserError
 
 GRID_SWEEPER = "hydra_plugins.ddp_runner_sweeper.GridSweeper"  # runs the grids of this program
+ROOT_CONFIG = "ddp_runner"  # in conf/; a project of the user's has a config.yaml of its own
+OWN_GROUPS = list[str]()  # URLs of the folders that Hydra reads before conf/: those of the command
 UNNAMED = "auto"  # in conf/ for hydra.run.dir and its like: the runner names the folder
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises; else it prints an error itself and exits
 
@@ -60,7 +62,7 @@ def run_hydra(task_function: TaskFunction, arguments: Sequence[str]) -> None:
     The launcher calls the task function. ``hydra.main`` reads sys.argv, which meanwhile holds the
     arguments.
     """
-    entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")
+    entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=ROOT_CONFIG)
     before, sys.argv[1:] = sys.argv[1:], arguments
     kept = {name: value for name, value in os.environ.items() if name == FULL_ERROR}
     os.environ[FULL_ERROR] = "1"
@@ -80,8 +82,9 @@ def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> 
     """
     path = [f"hydra.searchpath=[{','.join(map(quoted, folders))}]"] if folders else []
     GlobalHydra.instance().clear()
+    OWN_GROUPS[:] = folders
     with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
-        return compose("config", [*path, *overrides], return_hydra_config=True)
+        return compose(ROOT_CONFIG, [*path, *overrides], return_hydra_config=True)
 
 
 def job_composer(loader: ConfigLoader, common: DictConfig) -> Callable[[Sequence[str]], DictConfig]:

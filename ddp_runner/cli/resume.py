@@ -1,4 +1,4 @@
-"""What a command takes from the run that it resumes: groups, frozen config, and run folder."""
+"""What a command takes from the run that it resumes: its groups and its frozen config."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.hydra_adapter import UNNAMED, literal, quoted
-from ddp_runner.config.allowed_targets import given_targets, is_inside
+from ddp_runner.cli.hydra_adapter import literal, quoted
+from ddp_runner.config.allowed_targets import given_packages, given_targets
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.load import chosen_keys, frozen_config
 from ddp_runner.config.schema import AUTO, CONFIG_DIR, RUNNER_KEYS
 from ddp_runner.errors import UserError
 from ddp_runner.files import is_missing
-from ddp_runner.job import Job
 from ddp_runner.tracking.outputs import newest_run
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
@@ -92,6 +91,11 @@ def with_resumed(
             # A secret is frozen as the user wrote it; in a container it is unresolved anyway.
             value = reduce(getitem, changed.split("."), unresolved)
         OmegaConf.update(frozen, changed, value, merge=False, force_add=True)
+        if changed.endswith("._target_"):  # the keys of the class that it replaces are not in raw
+            owner = changed.removesuffix("._target_")
+            old, new = OmegaConf.select(frozen, owner), OmegaConf.select(raw, owner)
+            for name in old.keys() - new.keys():
+                del old[name]
     # A config that came with somebody else's run must not allow itself to run code, or send what it
     # reads from this environment to a server of its choice.
     frozen.allowed_targets, frozen.trackers = raw.allowed_targets, raw.trackers
@@ -151,10 +155,7 @@ def said_again(
         own_groups: where the user's own groups are; see ``CommandLine``.
         choices: the option of each group.
     """
-    own = given_targets(given)
-    packages = [one for one in given.allowed_targets if one not in own]
-    packages += [one.partition(".")[0] for one in own if not is_inside(one, packages)]
-    allowed = ",".join(dict.fromkeys(packages))
+    allowed = ",".join(given_packages(given))
     trackers = [one for one in overrides if re.match(r"[+~]*trackers\b", one)]
     # A run that is resumed leaves out its experiment, so its trackers are given key by key.
     if own_groups and "experiment" in choices:
@@ -196,25 +197,6 @@ def _take_model(
     has_other_data = any(key.startswith("dataset") for key in chosen)
     if has_other_data and kept.is_dir() and frozen.dataset.get("tokenizer", "") is None:
         frozen.dataset.tokenizer = str(kept)
-
-
-def asked_folder(composed: DictConfig, job: Job) -> Path | None:
-    """Return the folder that the user names, by resume or hydra.run.dir; None if the runner does.
-
-    Raises:
-        UserError: the two differ.
-    """
-    resume, run_dir = job.config.resume, str(composed.hydra.run.dir)
-    asked = None if run_dir == UNNAMED else Path(run_dir).absolute()
-    if resume in (None, AUTO):
-        return asked
-    resumed = Path(resume).absolute()
-    if asked is not None and asked.resolve() != resumed.resolve():
-        raise UserError(
-            f"hydra.run.dir ({asked}) and resume ({resume}) name two folders; leave "
-            "hydra.run.dir out: a run goes on in its own"
-        )
-    return resumed
 
 
 def _run(value: Any) -> Path:

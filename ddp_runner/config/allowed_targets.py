@@ -81,6 +81,14 @@ def given_targets(given: DictConfig) -> list[str]:
     return [name for name in found if _is_foreign(name)]
 
 
+def given_packages(given: DictConfig) -> list[str]:
+    """Return what to write as ``allowed_targets`` where only a run's own config has these names."""
+    own = given_targets(given)
+    packages = [one for one in given.allowed_targets if one not in own]
+    packages += [package_of(one) for one in own if not is_inside(one, packages)]
+    return list(dict.fromkeys(packages))
+
+
 def foreign_targets(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys of a config that name code of neither this package nor torch, with it."""
     return {key: str(name) for key, name in _named(tree) if _is_foreign(name)}

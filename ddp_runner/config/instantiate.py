@@ -5,6 +5,7 @@ The config holds plain containers; its interpolations are resolved already.
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from types import UnionType
@@ -96,11 +97,12 @@ def make_function(
     name_key = f"{key}._target_" if has_keys else key
     target = find(settings.get("_target_"), key=name_key, allowed=allowed)
     known = keywords(target)
-    for name in settings.keys() - known - {"_target_"}:
+    for name in settings.keys() - known - {"_target_", "_partial_"}:
         if ANY not in known:
             raise unknown_key(str(name), key, target=settings["_target_"], known=known)
     given = {name: compute() for name, compute in offered.items() if name in known}
-    own = {name: value for name, value in settings.items() if name != "_target_"}
+    # Hydra's users write _partial_ beside a function; here it is one in any case.
+    own = {name: one for name, one in settings.items() if name not in ("_target_", "_partial_")}
     found = functools.partial(target, **construct(own, key=key, allowed=allowed), **given)
     if isinstance(target, type):
         hint = (
@@ -166,7 +168,8 @@ def construct(
     """Return a value of the config; call each ``_target_`` in it with the keys beside it.
 
     Of these keys ``_args_`` holds positional arguments, and ``_partial_: true`` asks for a
-    functools.partial. `before_each` is as in ``make``.
+    functools.partial. A text such as ``torch.float32`` is the dtype. `before_each` is as in
+    ``make``.
 
     Raises:
         UserError: a name is not allowed.
@@ -177,7 +180,8 @@ def construct(
             construct(one, key=f"{key}.{index}", allowed=allowed) for index, one in enumerate(value)
         ]
     if not isinstance(value, Mapping):
-        return value
+        is_of_torch = isinstance(value, str) and re.fullmatch(r"torch\.[a-z]+\d*", value)
+        return _dtype(value) if is_of_torch else value
     target = None
     if "_target_" in value:
         target = find(value["_target_"], key=f"{key}._target_", allowed=allowed)
@@ -191,6 +195,13 @@ def construct(
     before_each()
     call = functools.partial(target, *built.pop("_args_", []), **built)
     return call if value.get("_partial_") is True else call()
+
+
+def _dtype(name: str) -> Any:
+    """Return torch's dtype of this name, as ``torch.float32``; a text that names none stays."""
+    torch = import_module("torch")
+    found = getattr(torch, name.removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else name
 
 
 def _report_errors(

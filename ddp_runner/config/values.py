@@ -38,7 +38,7 @@ POSITIVE = (
     "batch.eval_per_rank", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
     "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
     "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",
-    "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
+    "dataset.prefetch_factor", "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
     "parallelism.needs.max_ranks", "parallelism.needs.model_ranks",
     "parallelism.needs.num_replicas", "parallelism.needs.min_ranks", "inference.top_k",
     "inference.num_tokens", "parallelism.num_replicas", "parallelism.tensor_parallel_size",
@@ -49,7 +49,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
     "optimizer.weight_decay", "optimizer.momentum", "collectives.warmup_steps",
-    "scheduler.warmup_steps", "early_stop.min_delta", "inference.temperature",
+    "scheduler.warmup_steps", "early_stop.min_delta", "dataset.num_workers", "inference.temperature",
 )  # fmt: skip
 LEAST = dict.fromkeys(NOT_NEGATIVE, 0) | {
     "backend.timeout_s": 1,  # less is too short for ranks that share a core
@@ -158,7 +158,7 @@ def _validate_kind(key: str, value: Any, default: Any) -> None:
                 _validate_kind(f"{key}.{name}", inner, usual)
         return
     kind = type(default)
-    if kind not in KINDS or str(default).startswith("${"):
+    if kind not in KINDS or str(default).startswith(("${", "???")):
         return
     if kind is float and isinstance(value, list):
         return  # such as a number per channel: the target checks how many

@@ -61,7 +61,8 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
             f"{named} computes the loss several times in a step, by a closure, and a run computes "
-            "it once; write optimizer=adamw"
+            "it once; write a loop of your own, as in docs/your_own_loop.md#lbfgs, or "
+            "optimizer=adamw"
         )
     return optimizer
 

@@ -19,6 +19,11 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, one_line
 
 
+# What schedulers call the optimizer steps of the whole run: ours and OneCycleLR, CosineAnnealingLR,
+# those of Hugging Face, and others.
+TOTAL_STEPS = ("total_steps", "T_max", "num_training_steps", "num_steps", "max_steps", "max_iters")
+
+
 @runtime_checkable
 class Scheduler(Protocol):
     """What a run needs of a scheduler, besides its ``step``."""
@@ -70,22 +75,29 @@ def build_schedule(
 ) -> Schedule:
     """Return the learning-rate schedule: one of ours, of torch's, or of the user's.
 
-    A scheduler that takes ``total_steps``, as OneCycleLR does, or ``steps_per_epoch`` gets them.
-    None: only the end of a stream will tell.
+    A scheduler that takes the steps of the run, under one of the names of TOTAL_STEPS, or
+    ``steps_per_epoch`` gets them, unless the config gives them. None: only the end of a stream will
+    tell.
 
     Raises:
         UserError: a key of the group does not fit the scheduler, or it names a metric for a
             scheduler that takes none, or it needs the length of a stream.
     """
-    settings = dict(config.scheduler)
+    lengths = dict.fromkeys(TOTAL_STEPS, total_steps) | {"steps_per_epoch": steps_per_epoch}
+    settings = {
+        key: one for key, one in config.scheduler.items() if one is not None or key not in lengths
+    }
     make_factory = partial(make, "scheduler", allowed=config.allowed_targets, partial=True)
     monitor = None
     taken = keywords(make_factory(settings))
-    lengths = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    known = {name: length for name, length in lengths.items() if length is not None}
+    known = {
+        name: length
+        for name, length in lengths.items()
+        if length is not None and name not in settings
+    }
     unknown = sorted(taken & (lengths.keys() - known.keys() - settings.keys()))
     if unknown and not taken & known.keys():  # OneCycleLR, for one, needs only one of them
-        fix = "write train.max_steps" if "total_steps" in unknown else "write scheduler=cosine"
+        fix = "write train.max_steps" if {*unknown} & {*TOTAL_STEPS} else "write scheduler=cosine"
         raise UserError(
             f"scheduler={settings.get('name')} needs {' and '.join(unknown)}, which a stream such "
             f"as dataset={config.dataset.get('name')} does not tell; {fix}"
@@ -125,7 +137,7 @@ def cosine(
 
     Args:
         optimizer: its learning rates are the peak.
-        total_steps: optimizer steps of the whole run; the cosine ends there.
+        total_steps: optimizer steps until the cosine ends; by default those of the whole run.
         warmup_steps: steps that climb to the peak; the first one starts above zero.
         min_factor: fraction of the peak at the end.
 

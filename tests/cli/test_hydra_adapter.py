@@ -24,6 +24,7 @@ from tiers import first_of
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import compose, register
 from ddp_runner.cli.hydra_adapter import (
+    ROOT_CONFIG,
     is_grid,
     job_composer,
     opened,
@@ -113,7 +114,7 @@ def grid_loader(*overrides: str) -> Iterator[tuple[ConfigLoader, DictConfig]]:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        yield loader, loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
+        yield loader, loader.load_configuration(ROOT_CONFIG, list(overrides), RunMode.MULTIRUN)
 
 
 def outcome(

@@ -34,6 +34,7 @@ import ddp_runner.launch.launcher
 import ddp_runner.sweep.local
 from ddp_runner.cli.command_line import dotted_keys
 from ddp_runner.cli.compose import register, validate_files
+from ddp_runner.cli.hydra_adapter import ROOT_CONFIG
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
@@ -67,7 +68,7 @@ def keys() -> list[str]:
         prefix = "" if is_global else f"{path.parent.name}."
         found |= dict.fromkeys(f"{prefix}{key}" for key, _ in leaves(content))
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = compose("config", return_hydra_config=True)
+        config = compose(ROOT_CONFIG, return_hydra_config=True)
         found |= dict.fromkeys(dotted_keys(OmegaConf.to_container(config)))
     return [key for key in found if re.fullmatch(r"[\w.]+", key)]
 

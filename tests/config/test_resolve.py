@@ -10,6 +10,7 @@ from configs import config_error, resolved
 
 from ddp_runner.config.allowed_targets import OWN, TORCH
 from ddp_runner.config.launching import LaunchConfig, meeting_place
+from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
@@ -23,6 +24,13 @@ LOSSES = " or ".join(
     for name, value in sorted(vars(losses).items())
     if inspect.isfunction(value) and value.__module__ == losses.__name__ and name[0] != "_"
 )
+
+
+def options(group: str) -> str:
+    """Return the options of a group, as a message lists them."""
+    return ", ".join(sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")))
+
+
 POSITIVE = (
     *("train.epochs", "train.max_steps", "train.log_every_steps", "train.grad_accum_steps"),
     *("train.clip_norm", "train.num_threads", "batch.global_size", "batch.per_rank"),
@@ -268,8 +276,20 @@ INVALID = [
      "optimizer.nothing is not a key of the config; the keys of optimizer are name, _target_, lr, "
      "momentum, weight_decay, nesterov"),
     ("optimizer=sgdd",
-     "optimizer=sgdd does not exist; did you mean sgd? options: adam, adamw, momentum, sgd"),
-    ("scheduler=x", "scheduler=x does not exist; options: constant, cosine, plateau, step"),
+     f"optimizer=sgdd does not exist; did you mean sgd? options: {options('optimizer')}"),
+    ("scheduler=x", f"scheduler=x does not exist; options: {options('scheduler')}"),
+    ("scheduler=steplr", "scheduler.step_size has no value; write scheduler.step_size=VALUE"),
+    ("optimizer=lbfgs",
+     "optimizer=lbfgs (torch.optim.LBFGS) computes the loss several times in a step, and a run "
+     "computes it once; write a loop of your own, as in docs/your_own_loop.md#lbfgs, or "
+     "optimizer=adamw"),
+    ("+optimizer.momentun=3",
+     "optimizer.momentun is not a keyword of torch.optim.SGD; did you mean optimizer.momentum?"),
+    ("scheduler=step +scheduler.gama=3",
+     "scheduler.gama is not a keyword of ddp_runner.train.schedules.step; did you mean "
+     "scheduler.gamma?"),
+    ("dataset=torch_dataset dataset.num_workers=two",
+     "dataset.num_workers (two) must be a number"),
 ]  # fmt: skip
 
 

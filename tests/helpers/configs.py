@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ddp_runner.cli.compose as compose_module
 from ddp_runner.cli.compose import validate_files
+from ddp_runner.cli.hydra_adapter import OWN_GROUPS, ROOT_CONFIG
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
@@ -47,8 +48,9 @@ def compose_by_hydra(*overrides: str, folders: Sequence[Path] = ()) -> Any:
     search = (
         [f"hydra.searchpath=[{','.join(path.as_uri() for path in folders)}]"] if folders else []
     )
+    OWN_GROUPS[:] = [path.as_uri() for path in folders]
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return compose("config", [*overrides, *search])
+        return compose(ROOT_CONFIG, [*overrides, *search])
 
 
 def _compose_in_copy(overrides: Sequence[Override]) -> Any:

@@ -80,7 +80,8 @@ def test_an_optimizer_that_computes_the_loss_again_is_rejected() -> None:
         build_optimizer(config_of("torch.optim.LBFGS", []), network("LBFGS"))
     assert str(error.value) == (
         "optimizer=mine (torch.optim.LBFGS) computes the loss several times in a step, by a "
-        "closure, and a run computes it once; write optimizer=adamw"
+        "closure, and a run computes it once; write a loop of your own, as in "
+        "docs/your_own_loop.md#lbfgs, or optimizer=adamw"
     )
 
 
