@@ -45,11 +45,11 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
             raise UserError(
                 f"{key} needs {package}, which is not installed; pip install 'ddp-runner[{extra}]'"
             )
-    for key, name in foreign_targets(asdict(config)).items():
-        if importlib.util.find_spec(package := package_of(name)) is None:
+    for key, target in foreign_targets(asdict(config)).items():
+        if importlib.util.find_spec(package := package_of(target)) is None:
             raise UserError(
-                f"{key} ({name}) cannot be imported: there is no package {package}; install it, or "
-                "start in the folder that holds it"
+                f"{key} ({target}) cannot be imported: there is no package {package}; install it, "
+                "or start in the folder that holds it"
             )
     validate_servers(config)
     if dataset.get("_target_") == HF_DATASET:

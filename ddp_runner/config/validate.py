@@ -123,8 +123,8 @@ def _validate_optimizing(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
     if optimizer["_target_"] == "torch.optim.LBFGS" and not has_own_loop(config.task):
         raise UserError(
-            f"optimizer={optimizer.get('name')} (torch.optim.LBFGS) computes the loss several times "
-            "in a step, and a run computes it once; write a loop of your own, as in "
+            f"optimizer={optimizer.get('name')} (torch.optim.LBFGS) computes the loss several "
+            "times in a step, and a run computes it once; write a loop of your own, as in "
             "docs/your_own_loop.md#lbfgs, or optimizer=adamw"
         )
     if train.clip_norm is not None and train.clip_value is not None:

@@ -49,7 +49,8 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "seed", "train.eval_every_epochs", "launch.max_restarts", "launch.node_rank",
     "optimizer.weight_decay", "optimizer.momentum", "collectives.warmup_steps",
-    "scheduler.warmup_steps", "early_stop.min_delta", "dataset.num_workers", "inference.temperature",
+    "scheduler.warmup_steps", "early_stop.min_delta", "dataset.num_workers",
+    "inference.temperature",
 )  # fmt: skip
 LEAST = dict.fromkeys(NOT_NEGATIVE, 0) | {
     "backend.timeout_s": 1,  # less is too short for ranks that share a core

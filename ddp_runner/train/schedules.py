@@ -18,7 +18,6 @@ from ddp_runner.config.instantiate import complete, keywords, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, one_line
 
-
 # What schedulers call the optimizer steps of the whole run: ours and OneCycleLR, CosineAnnealingLR,
 # those of Hugging Face, and others.
 TOTAL_STEPS = ("total_steps", "T_max", "num_training_steps", "num_steps", "max_steps", "max_iters")

@@ -105,7 +105,8 @@ def test_an_experiment_gives_way_to_the_command_line_as_well(own: str) -> None:
     assert (config.optimizer["name"], config.optimizer["lr"]) == ("adam", 0.25)
     assert "channels_last" not in config.model
     assert notes == [
-        "model=own does not take what experiment/other.yaml says of another option: model.channels_last",
+        "model=own does not take what experiment/other.yaml says of another option: "
+        "model.channels_last",
     ]
     config, notes = planned(own, "experiment=other", "optimizer=sgd", "parallelism=single")
     assert (config.optimizer["lr"], config.model["channels_last"]) == (0.1, False)
