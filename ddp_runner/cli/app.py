@@ -68,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
     given = sys.argv[1:] if arguments is None else arguments
     arguments = ["verbose=true" if one == "-v" else one for one in given]
+    if "--version" in arguments:
+        print(", ".join(f"{name} {number}" for name, number in versions().items()))
+        sys.exit()
     try:
         sys.exit(run(arguments, started_at=started_at, warnings=lost))
     except Exception as error:
@@ -132,6 +135,8 @@ def _asked_folder(composed: DictConfig, job: Job) -> Path | None:
         UserError: the two differ.
     """
     resume, run_dir = job.config.resume, str(composed.hydra.run.dir)
+    if not run_dir:
+        raise UserError("hydra.run.dir is empty; write hydra.run.dir=FOLDER, or leave it out")
     asked = None if run_dir == UNNAMED else Path(run_dir).absolute()
     if resume in (None, AUTO):
         return asked

@@ -2,7 +2,7 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.cli.hydra_adapter import compose_config, literal, parse_options, quoted
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.config.signatures import source_keywords
 from ddp_runner.errors import UserError, nearest
 
 # Words of other programs for the last part of a key of this program.
@@ -70,7 +71,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     options = list(arguments)
     for override in parsed.overrides:
         options.remove(override)
-    parsed.overrides = [word for one in parsed.overrides for word in _key_by_key(quoted_runs(one))]
+    parsed.overrides = _key_by_key([quoted_runs(one) for one in parsed.overrides])
     if parsed.shell_completion:  # its words are no overrides: install=bash, and what is half typed
         return CommandLine(tuple(arguments), (*options, *parsed.overrides), (), only_shows=True)
     read = OverridesParser.create().parse_overrides
@@ -89,14 +90,16 @@ def parse(arguments: Sequence[str]) -> CommandLine:
 
 
 def quoted_runs(override: str) -> str:
-    """Return an override with the quotes that Hydra wants where ``resume`` names run folders.
+    """Return an override with the quotes that Hydra wants around names that hold = and commas.
 
-    A job's folder is its keys, as in ``outputs/SWEEP/seed=1,model=toy``, and a comma may as well
-    stand between two runs. So the longest name that is a folder counts.
+    In resume, a job's folder is its keys, as in ``outputs/SWEEP/seed=1,model=toy``, and a comma may
+    as well stand between two runs. So the longest name that is a folder counts.
     """
     key, _, value = override.partition("=")
-    if key != "resume" or not re.fullmatch(r"[\w./~ +@%:,=-]+", value):
+    if not re.fullmatch(r"[\w./~ +@%:,=-]+", value):
         return override
+    if key != "resume":  # elsewhere a name with = is one value
+        return f"{key}={quoted(value)}" if "=" in value and "," not in value else override
     names, parts = list[str](), value.split(",")
     while parts:
         lengths = range(len(parts), 0, -1)
@@ -106,18 +109,25 @@ def quoted_runs(override: str) -> str:
     return f"resume={','.join(quoted(one) if set(one) & set(',=') else one for one in names)}"
 
 
-def _key_by_key(override: str) -> list[str]:
-    """Return ``KEY={_target_:…}`` as overrides of single keys: Hydra would merge the mapping.
+def _key_by_key(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with ``KEY={_target_:…}`` as single keys: Hydra would merge the mapping.
 
-    So the other keys of the class that it replaces can be told from it; see ``replace_targets``.
+    Whatever is beside a ``_target_`` of the command is set with two plus signs: the option that is
+    chosen may not have it. ``signatures`` rejects what the class does not take.
     """
-    key, _, value = override.partition("=")
-    if not (value.startswith("{") and "_target_" in value):
-        return [override]
-    tree = OverridesParser.create().parse_override(override).value()
-    if not (isinstance(tree, dict) and "_target_" in tree):
-        return [override]
-    return [f"++{key.lstrip('+')}.{name}={literal(one)}" for name, one in tree.items()]
+    words = list[str]()
+    for override in overrides:
+        key, _, value = override.partition("=")
+        tree = None
+        if value.startswith("{") and "_target_" in value:
+            tree = OverridesParser.create().parse_override(override).value()
+        if isinstance(tree, dict) and "_target_" in tree:
+            words += [f"{key.lstrip('+')}.{name}={literal(one)}" for name, one in tree.items()]
+        else:
+            words.append(override)
+    targets = [word.lstrip("+") for word in words if word.partition("=")[0].endswith("._target_")]
+    owners = tuple(word.partition("_target_")[0] for word in targets)
+    return [f"++{word}" if owners and word.startswith(owners) else word for word in words]
 
 
 def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> None:
@@ -168,6 +178,14 @@ def known_keys(arguments: Sequence[str]) -> list[str]:
         with suppress(Exception):  # the command's own error is reported; this is about a hint only
             return list(dotted_keys(OmegaConf.to_container(_compose_groups(given))))
     return []
+
+
+def taken_keys(arguments: Sequence[str], group: str) -> Collection[str]:
+    """Return the keywords of what a group's ``_target_`` names, as its source says."""
+    with suppress(Exception):
+        target = OmegaConf.select(_compose_groups(arguments), f"{group}._target_")
+        return source_keywords(str(target)) or ()
+    return ()
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str | None:

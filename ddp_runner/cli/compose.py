@@ -19,7 +19,14 @@ from ddp_runner.cli.chosen_options import (
     replace_targets,
 )
 from ddp_runner.cli.command_line import CommandLine
-from ddp_runner.cli.hydra_adapter import UNNAMED, compose_config, is_grid, opened, opened_node
+from ddp_runner.cli.hydra_adapter import (
+    FULL_ERROR,
+    UNNAMED,
+    compose_config,
+    is_grid,
+    opened,
+    opened_node,
+)
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import NotARunError, left_trackers, said_again, with_resumed
 from ddp_runner.config.inference import INFERENCE
@@ -77,12 +84,19 @@ def compose(command: CommandLine) -> DictConfig:
                     "hydra/sweeper=optuna, which searches intervals"
                 )
         elif sweep.is_choice_sweep():
+            key = sweep.key_or_group
+            is_list = OmegaConf.is_list(OmegaConf.select(composed, key)) or key in LIST_GROUPS
             raise UserError(
                 f"{line} has a comma; write -m for a sweep over its values, or "
-                f"{sweep.key_or_group}=[ONE,OTHER] for a list"
+                + (f"{key}=[ONE,OTHER] for a list" if is_list else f"{key}=VALUE for one run")
             )
         else:
             raise UserError(f"{line} is a sweep; write -m for it")
+    if composed.hydra.verbose:
+        raise UserError(
+            "hydra.verbose has no effect here; the tracebacks are in RUN/logs, and "
+            f"{FULL_ERROR}=1 before the command shows Hydra's own"
+        )
     if composed.hydra.job.chdir:
         raise UserError(
             "hydra.job.chdir=true would change what data_root and resume mean; leave it out: a run "

@@ -15,7 +15,8 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
-from ddp_runner.cli.command_line import known_keys, nearest_key
+from ddp_runner.cli.command_line import group_folders, known_keys, nearest_key, taken_keys
+from ddp_runner.cli.hydra_adapter import OWN_GROUPS
 from ddp_runner.config.schema import CONFIG_DIR, KINDS, LIST_GROUPS, Config
 from ddp_runner.errors import UserError, in_yaml
 
@@ -130,8 +131,17 @@ def _missing_option(error: BaseException) -> str | None:
         return None
     if "optuna" in option:
         return f"{group}={option} needs Hydra's Optuna plugin; pip install 'ddp-runner[optuna]'"
+    if group == "hydra/launcher":
+        return (
+            f"{group}={option} does not exist; write sweep.parallel_jobs=N for jobs side by side "
+            f"on this machine, or {group}=slurm"
+        )
     # Of an option in a list, as in metrics=[auc,top_k], Hydra does not say what there is.
-    options = list(error.options or sorted(one.stem for one in (CONFIG_DIR / group).glob("*.yaml")))
+    folders = group_folders(OWN_GROUPS)
+    options = list(
+        error.options
+        or sorted({one.stem for root in folders for one in (root / group).glob("*.yaml")})
+    )
     if not options:
         return f"{group}={option} does not exist, and a YAML's defaults name it"
     meant = nearest_key(option, options)
@@ -144,14 +154,18 @@ def _unknown_key(error: BaseException, arguments: Sequence[str]) -> str | None:
     if match is None:
         return None
     key, _, package = match[1].partition("@")
-    if key.startswith("loop."):  # its keys are the user's own, and Hydra adds them with a plus only
-        return f"{key} is an argument that no YAML gives; write +{key}=VALUE"
+    if key.startswith(("loop.", "user.")):  # the user's own, which Hydra adds with a plus only
+        return f"{key} is a key of your own that no YAML gives; write +{key}=VALUE"
     if package:
         return f"{match[1]} puts {key} where no run reads it; write {key}=OPTION, without @"
     known = known_keys(arguments)
     if key in known:
         return f"{key} has no key of this name yet; write +{key}.KEY=VALUE"
-    meant, parent = nearest_key(key, known), key.rpartition(".")[0]
+    meant, (parent, _, last) = nearest_key(key, known), key.rpartition(".")
+    if f"{parent}._target_" in known and last in taken_keys(arguments, parent):
+        return (
+            f"{key} is not a key of the chosen option, but its class takes it; write +{key}=VALUE"
+        )
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == parent]
     hint = "see --help for all keys"
     if meant:

@@ -117,10 +117,7 @@ def _first_break(differences: Mapping[int, float], *, rounding: float) -> int | 
 
 
 def _rounding(run: Run) -> float:
-    precision = run.config.get("train.precision")
-    # By default, cuDNN convolves float32 in TF32, which has as many digits as float16.
-    default = "tf32" if "cuda" in str(run.record.get("devices")) else "fp32"
-    return ROUNDING[precision if precision in ("fp16", "bf16") else default]
+    return ROUNDING.get(str(run.config.get("train.precision")), ROUNDING["fp32"])
 
 
 def _difference(loss: float | None, other: float | None) -> float:

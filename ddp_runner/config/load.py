@@ -28,7 +28,10 @@ def to_config(raw: DictConfig) -> Config:
     """
     for key in map(str, raw):
         if key not in {field.name for field in fields(Config)}:
-            raise UserError(f"{key} is not a key of the config; see --help for all keys")
+            raise UserError(
+                f"{key} is not a key of the config; see --help for all keys, and put your own "
+                f"under user, as in user.{key}"
+            )
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
     assert isinstance(config, Config)
     _validate_texts(config)

@@ -17,7 +17,7 @@ from ddp_runner.config.validate import (
 from ddp_runner.config.validate_inference import fitted
 from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, counted
 from ddp_runner.host.hardware import Hardware
 
 
@@ -89,15 +89,19 @@ def _backend(
     if wants_cuda and not fits:
         fewer = f"write world_size={gpus // per_rank}, or" if gpus >= per_rank else "write"
         raise UserError(
-            f"{nproc} ranks of {per_rank} devices need {nproc * per_rank} GPUs and this machine "
-            f"shows {gpus}; {fewer} backend=gloo backend.device=cpu"
+            f"{counted(nproc, 'rank')} with {counted(per_rank, 'device')} each need "
+            f"{counted(nproc * per_rank, 'GPU')} and this machine shows {gpus}; {fewer} "
+            "backend=gloo backend.device=cpu"
         )
     if device == "auto":
         device = "cuda" if gpus and fits and name != "mpi" else "cpu"
     if name == "auto":
         name = "nccl" if device == "cuda" else "gloo"
-    if config.train.precision == "fp16" and device == "cpu":
-        raise UserError("train.precision=fp16 needs a CUDA device; on a CPU write bf16")
+    if config.train.precision in ("fp16", "tf32") and device == "cpu":
+        raise UserError(
+            f"train.precision={config.train.precision} needs a CUDA device; on a CPU write "
+            f"{'bf16' if config.train.precision == 'fp16' else 'fp32'}"
+        )
     return replace(config.backend, name=name, device=device)
 
 

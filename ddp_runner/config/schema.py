@@ -33,7 +33,7 @@ RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
         *("name", "loss", "num_stages", "channels_last", "weights"),
         *("meta_init", "blocks", "tensor_parallel"),  # of its modules; see conf/model/gpt.yaml
     ),
-    "dataset": (),
+    "dataset": ("shuffle",),
     "parallelism": ("needs",),
     "optimizer": ("name",),
     "scheduler": ("name",),
@@ -126,6 +126,7 @@ class Config:
     # guarantees); collectives (measure them); or your own function
     task: str = "train"
     loop: dict[str, Any] = field(default_factory=dict)  # arguments of that function
+    user: dict[str, Any] = field(default_factory=dict)  # of your own, to name in interpolations
     world_size: Any = "auto"  # ranks over all machines; auto: visible GPUs, else min(2, cores)
     seed: int = 0  # of the weights, the order of the samples, dropout and augmentation
     # first part of the run folder's name; null: model-dataset-parallelism-wsN

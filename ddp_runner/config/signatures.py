@@ -33,7 +33,15 @@ def validate_keywords(config: Config) -> None:
     """
     for group in (*RUNNER_KEYS, "metrics", "trackers"):
         _validate_tree(getattr(config, group), group)
-    _validate_tree({"step": config.train.step}, "train")
+    step = config.train.step
+    _validate_tree({"step": step}, "train")
+    name = step.get("_target_") if isinstance(step, Mapping) else step
+    takes_loss = "loss" in (source_keywords(str(name)) or ())
+    if takes_loss and config.model.get("loss") is None and config.task in ("train", "check"):
+        raise UserError(
+            f"model.loss is null or deleted, and train.step ({name}) needs it; write "
+            "model.loss=ddp_runner.train.losses.cross_entropy"
+        )
 
 
 def _validate_tree(tree: Any, key: str) -> None:

@@ -61,7 +61,7 @@ LARGEST = dict.fromkeys(  # a year, and threads: beyond them the libraries overf
     ("backend.timeout_s", "launch.join_timeout_s", "launch.shutdown_timeout_s"), 31_536_000
 ) | {"train.num_threads": 4096}
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
-    "train.precision": ("fp32", "bf16", "fp16"),
+    "train.precision": ("fp32", "tf32", "bf16", "fp16"),
     "backend.name": ("auto", "gloo", "nccl", "mpi"),
     "sweep.retry": (None, "failed"),
     "backend.device": ("auto", "cpu", "cuda"),
@@ -111,6 +111,7 @@ def validate_values(config: Config) -> None:
     for group in RUNNER_KEYS:
         keys = getattr(config, group)
         _validate_kind(group, keys, _yaml_values(group, str(keys.get("name"))))
+    _validate_kind("dataset.shuffle", config.dataset.get("shuffle", True), True)
     for name, keys in config.trackers.items():
         usual = _yaml_values("trackers", str(name)).get(name, {})
         _validate_kind(f"trackers.{name}", keys, {"wait_s": 10.0, **usual})

@@ -45,8 +45,9 @@ class GlobalBatches:
     """One share of a training split's global batches; in most modes each rank has one share.
 
     Global batch k of an epoch is the k-th slice of a permutation that depends only on the seed and
-    the epoch; the last batch may be smaller. Share r is every ``num_shares``-th sample from r on,
-    as in ``torch.utils.data.DistributedSampler``, but without its padding.
+    the epoch, or of the dataset's own order; the last batch may be smaller. Share r is every
+    ``num_shares``-th sample from r on, as in ``torch.utils.data.DistributedSampler``, but without
+    its padding.
     """
 
     split: Split
@@ -57,6 +58,7 @@ class GlobalBatches:
     seed: int
     is_computed: bool = True  # false: by other ranks, so the steps come without data
     num_randoms: int = 0  # random numbers per sample, for the augmentation
+    shuffle: bool = True  # in another order in each epoch
     lengths: Tensor | None = None  # (num_samples,): put samples of similar length in one batch
 
     @property
@@ -91,6 +93,8 @@ class GlobalBatches:
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of all samples in the epoch's order, int64 ``(num_samples,)``."""
+        if not self.shuffle:
+            return torch.arange(len(self.split), device=self.split.device)
         generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
         order = torch.randperm(len(self.split), generator=generator)
         if self.lengths is not None:

@@ -23,7 +23,7 @@ from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import derive
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import shown_path
-from ddp_runner.train.evaluation import DTYPES
+from ddp_runner.train.evaluation import autocast
 
 FILE = "sample.txt"
 DEFAULT_PROMPT = "\n"
@@ -61,7 +61,6 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
         num_rounds=asked.num_tokens,
     )
     with logger:
-        autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
         new_tokens = sampled(
             module,
             tokens,
@@ -71,7 +70,7 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
             generator=torch.Generator().manual_seed(derive(config.seed, "sample")),
             device=device,
         )
-        with autocast:
+        with autocast(device, precision):
             for number, token in enumerate(new_tokens, start=1):
                 tokens.append(token)
                 logger.step_done(step=number, epoch=1)

@@ -3,6 +3,7 @@
 import resource
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -13,8 +14,11 @@ from ddp_runner.host.hardware import GET_TORCH
 def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
     """Initialise this rank's GPUs and make the first one current; do nothing on a CPU.
 
+    Products of fp32 are computed as such, also in cuDNN's convolutions, where torch's own default
+    is TF32: its peak is several times as high, so ``perf/mfu`` would compare unlike things.
+
     Raises:
-        UserError: torch cannot use the GPUs, or one of them lacks bf16.
+        UserError: torch cannot use the GPUs, or one of them lacks the precision.
     """
     if devices[0].type != "cuda":
         return
@@ -28,6 +32,14 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
             f"install a torch that was built for it ({GET_TORCH}), or write backend=gloo "
             "backend.device=cpu"
         ) from error
+    products: Any = torch.backends  # its attribute is not in its type
+    products.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    for device in devices if precision == "tf32" else ():
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            raise UserError(
+                f"train.precision=tf32 does not exist on {device} "
+                f"({torch.cuda.get_device_name(device)}); write train.precision=fp32"
+            )
     for device in devices if precision == "bf16" else ():
         with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -121,6 +121,8 @@ def goes_on(config: RunConfig, run_dir: RunDir) -> bool:
     Raises:
         UserError: the folder holds a run that `resume` does not name.
     """
+    if config.resume in (None, AUTO):
+        run_dir.clear_if_unbegun()
     known = _record(run_dir).get("work_hash") if config.resume == AUTO else None
     if known == work_hash(config):
         return True

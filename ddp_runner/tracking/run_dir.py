@@ -1,6 +1,7 @@
 """The folder of a run: its files, its lock, and the frozen config. Torch-free."""
 
 import fcntl
+import json
 import os
 import re
 import shlex
@@ -134,6 +135,16 @@ class RunDir:
         with suppress(OSError):
             if all(path == self.lock for path in self.path.iterdir()) and self.is_held is False:
                 shutil.rmtree(self)
+
+    def clear_if_unbegun(self) -> None:
+        """Empty the folder of a run that a mistake in its command ended before its first step."""
+        known = {self.config.parent, self.lock, self.holder, self.logs, self.record}
+        with suppress(OSError, ValueError, LookupError, TypeError):  # then it is left as it is
+            is_mistake = json.loads(self.record.read_bytes())["error"]["kind"] == "user"
+            if is_mistake and known.issuperset(self.path.iterdir()):
+                shutil.rmtree(self.logs)
+                shutil.rmtree(self.config.parent)
+                self.record.unlink()
 
     def freeze(
         self, config: RunConfig, *, overrides: Sequence[str], choices: Mapping[str, str]

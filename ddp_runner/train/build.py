@@ -118,6 +118,7 @@ def build_batches(
             split=split,
             is_computed=role.gradients is None,  # a server's trainers compute
             num_randoms=dataset.num_randoms,
+            shuffle=config.dataset.get("shuffle", True),
             lengths=dataset.lengths() if dataset.group_by_length else None,
             **common,
         )

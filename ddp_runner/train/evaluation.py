@@ -16,7 +16,11 @@ from ddp_runner.seeds import seed_all
 from ddp_runner.train.eval_totals import EvalSetup, EvalTotals
 from ddp_runner.train.step import Step
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {  # of matrix products, by train.precision
+    **dict.fromkeys(("fp32", "tf32"), torch.float32),
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class Evaluable(Protocol):
@@ -35,12 +39,18 @@ class Evaluable(Protocol):
         """Return the optimizer steps that made the weights."""
 
 
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Return the context in which a model computes in this ``train.precision``."""
+    is_half = precision in ("bf16", "fp16")
+    return torch.autocast(device.type, dtype=DTYPES[precision], enabled=is_half)
+
+
 def forward(state: Evaluable, model: nn.Module, batch: MicroBatch) -> Step:
     """Run the training step on the devices, and return what it returns."""
     setup, precision = state.setup, state.setup.config.train.precision
     device = setup.devices[0]
     data = setup.dataset.prepare(batch.data, device, randoms=batch.randoms)
-    with torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32"):
+    with autocast(device, precision):
         return setup.step(model, data)
 
 

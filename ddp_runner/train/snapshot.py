@@ -150,6 +150,7 @@ class _Place:
                 "samples of a micro-batch": batches.micro_size,
             }
         order = {"seed": batches.seed, GLOBAL_SIZE: batches.global_size}
+        order["dataset.shuffle"] = batches.shuffle
         return {**order, "the version of the order": ORDER_VERSION}
 
     def _data(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_a_model_trains_with_what_it_brings(own: str) -> None:
         ("dataset=part", "dataset", {"name": "part"}, "dataset.name"),
         ("dataset=torch_dataset", "dataset", {"train": None}, "dataset.name, dataset.train"),
         ("dataset=digits", "dataset", {"train": None}, "dataset.name, dataset.train._target_"),
-        ("optimizer=adam", "optimizer", {"lr": 1e-3, "amsgrad": None}, "optimizer.amsgrad"),
+        ("optimizer=adam", "optimizer", {"lr": 1e-3, "amsgrad": False}, "optimizer.amsgrad"),
         ("scheduler=constant", "scheduler", {"warmup_steps": None}, "scheduler.warmup_steps"),
         ("metrics=[]", "metrics", {"mine": None, "auc": None}, "metrics.mine"),
         ("backend=auto", "backend", {"name": "gloo", "timeout_s": 7.0}, "backend.name"),

@@ -140,7 +140,7 @@ ANSWERS = {
     "model@x=toy": "write model=OPTION, without @",
     "=3": "must be the name of an option",
     "hydra.job.nme=x": "did you mean hydra.job.name?",
-    "hydra/launcher=nope": "options: basic, ddp_runner",
+    "hydra/launcher=nope": "write sweep.parallel_jobs=N for jobs side by side",
     "allowed_targets=os": "allowed_targets must be a list; write allowed_targets=[ONE,OTHER]",
     "checkpoint.monitor=[]": "checkpoint.monitor ([]) must be a text",
     "dataset=image_folder dataset.path=X": "did you mean dataset.folder?",

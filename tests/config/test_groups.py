@@ -128,6 +128,7 @@ def test_the_hash_tells_runs_of_other_work_apart(tmp_path: Path) -> None:
 
 
 NET = "torch.nn.Linear"  # whose source the launcher does not read: it has all keys
+LOSS = "ddp_runner.train.losses.mse"
 HOSTILE = {
     "outside": {"_target_": "os.system", "command": "true"},
     "inside": {"_target_": NET, "x": {"_target_": "os.system"}},
@@ -140,7 +141,7 @@ HOSTILE = {
 def test_a_config_that_came_with_a_run_cannot_run_code(kind: str, tmp_path: Path) -> None:
     """Neither a foreign target nor a frozen config that allows itself one is accepted."""
     (tmp_path / ".hydra").mkdir()
-    foreign = {"model": HOSTILE[kind] | {"name": "x"}, "allowed_targets": ["os"]}
+    foreign = {"model": HOSTILE[kind] | {"name": "x", "loss": LOSS}, "allowed_targets": ["os"]}
     frozen = asdict(resolved("model=toy")[0]) | foreign
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(frozen))
     assert "(os.system) is not a part that a config may name" in config_error(f"resume={tmp_path}")

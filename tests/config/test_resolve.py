@@ -87,7 +87,7 @@ def test_negative_numbers_are_rejected(key: str) -> None:
 
 INVALID = [
     ("backend.device=cuda world_size=2",
-     "2 ranks of 1 devices need 2 GPUs and this machine shows 0; write backend=gloo "
+     "2 ranks with 1 device each need 2 GPUs and this machine shows 0; write backend=gloo "
      "backend.device=cpu"),
     ("parallelism=ps train.precision=fp16",
      "parallelism=ps has no scaled loss; write train.precision=bf16"),
@@ -165,7 +165,8 @@ INVALID = [
      "allowed_targets=[torch.save]"),
     ("task=mine..train allowed_targets=[mine]",
      "task (mine..train) is not a dotted name; write PACKAGE.MODULE.FUNCTION"),
-    ("loop.latent=64", "loop.latent is an argument that no YAML gives; write +loop.latent=VALUE"),
+    ("loop.latent=64",
+     "loop.latent is a key of your own that no YAML gives; write +loop.latent=VALUE"),
     ("+loop.latent=64",
      "loop.latent is an argument of a function of your own and task is train; write "
      "task=PACKAGE.MODULE.FUNCTION, or leave it out"),
@@ -184,7 +185,7 @@ INVALID = [
     (f"{MINE} checkpoint.monitor=d/score checkpoint.load_best=true",
      "checkpoint.load_best=true evaluates the model of task=train, and task is mine.train; leave "
      "it out: your function loads and evaluates what it wants"),
-    ("train.precision=int8", "train.precision (int8) must be one of fp32, bf16, fp16"),
+    ("train.precision=int8", "train.precision (int8) must be one of fp32, tf32, bf16, fp16"),
     ("train.precision=fp16", "train.precision=fp16 needs a CUDA device; on a CPU write bf16"),
     ("checkpoint.mode=best", "checkpoint.mode (best) must be one of max, min"),
     ("backend.name=tcp", "backend.name (tcp) must be one of auto, gloo, nccl, mpi"),
@@ -270,11 +271,13 @@ INVALID = [
      f"{LOSSES}"),
     ("train.epoch=3", "train.epoch is not a key of the config; did you mean train.epochs?"),
     ("modle=toy", "modle is not a key of the config; did you mean model?"),
-    ("+epochs=3", "epochs is not a key of the config; see --help for all keys"),
+    ("+epochs=3",
+     "epochs is not a key of the config; see --help for all keys, and put your own under user, as "
+     "in user.epochs"),
     ("lr=3", "lr is not a key of the config; did you mean optimizer.lr?"),
     ("optimizer.nothing=3",
      "optimizer.nothing is not a key of the config; the keys of optimizer are name, _target_, lr, "
-     "momentum, weight_decay, nesterov"),
+     "momentum, dampening, weight_decay, nesterov"),
     ("optimizer=sgdd",
      f"optimizer=sgdd does not exist; did you mean sgd? options: {options('optimizer')}"),
     ("scheduler=x", f"scheduler=x does not exist; options: {options('scheduler')}"),
@@ -339,7 +342,7 @@ def test_ranks_backend_and_device_follow_the_hardware(
         ("backend=nccl world_size=8", 4,
          "need 8 GPUs and this machine shows 4; write world_size=4"),
         ("model=toy_mp parallelism=ddp_mp backend=nccl world_size=4", 4,
-         "4 ranks of 2 devices need 8 GPUs and this machine shows 4; write world_size=2"),
+         "4 ranks with 2 devices each need 8 GPUs and this machine shows 4; write world_size=2"),
         ("backend=nccl backend.device=cpu", 4, "backend.device=cpu needs gloo"),
     ],
 )  # fmt: skip

@@ -10,10 +10,10 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.sources.cifar import Cifar, read_batch
@@ -31,7 +31,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def source(name: str) -> Cifar:
     """Return the source of a YAML."""
-    built: Cifar = instantiate(OmegaConf.load(CONFIG_DIR / "dataset" / f"{name}.yaml"))
+    settings: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "dataset" / f"{name}.yaml"))
+    built: Cifar = make("dataset", settings)
     return built
 
 

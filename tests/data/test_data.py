@@ -13,12 +13,12 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
+import yaml
 from real_data import require, write_tiny_mnist
 from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from ddp_runner.config.instantiate import make
 from ddp_runner.data import batches as batching
 from ddp_runner.data import cache as prepared
 from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
@@ -248,7 +248,7 @@ def test_offline_yaml_builds_the_same_data_each_time(
     name: str, train: int, evaluation: int, shape: tuple[int, ...], tmp_path: Path, cache: Path
 ) -> None:
     """Sizes and types are right, statistics match the pixels, a second load is equal."""
-    source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
+    source = make("dataset", yaml.safe_load((CONF / f"{name}.yaml").read_text()))
     logged: list[str] = []
     first, second = (load_dataset(source, data_root=tmp_path, log=logged.append) for _ in range(2))
     assert first.train.inputs.shape == (train, *shape)
@@ -603,7 +603,7 @@ def test_missing_files_without_network_say_what_to_do(
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
 def test_real_images_have_the_yamls_statistics(name: str, data_root: Path) -> None:
     """The real files load, and their mean and std are those in the YAML."""
-    source = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
+    source = make("dataset", yaml.safe_load((CONF / f"{name}.yaml").read_text()))
     require(data_root / source.folder)
     data = load_dataset(source, data_root=data_root, log=print)
     assert (len(data.train), len(data.eval)) == (60000, 10000)
