@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from commands import run_command
 from pages import commands, write_files
+from real_data import write_tiny_mnist
 from run_folders import metrics, record
 
 pytestmark = pytest.mark.full
@@ -25,6 +26,7 @@ def test_each_command_of_a_page_runs(page: str, number: int, tmp_path: Path) -> 
     """On two ranks, in the folder that holds the page's files, and learns something."""
     write_files(page, tmp_path)
     write_points(tmp_path / "data")
+    write_tiny_mnist(tmp_path / "data")
     done = run_command(
         *commands(page)[number],
         "world_size=2",

@@ -140,8 +140,6 @@ def _keywords(source: Path, word: str, name: str) -> frozenset[str] | None:
     for node in _statements(source):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             known.add(node.name)
-            if node.name == "__getattr__":
-                raise _UnknownError
             if node.name == word:
                 if isinstance(node, ast.FunctionDef):
                     return _arguments(node)
@@ -151,10 +149,11 @@ def _keywords(source: Path, word: str, name: str) -> frozenset[str] | None:
             known |= names.keys()
             if word in names and isinstance(node, ast.ImportFrom):
                 return _named(f"{_module_of(node, source, name)}.{names[word]}")
-            if word in names or "*" in names:
-                raise _UnknownError
-        elif word in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}:
-            raise _UnknownError  # it is computed
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                known |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
+    if word in known or known & {"*", "__getattr__"}:
+        raise _UnknownError  # it is computed
     meant = nearest(word, known)
     module = name.rpartition(".")[0]
     hint = f"did you mean {module}.{meant}?" if meant else "name another"

@@ -11,8 +11,9 @@ from run_folders import record
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, plan
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.errors import UserError
 
-TARGET = "{_target_: mine.Rows}"
+TARGET, EVAL = "{_target_: mine.Rows}", "{_target_: mine.Rows, split: eval}"
 # A model that brings the settings of its training, and of the dataset that it is trained on.
 MODEL = f"""# @package _global_
 defaults:
@@ -40,7 +41,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The option for a folder with the model, two datasets and the experiment."""
     (tmp_path / "mine.py").write_text("def __getattr__(name): ...")  # it may have anything
     monkeypatch.syspath_prepend(str(tmp_path))
-    part = f"defaults: [torch_dataset]\nname: part\ntrain: {TARGET}\neval: {TARGET}\n"
+    part = f"defaults: [torch_dataset]\nname: part\ntrain: {TARGET}\neval: {EVAL}\n"
     for name, text in {
         "model/own": MODEL,
         "dataset/part": part,
@@ -115,6 +116,56 @@ def test_an_experiment_gives_way_to_the_command_line_as_well(own: str) -> None:
         "optimizer.lr"
     ]
     assert planned(own, "experiment=best_by_f1")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "group", "expected"),
+    [
+        ("optimizer._target_=torch.optim.Adadelta", "optimizer",
+         {"name": "adadelta", "_target_": "torch.optim.Adadelta"}),
+        ("optimizer={_target_:torch.optim.Adadelta,rho:0.5}", "optimizer",
+         {"name": "adadelta", "_target_": "torch.optim.Adadelta", "rho": 0.5}),
+        ("optimizer._target_=torch.optim.RMSprop optimizer.centered=true optimizer.name=x",
+         "optimizer", {"name": "x", "_target_": "torch.optim.RMSprop", "centered": True}),
+        ("optimizer._target_=torch.optim.SGD optimizer.lr=3", "optimizer",
+         {"lr": 3, "momentum": 0.9}),
+        ("dataset=part dataset.train={_target_:mine.Other,size:3} +dataset.train.seed=4",
+         "dataset.train", {"_target_": "mine.Other", "size": 3, "seed": 4}),
+        ("dataset=part dataset.eval={_target_:mine.Rows,size:3}", "dataset.eval",
+         {"_target_": "mine.Rows", "split": "eval", "size": 3}),
+    ],
+)  # fmt: skip
+def test_another_target_leaves_no_key_of_the_one_before(
+    own: str, words: str, group: str, expected: dict[str, Any]
+) -> None:
+    """But for what the command itself gives; the same class keeps the keys of its option."""
+    config, _ = planned(own, *words.split())
+    keys: Any = vars(config)
+    for part in group.split("."):
+        keys = keys[part]
+    if "lr=3" in words or "Rows" in words:
+        keys = {key: keys[key] for key in expected}
+    assert keys == expected
+
+
+def test_a_wrong_key_beside_another_target_is_named(own: str) -> None:
+    """Though no plus is needed there."""
+    with pytest.raises(UserError, match=r"did you mean optimizer\.rho\?"):
+        planned(own, "optimizer._target_=torch.optim.Adadelta", "optimizer.roh=0.5")
+
+
+def test_an_option_of_the_users_comes_before_ours(own: str, tmp_path: Path) -> None:
+    """Of the same name, for one run and in a sweep."""
+    (tmp_path / "conf" / "optimizer").mkdir()
+    (tmp_path / "conf" / "optimizer" / "adamw.yaml").write_text(
+        "name: own\n_target_: torch.optim.Adam\nlr: 0.7\n"
+    )
+    config, _ = planned(own, "optimizer=adamw")
+    assert config.optimizer == {"name": "own", "_target_": "torch.optim.Adam", "lr": 0.7}
+    words = (own, "-m", "optimizer=adamw,nadam", "sweep.dry_run=true", "hydra.sweep.dir=s")
+    shown = run_command(*words, folder=tmp_path)
+    assert "2 valid jobs" in shown.stdout
+    assert planned("--config-dir=/", "optimizer=adamw")[0].optimizer["name"] == "adamw"
 
 
 def test_the_rows_of_the_chosen_dataset_are_trained_on(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""Which keys a class takes is read from its source: a wrong one is answered before torch."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from configs import config_error, resolved
+from torch.optim import lr_scheduler
+
+from ddp_runner.config.instantiate import keywords
+from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.config.signatures import ANY, source_keywords
+
+SOURCE = """
+import functools
+from dataclasses import dataclass
+from typing import Protocol
+from .others import Renamed as Base, helper
+from third_party import *
+
+class Plain:
+    def __init__(self, a, *, b=2): ...
+
+class Child(Base):
+    size = 3
+
+class Mixed(Plain, Base): ...
+class Mixin: ...
+class Late(Mixin, Base): ...
+
+@dataclass(frozen=True)
+class Fields(Protocol):
+    a: int
+    b: int = 3
+
+@dataclass
+class More(Fields):
+    c: int = 4
+
+class Any(Plain):
+    def __init__(self, **kwargs): ...
+
+@functools.cache
+class Decorated:
+    def __init__(self, a): ...
+
+if True:
+    def branch(a, b): ...
+else:
+    def branch(a): ...
+
+computed = functools.partial(branch, a=1)
+
+@functools.cache
+def cached(a): ...
+"""
+OTHERS = "class Renamed:\n    def __new__(cls, root, train): ...\ndef helper(x, *rest, y): ...\n"
+EXPECTED: dict[str, set[str] | None] = {
+    "Plain": {"a", "b"},
+    "Child": {"root", "train"},
+    "Mixed": {"a", "b"},
+    "Late": {"root", "train"},
+    "Fields": {"a", "b"},
+    "More": {"a", "b", "c"},
+    "Any": {ANY},
+    "Mixin": set(),
+    "helper": {"x", "y"},
+    "branch": {"a", "b"},
+    "Decorated": None,
+    "computed": None,
+    "cached": None,
+    "unheard_of": None,  # it may come from the star
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package of the user's, which must not be imported."""
+    folder = tmp_path / "shapes" / "parts"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(f"{SOURCE}\nraise RuntimeError")
+    (folder / "others.py").write_text(OTHERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "shapes.parts"
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_source_says_which_keywords_there_are(name: str, package: str) -> None:
+    """Or that it does not say, and then the rank asks the object."""
+    assert source_keywords(f"{package}.{name}") == EXPECTED[name]
+    assert package not in sys.modules
+
+
+def test_a_name_that_its_module_does_not_have_is_an_error(package: str) -> None:
+    """With the one that is near."""
+    with pytest.raises(ImportError, match=r"did you mean shapes\.parts\.others\.helper\?"):
+        source_keywords(f"{package}.others.helpr")
+    assert source_keywords("there.is.none") is None  # of packages ``preflight`` speaks
+
+
+@pytest.mark.parametrize("path", [*CONFIG_DIR.glob("optimizer/*"), *CONFIG_DIR.glob("scheduler/*")])
+def test_of_our_own_options_the_source_is_right(path: Path) -> None:
+    """As the object itself says."""
+    target = resolved(f"{path.parent.name}={path.stem}", *REQUIRED.get(path.stem, ()))[0]
+    name = getattr(target, path.parent.name)["_target_"]
+    module, _, word = name.rpartition(".")
+    assert source_keywords(name) == keywords(getattr(import_module(module), word))
+
+
+REQUIRED = {
+    "lbfgs": ("task=os.getcwd", "allowed_targets=[os]"),
+    "steplr": ("scheduler.step_size=2",),
+    "exponentiallr": ("scheduler.gamma=0.9",),
+    "cosineannealingwarmrestarts": ("scheduler.T_0=9",),
+    "cycliclr": ("scheduler.base_lr=0.1", "scheduler.max_lr=0.2"),
+    "multisteplr": ("scheduler.milestones=[3]",),
+    "lambdalr": ("scheduler.lr_lambda={}",),
+    "multiplicativelr": ("scheduler.lr_lambda={}",),
+    "sequentiallr": ("scheduler.schedulers=[]", "scheduler.milestones=[]"),
+    "chainedscheduler": ("scheduler.schedulers=[]",),
+}
+
+
+def test_every_optimizer_and_scheduler_of_torch_has_its_option() -> None:
+    """By its lower-case name; a new one shows up here."""
+    for group, module, kind in (
+        ("optimizer", torch.optim, torch.optim.Optimizer),
+        ("scheduler", lr_scheduler, lr_scheduler.LRScheduler),
+    ):
+        classes = [one for one in vars(module).values() if isinstance(one, type)]
+        names = {one.__name__.lower() for one in classes if issubclass(one, kind)}
+        public = {name for name in names if name[0] != "_"} - {kind.__name__.lower()}
+        assert public <= {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("model=toy", "+dataset.eval_sample=3"), "did you mean dataset.eval_samples?"),
+        (("metrics=[auc]", "+metrics.auc.classes=3"), "metrics.auc.classes is not a keyword of"),
+        (("dataset.augmentation.crop=1",), "dataset.augmentation.crop"),
+        (("train.step={_target_:ddp_runner.train.step.supervised,target:x}",),
+         "train.step.target is not a keyword of ddp_runner.train.step.supervised; did you mean "
+         "train.step.targets?"),
+        (("model.loss=null",), "model.loss is null or deleted"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_is_named_with_the_right_one(words: tuple[str, ...], sentence: str) -> None:
+    """Of any group, at any depth."""
+    assert sentence in config_error(*words)
