@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.hydra_adapter import UNNAMED, literal, quoted
 from ddp_runner.config.inference import INFERENCE
-from ddp_runner.config.load import chosen_keys, frozen_config
+from ddp_runner.config.load import chosen_keys, forced, frozen_config
 from ddp_runner.config.schema import AUTO, CONFIG_DIR, RUNNER_KEYS
 from ddp_runner.errors import UserError
 from ddp_runner.files import is_missing
@@ -52,6 +52,8 @@ def resumed_overrides(
         overrides[place] = f"resume={quoted(str(runs[0]))}"
     first, *others = (_choices(run, folders=folders) for run in runs)
     given = {one.partition("=")[0] for one in overrides}
+    configs = [RunDir(run).config for run in runs]
+    overrides = [forced(one, configs, chosen=given) for one in overrides]
     implied = [
         f"{group}={option}"
         for group, option in first

@@ -219,6 +219,8 @@ def _notes(run: Run, num_damaged: int) -> Iterator[str]:
             f"written by ddp_runner {theirs or '(unknown)'}, this is {__version__}"
             + (f"; unknown fields: {unknown}" if unknown else "")
         )
+    if lost := [name for name, value in run.record["metrics"].items() if not is_finite(value)]:
+        yield f"not finite at the end, so not compared: {listed(sorted(lost))}"
     if num_damaged:
         num_lines = num_damaged + len(run.lines)
         yield f"skipped {num_damaged} of {num_lines} lines of {METRICS_FILE}: damaged"

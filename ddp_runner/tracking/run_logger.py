@@ -17,6 +17,7 @@ from ddp_runner.tracking.metric_files import MetricFiles
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
+    add_warning,
     begin_anew,
     end_session,
     note_startup,
@@ -121,9 +122,20 @@ class RunLogger:
         """Keep a picture of a step in the run folder, and show it in TensorBoard."""
         self._files.log_image(name, png, step=step)
 
-    def first_loss(self, loss: float) -> None:
-        """Keep the mean loss over the first global batch, before any update, to warn at the end."""
+    def first_loss(self, loss: float, *, teaches: bool) -> None:
+        """Keep the mean loss over the first global batch, before any update, to warn at the end.
+
+        Warn now if its gradients are all zero, so that it `teaches` nothing.
+        """
         write_run_record(self._run_dir, first_loss=json_safe(loss))
+        if not teaches:
+            text = (
+                f"all gradients of the first batch are exactly 0 (loss {loss:.4g}), so nothing is "
+                "learnt from it; check that the loss depends on the model's outputs"
+            )
+            self._progress.close()
+            print(f"warning: {text}", flush=True)
+            add_warning(self._run_dir, text)
 
     def step_done(self, *, step: int, epoch: int) -> None:
         """Show an optimizer step; after the first one record how long the start took."""
