@@ -21,7 +21,7 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, listed, os_errors
 from ddp_runner.files import file_sha256, replacing
-from ddp_runner.parallelism.shards import load_module, send_module
+from ddp_runner.parallelism.shards import send_module
 from ddp_runner.tracking.run_dir import RunDir
 
 
@@ -85,35 +85,6 @@ def fitting_tensors(
     expected = module.state_dict()
     if not any(name.startswith("module.") for name in expected):  # from a saved DDP module
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    if wrong := misfit(expected, found):
-        raise UserError(
-            f"{named} does not fit the model: {wrong}; give "
-            "weights of the same model, or the model's original keys"
-        )
-    names = {_plain_name(name): name for name in expected}
-    return {own: found[name] for name, own in names.items()}
-
-
-def load_own_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load a state_dict with whole tensors, which every rank has, into the module that it is of.
-
-    Raises:
-        UserError: it is of another module.
-    """
-    try:
-        load_module(module, state)
-    except Exception as error:  # torch names every tensor
-        if not (wrong := misfit(module.state_dict(), state)):
-            raise
-        fix = "keep the keys that build it as they were, or start a new run"
-        raise UserError(f"{wrong}; {fix}") from error
-
-
-def misfit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
-    """Return in which names and shapes a state_dict differs from a model's own; empty if it fits.
-
-    Of the model's names the prefix of torch.compile does not count.
-    """
     names = {_plain_name(name): name for name in expected}
     differences = []
     if missing := [name for name in names if name not in found]:
@@ -126,7 +97,12 @@ def misfit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
         if name in found and found[name].shape != expected[own].shape
     ]:
         differences.append(listed(wrong))
-    return "; ".join(differences)
+    if differences:
+        raise UserError(
+            f"{named} does not fit the model: {'; '.join(differences)}; give "
+            "weights of the same model, or the model's original keys"
+        )
+    return {own: found[name] for name, own in names.items()}
 
 
 def best_or_newest(

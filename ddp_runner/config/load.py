@@ -76,10 +76,7 @@ def frozen_config(path: Path) -> DictConfig:
 
 
 def forced(override: str, paths: Iterable[Path], *, chosen: Collection[str]) -> str:
-    """Return an override with two plus signs if all these frozen configs have its key.
-
-    They may have it from a command line alone. A group that is `chosen` has only its YAML's keys.
-    """
+    """Return an override with two plus signs if these frozen configs have its key: no YAML may."""
     key = override.partition("=")[0]
     if "." not in key or key.partition(".")[0] not in {"loop", "metrics", *RUNNER_KEYS} - {*chosen}:
         return override

@@ -175,8 +175,6 @@ class _Place:
     def _validate_data(self, saved: Mapping[str, Any], *, seed: int) -> None:
         """Validate that the samples did not change: the order of an epoch depends on their number.
 
-        The other `seed` of a checkpoint may be why they did.
-
         Raises:
             UserError: they did.
         """
@@ -198,11 +196,8 @@ class _Place:
         if is_other and not changed:
             changed = [f"{_shown(current['train_samples'])} training samples, but different ones"]
         if changed:
-            now, fix = (
-                self._state.setup.config.seed,
-                f"put the data of dataset={name} back as it was",
-            )
-            if now != seed:
+            fix = f"put the data of dataset={name} back as it was"
+            if (now := self._order()["seed"]) != seed:
                 fix = f"the seed was {seed} and is {now} now; write seed={seed}"
             raise UserError(f"the data changed: {'; '.join(changed)}; {fix}, or start a new run")
 

@@ -373,7 +373,9 @@ def misfit(env: DistEnv, config: Config, folder: Path) -> str:
 def test_weights_of_another_shape_are_rejected(tmp_path: Path) -> None:
     """As when a model's code changed since: the answer names the parameter."""
     (answer,) = run_ranks(misfit, 1, config_of(*TOY, world_size=1), tmp_path)
-    sentence = "does not fit model: net1.weight is (3, 3) there and (10, 10) in the model; keep the"
+    sentence = (
+        "net1.weight is (3, 3) there and (10, 10) in the model; give weights of the same model"
+    )
     assert sentence in answer
     assert "Error" not in answer
     assert len(answer.splitlines()) == 1
