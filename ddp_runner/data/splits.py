@@ -46,6 +46,26 @@ class Split(Protocol):
 
 
 @dataclass(frozen=True)
+class AbsentSplit:
+    """A split that a dataset does not give; what needs its samples raises, and says the `fix`."""
+
+    fix: str
+    device = torch.device("cpu")
+
+    def __len__(self) -> int:
+        """Raise the UserError."""
+        raise UserError(self.fix)
+
+    def load(self, pieces: Iterable[Piece], *, seed: int) -> Iterator[Any]:
+        """Raise the UserError."""
+        raise UserError(self.fix)
+
+    def near(self, device: torch.device, *, most_bytes: float) -> "AbsentSplit":
+        """Return it."""
+        return self
+
+
+@dataclass(frozen=True)
 class TensorSplit:
     """Samples in two tensors, in memory or memory-mapped; a batch is (inputs, targets)."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ddp_runner.data.splits import IGNORED
@@ -55,19 +56,11 @@ def supervised(
     Raises:
         UserError: the batch is no pair, or has no such key.
     """
-    if targets is not None and isinstance(batch, Mapping) and targets in batch:
-        inputs = {key: value for key, value in batch.items() if key != targets}
-        expected = batch[targets]
-    elif targets is None and isinstance(batch, tuple | list) and len(batch) == 2:
-        inputs, expected = batch
-    else:
+    parts = _parts(batch, targets)
+    if parts is None:
         raise UserError(_misfit(batch, targets))
-    if isinstance(inputs, Mapping):
-        outputs = model(**inputs)
-    elif isinstance(inputs, tuple | list):
-        outputs = model(*inputs)
-    else:
-        outputs = model(inputs)
+    inputs, expected = parts
+    outputs = _outputs(model, inputs)
     produced = first_tensor(outputs)
     if produced is not None:  # a model on several devices ends on the last of them
         expected = to_device(expected, produced.device)
@@ -79,6 +72,30 @@ def supervised(
         )
     counted = len(labels) if count == "samples" else labels.ne(IGNORED).sum()
     return Step(loss(outputs, expected), counted, outputs=outputs, targets=expected)
+
+
+def predicted(model: nn.Module, batch: Any, *, targets: str | None = None) -> Step:
+    """Return what the model gives: the ordinary step of task=predict, whose samples may be inputs.
+
+    A batch that ``supervised`` takes has targets, which are returned; any other is all inputs.
+    """
+    inputs, expected = _parts(batch, targets) or (batch, None)
+    return Step(torch.zeros(()), 0, outputs=_outputs(model, inputs), targets=expected)
+
+
+def _parts(batch: Any, targets: str | None) -> tuple[Any, Any] | None:
+    """Return the inputs and the targets of a batch; None if it is no pair, or lacks the key."""
+    if targets is None:
+        return (*batch,) if isinstance(batch, tuple | list) and len(batch) == 2 else None
+    if not (isinstance(batch, Mapping) and targets in batch):
+        return None
+    return {key: value for key, value in batch.items() if key != targets}, batch[targets]
+
+
+def _outputs(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
 def modules_of(step: StepFunction) -> dict[str, Any]:
