@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.cli.hydra_adapter import UNNAMED, literal, quoted
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.load import chosen_keys, forced, frozen_config
+from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import AUTO, CONFIG_DIR, RUNNER_KEYS
 from ddp_runner.errors import UserError
 from ddp_runner.files import is_missing
@@ -172,7 +173,9 @@ def _take_model(
         UserError: the run has trained no model.
     """
     run_dir = RunDir(Path(raw.resume).absolute())
-    if trained != "train":
+    if has_own_loop(trained):
+        frozen.loop = {}
+    elif trained != "train":
         raise UserError(
             f"resume={raw.resume} is a run of task={trained}, and task={frozen.task} takes the "
             "model of a run of task=train; name such a run"

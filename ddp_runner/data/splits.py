@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -52,13 +52,11 @@ class AbsentSplit:
     fix: str
     device = torch.device("cpu")
 
-    def __len__(self) -> int:
+    def load(self, *_: Any, **named: Any) -> NoReturn:
         """Raise the UserError."""
         raise UserError(self.fix)
 
-    def load(self, pieces: Iterable[Piece], *, seed: int) -> Iterator[Any]:
-        """Raise the UserError."""
-        raise UserError(self.fix)
+    __len__ = load
 
     def near(self, device: torch.device, *, most_bytes: float) -> "AbsentSplit":
         """Return it."""
