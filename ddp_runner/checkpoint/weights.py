@@ -203,7 +203,7 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
     config, export = RunDir(path).config, RunDir(path).export
     try:
         keys = yaml.safe_load(config.read_text(encoding="utf-8"))
-        settings, is_own = keys["checkpoint"], has_own_loop(str(keys["task"]))
+        settings, is_own = keys["checkpoint"], has_own_loop(str(keys.get("task")))
         monitor, mode = settings["monitor"], settings["mode"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ddp_runner.compare.parity import Parity
 from ddp_runner.compare.run import Run, Stat
 from ddp_runner.compare.settings import Setting, missing_keys
-from ddp_runner.errors import listed
+from ddp_runner.errors import counted, listed
 
 SUPERLINEAR = 1.1  # the additional devices alone cannot explain an efficiency above it
 BUSY = 0.1  # share of the cores' time that other work may use
@@ -96,18 +96,10 @@ def warnings_about(rows: Sequence[ComparisonRow], runs: Sequence[Run]) -> Iterat
     if missing := missing_keys([run.setting for run in runs]):
         yield f"some runs, written by another version, lack keys ({listed(missing)})"
     yield from _different_metrics(runs)
-    for row in rows:
-        for kind, scaling in row.scalings.items():
-            if scaling.efficiency > SUPERLINEAR:
-                yield (
-                    f"{row.label}: {kind} efficiency {scaling.efficiency:.0%} is superlinear "
-                    "(busy machine or cache effects); measure it and its baseline again"
-                )
-        if shares := row.busy_shares:
-            yield (
-                f"{row.label}: the machine was busy during {len(shares)} of {len(row.runs)} runs: "
-                f"other work used up to {max(shares):.0%} of the cores' time; measure it again"
-            )
+    if doubtful := [f"{row.label}: {row.speed_remark}" for row in rows if row.speed_remark]:
+        which = listed(doubtful, separator="; ")
+        speeds = counted(len(doubtful), "doubtful speed")
+        yield f"{speeds} ({which}); measure again, with the baseline"
 
 
 def _different_metrics(runs: Sequence[Run]) -> Iterator[str]:

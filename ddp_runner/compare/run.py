@@ -105,7 +105,7 @@ class Run:
 
     @property
     def final(self) -> dict[str, float]:
-        """Last value of each metric, if it is finite."""
+        """Value of each metric by which the run is judged, see ``RunFields``, if it is finite."""
         metrics = self.record["metrics"].items()
         return {key: float(value) for key, value in metrics if is_finite(value)}
 

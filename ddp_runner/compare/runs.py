@@ -23,7 +23,7 @@ from ddp_runner.errors import UserError, listed, one_line
 from ddp_runner.files import is_missing
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS
-from ddp_runner.tracking.run_record import RunRecord, read_run_record
+from ddp_runner.tracking.run_record import RunRecord, best_step, read_run_record
 
 REQUIRED = {"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
 KNOWN_FIELDS = get_type_hints(RunRecord).keys()
@@ -221,6 +221,8 @@ def _notes(run: Run, num_damaged: int) -> Iterator[str]:
         )
     if lost := [name for name, value in run.record["metrics"].items() if not is_finite(value)]:
         yield f"not finite at the end, so not compared: {listed(sorted(lost))}"
+    if best_step(run.record):
+        yield "losses and metrics of its best step, whose model it exports; see checkpoint.monitor"
     if num_damaged:
         num_lines = num_damaged + len(run.lines)
         yield f"skipped {num_damaged} of {num_lines} lines of {METRICS_FILE}: damaged"

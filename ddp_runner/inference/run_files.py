@@ -38,16 +38,11 @@ def model_arguments(run_dir: RunDir) -> dict[str, Any]:
     """
     record = read_run_record(run_dir)
     arguments = record.get("model_arguments")
-    if "uses" in record and arguments is None:
-        raise UserError(
-            f"{run_dir} is a run of {record.get('task')}, which built its model by itself: nothing "
-            f"else can; build it in your code, and load {run_dir.export.name} into it, or let the "
-            "loop take it from run.model()"
-        )
     if not isinstance(arguments, dict):
-        raise UserError(
-            f"{run_dir.record} has no model_arguments, which a run of task=train notes; restore it"
-        )
+        why = "model_arguments, which a run of task=train notes; restore it"
+        if "uses" in record:  # a loop of the user's own
+            why = "model that anybody else can build; let its loop take it from run.model()"
+        raise UserError(f"{run_dir.record} has no {why}")
     return arguments
 
 

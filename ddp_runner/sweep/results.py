@@ -17,7 +17,7 @@ from ddp_runner.job import Status
 from ddp_runner.metric_names import headlines
 from ddp_runner.sweep.ledger import INVALID, UNFINISHED, Entry, Ledger
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import read_run_record
+from ddp_runner.tracking.run_record import best_step, read_run_record
 from ddp_runner.tracking.start_block import shown_path
 
 COLUMNS = ("job", "status", "start", "wall", "samples/s", "metrics")
@@ -136,12 +136,13 @@ def _row(folder: Path, entry: Entry) -> tuple[str, ...]:
         record = {}
     metrics, pace = _numbers(record.get("metrics")), "perf/samples_per_s"
     times = _numbers(record)
+    best = [f"(best, step {step})"] if (step := best_step(record)) else []
     return (
         str(shown_path(Path(entry.folder))),
         entry.status,
         *(f"{times[key]:.2f} s" if key in times else "-" for key in ("startup_s", "wall_s")),
         f"{metrics[pace]:.0f}" if pace in metrics else "-",
-        "  ".join(f"{name} {metrics[name]:.4f}" for name in headlines(metrics)),
+        "  ".join([*(f"{name} {metrics[name]:.4f}" for name in headlines(metrics)), *best]),
     )
 
 

@@ -4,11 +4,9 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self, TypeGuard, Unpack
 
-from ddp_runner.errors import UserError
-from ddp_runner.files import json_safe, replace_file
+from ddp_runner.files import json_safe
 from ddp_runner.host.load import load_record, measure_load
 from ddp_runner.job import Job, Status
 from ddp_runner.tracking.console import end_summary, progress
@@ -19,6 +17,7 @@ from ddp_runner.tracking.run_record import (
     RunFields,
     add_warning,
     begin_anew,
+    best_step,
     end_session,
     note_startup,
     read_run_record,
@@ -37,7 +36,7 @@ class NullLogger:
     def log(self, *arguments: object, **named: object) -> None:
         """Do nothing."""
 
-    log_image = first_loss = step_done = evaluating = finish = __exit__ = log
+    log_image = first_loss = step_done = evaluating = exported = finish = __exit__ = log
 
     def __enter__(self) -> Self:
         return self
@@ -78,6 +77,7 @@ class RunLogger:
         self._run_dir, self._started_at, self._title = run_dir, started_at, title
         self._is_started = False
         self._last = RunFields()  # of the last evaluation, for run.json
+        self._judged_by: dict[str, float | None] = {}
         self._files = MetricFiles(
             run_dir.path,
             config_text=run_dir.config.read_text(encoding="utf-8"),
@@ -145,6 +145,15 @@ class RunLogger:
             self._is_started = True
             note_startup(self._run_dir)
 
+    def exported(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Let the run be judged by the step whose model it exports; run.json names an earlier one.
+
+        Metrics that this step lacks, such as speeds, stay the last ones.
+        """
+        last = self._files.last_metrics
+        self._judged_by = {name: one for name, one in metrics.items() if name in last}
+        self._last["exported_step"] = step
+
     def evaluating(self) -> None:
         """Note that an evaluation begins; it lasts until the next step."""
         self._heartbeat.note(EVALUATING)
@@ -163,13 +172,13 @@ class RunLogger:
         """Close the files, write the status and further fields into run.json, and print the end."""
         self._progress.close()
         self._files.close(status=status)
-        metrics = self._files.last_metrics
+        metrics = self._files.last_metrics | json_safe(self._judged_by)
         ended = RunFields(status=status, metrics=metrics)
         ended["load"] = load_record(self._load, measure_load())
         end_session(self._run_dir, **(ended | self._last | fields))
         self._end_trackers(status)
         record = read_run_record(self._run_dir)
-        first, last = record.get("first_loss"), metrics.get("train/loss")
+        first, last = record.get("first_loss"), self._files.last_metrics.get("train/loss")
         if (
             status == Status.COMPLETED
             and first is not None
@@ -190,6 +199,7 @@ class RunLogger:
             title=title,
             said_again=self._job.said_again if self._job else (),
             waiting=waiting_line(record),
+            best_step=best_step(record) if self._judged_by else None,
         )
         print(summary, flush=True)
 
@@ -200,24 +210,6 @@ class RunLogger:
 
 
 Logger = NullLogger | RunLogger
-
-
-def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
-    """Write a dataset's files into the run folder, so that its model can be used without the data.
-
-    Raises:
-        UserError: the run folder has other files, so the model was trained on other data.
-    """
-    for name, content in files.items():
-        path = run_dir / name
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content)
-        elif path.read_bytes() != content:
-            raise UserError(
-                f"{path} differs from the one that the data give now, so the run has trained on "
-                "other data; resume with the data as they were, or start anew"
-            )
 
 
 def waiting_line(record: Mapping[str, Any]) -> str | None:

@@ -75,7 +75,8 @@ class RunFields(TypedDict, total=False):
     epoch: int
     step: int
     first_loss: float | None
-    metrics: Mapping[str, float | None]
+    metrics: Mapping[str, float | None]  # the last ones; of a model that is exported its own
+    exported_step: int  # of that model: the best by checkpoint.monitor, or the last
     directions: Mapping[str, str]  # of the user's own metrics, eval/NAME: max or min is best
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]
@@ -118,6 +119,12 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
     if not isinstance(fields, dict):
         raise UserError(f"{path} does not hold a JSON object; restore or delete it")
     return fields
+
+
+def best_step(record: Mapping[str, Any]) -> int | None:
+    """Return the step of a run.json whose metrics it has, if it is not the last one."""
+    step = record.get("exported_step")
+    return step if isinstance(step, int) and step != record.get("step") else None
 
 
 def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> None:

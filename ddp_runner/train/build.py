@@ -41,8 +41,6 @@ from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
 from ddp_runner.train.stream_batches import StreamBatches
 
-PREDICTED = "ddp_runner.train.step.predicted"
-
 
 def build_session_state(session: Session, config: RunConfig) -> TrainState:
     """Load the data and build the state of a rank. Collective: every rank must call.
@@ -188,7 +186,7 @@ def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFuncti
     named = config.train.step
     keys = named if isinstance(named, Mapping) else {"_target_": named}
     if config.task == "predict" and keys["_target_"] == TrainConfig().step:
-        named = {"_target_": PREDICTED, "targets": keys.get("targets")}
+        named = {"_target_": "ddp_runner.train.step.predicted", "targets": keys.get("targets")}
     step = make_function(
         named,
         key="train.step",

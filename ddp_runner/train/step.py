@@ -4,7 +4,7 @@ The key ``train.step`` names it. The ordinary one, ``supervised``, is the defaul
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -56,11 +56,19 @@ def supervised(
     Raises:
         UserError: the batch is no pair, or has no such key.
     """
-    parts = _parts(batch, targets)
-    if parts is None:
+    if targets is not None and isinstance(batch, Mapping) and targets in batch:
+        inputs = {key: value for key, value in batch.items() if key != targets}
+        expected = batch[targets]
+    elif targets is None and isinstance(batch, tuple | list) and len(batch) == 2:
+        inputs, expected = batch
+    else:
         raise UserError(_misfit(batch, targets))
-    inputs, expected = parts
-    outputs = _outputs(model, inputs)
+    if isinstance(inputs, Mapping):
+        outputs = model(**inputs)
+    elif isinstance(inputs, tuple | list):
+        outputs = model(*inputs)
+    else:
+        outputs = model(inputs)
     produced = first_tensor(outputs)
     if produced is not None:  # a model on several devices ends on the last of them
         expected = to_device(expected, produced.device)
@@ -75,27 +83,13 @@ def supervised(
 
 
 def predicted(model: nn.Module, batch: Any, *, targets: str | None = None) -> Step:
-    """Return what the model gives: the ordinary step of task=predict, whose samples may be inputs.
-
-    A batch that ``supervised`` takes has targets, which are returned; any other is all inputs.
-    """
-    inputs, expected = _parts(batch, targets) or (batch, None)
-    return Step(torch.zeros(()), 0, outputs=_outputs(model, inputs), targets=expected)
-
-
-def _parts(batch: Any, targets: str | None) -> tuple[Any, Any] | None:
-    """Return the inputs and the targets of a batch; None if it is no pair, or lacks the key."""
-    if targets is None:
-        return (*batch,) if isinstance(batch, tuple | list) and len(batch) == 2 else None
-    if not (isinstance(batch, Mapping) and targets in batch):
-        return None
-    return {key: value for key, value in batch.items() if key != targets}, batch[targets]
-
-
-def _outputs(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    """Return the ordinary step of task=predict: of a batch without targets all are inputs."""
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    has_targets = is_pair if targets is None else isinstance(batch, Mapping) and targets in batch
+    if not has_targets:
+        batch, targets = (batch, torch.zeros(0)), None
+    step = supervised(model, batch, loss=lambda *_: torch.zeros(()), targets=targets)
+    return step if has_targets else replace(step, targets=None)
 
 
 def modules_of(step: StepFunction) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.rank.task_log import log_start, task_logger
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.heartbeat import ENDING
-from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_logger import Logger, keep_files
+from ddp_runner.tracking.run_dir import RunDir, keep_files
+from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import RunFields, add_warning, write_run_record
 from ddp_runner.tracking.start_block import sizes, training_facts
 from ddp_runner.train.buffers import find_changing

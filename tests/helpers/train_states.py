@@ -70,6 +70,9 @@ class Trace:
     def first_loss(self, loss: float, *, teaches: bool) -> None:
         """Do nothing."""
 
+    def exported(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Do nothing."""
+
     def step_done(self, *, step: int, epoch: int) -> None:
         """Do nothing."""
 
