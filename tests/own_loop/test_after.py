@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import error_line, run_command
+from commands import RUNNER, TORCHRUN, error_line, run_command
 from own_loops import run_function
 from run_folders import record
 from safetensors.torch import load_file
@@ -69,3 +69,36 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     (nothing / "checkpoints").mkdir(exist_ok=True)
     line = error_line(run_command(*KEYS, f"model.weights={nothing}", folder=tmp_path))
     assert line.endswith("has no undamaged checkpoint; call run.export in its loop")
+
+
+UNSAVED = """
+from pathlib import Path
+
+def train(run, *, steps=2):
+    step = run.restore()
+    while step < steps:
+        step += 1
+        run.log({"loss": 1.0 / step}, step=step)
+        if run.should_stop(step):
+            return
+    Path("calls").open("a").write("called\\n")
+"""
+
+
+@pytest.mark.parametrize("program", [RUNNER, pytest.param(TORCHRUN, marks=pytest.mark.full)])
+def test_a_loop_that_completed_without_a_checkpoint_is_not_called_again(
+    program: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Its results would be replaced; with other keys there is nothing to go on from."""
+    run = run_function(UNSAVED, "+loop.steps=2", "world_size=1", folder=tmp_path).run_dir
+    before = {path: path.read_bytes() for path in (run / "run.json", run / "metrics.jsonl")}
+    words = ("resume=last", "allowed_targets=[mine]")
+    options = {"folder": tmp_path, "environ": {"PYTHONPATH": str(tmp_path)}}
+    module = () if program == RUNNER else ("-m", "ddp_runner")
+    again = run_command(*module, *words, program=program, **options)
+    assert again.exit_code == 0, again.stderr
+    assert again.stdout.count("and saved no checkpoint to go on from: nothing is left to do") == 1
+    line = error_line(run_command(*words, "loop.steps=4", **options))
+    assert line.endswith("saved no checkpoint to go on from with other keys; start a new run")
+    assert {path: path.read_bytes() for path in before} == before
+    assert (tmp_path / "calls").read_text() == "called\n"
