@@ -192,10 +192,7 @@ def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _find(path: Path, *, log: Callable[[str], None]) -> Path:
-    """Return the checkpoint folder or file to load: of a run, the best checkpoint or the newest.
-
-    Of a user's own loop it is what ``Run.export`` has written, since only that is one model.
-    """
+    """Return the checkpoint folder or file to load: of a run, the best checkpoint or the newest."""
     what = f"model.weights ({path}) cannot be read"
     with os_errors(what, fix="make it readable, or give other weights"):
         if path.is_file() or (path / MANIFEST).exists():
@@ -210,7 +207,7 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
             f"{config} does not say which checkpoint is best ({type(error).__name__}); write "
             "model.weights=RUN/checkpoints/step-XXXXXXXX"
         ) from error
-    if is_own and export.is_file():
+    if is_own and export.is_file():  # in its checkpoints nobody knows which object is the model
         return export
     found = best_or_newest(RunDir(path).checkpoints, monitor=monitor, mode=mode, log=log)
     if found is None:

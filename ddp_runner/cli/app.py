@@ -116,7 +116,7 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     if env is not None or config.launch.nnodes > 1:
         # Rank 0 claims the folder, since this process may not be on its machine.
         job = replace(job, run_dir=asked)
-        if is_over(job):
+        if asked and is_over(job):
             return EXIT_COMPLETED
         if env is None:
             return launch(job).exit_code

@@ -85,12 +85,11 @@ def is_over(job: Job) -> bool:
     """Return, and print, that a job resumes a user's loop that has completed and saved nothing.
 
     Raises:
-        UserError: it has other keys now, and could only begin anew in the folder of its results.
+        UserError: it has other keys now.
     """
-    if job.run_dir is None or job.config.resume is None or not has_own_loop(job.config.task):
-        return False
-    run_dir = RunDir(job.run_dir)
-    record = read_run_record(run_dir, missing_ok=True)
+    assert job.run_dir is not None
+    run_dir, is_own = RunDir(job.run_dir), has_own_loop(job.config.task)
+    record = read_run_record(run_dir, missing_ok=True) if is_own and job.config.resume else {}
     if record.get("status") != Status.COMPLETED or any(run_dir.checkpoints.glob("step-*")):
         return False
     what = f"{run_dir} has completed, and saved no checkpoint to go on from"

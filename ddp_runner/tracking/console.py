@@ -179,17 +179,15 @@ def end_summary(
     title: str = "",
     said_again: Sequence[str] = (),
     waiting: str | None = None,
-    best_step: int | None = None,
 ) -> str:
     """Return how a run ended, with the last metrics, and how to look at it.
 
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
     not finite. `wall_s` is of this command, `waiting` on the slowest rank; `said_again`: ``Job``.
-    The metrics may be those of an earlier, the `best_step`.
     """
     values = ((name, metrics[name]) for name in headlines(metrics))
     results = {name: math.nan if value is None else value for name, value in values}
-    took = f"{status} in {wall_s:.1f} s" + (f", best at step {best_step}:" if best_step else "")
+    took = f"{status} in {wall_s:.1f} s"
     if title:
         parts = _parts(results, evaluated=_first_evaluated(results))
         parts = parts or _named(results)

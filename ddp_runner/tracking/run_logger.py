@@ -17,7 +17,6 @@ from ddp_runner.tracking.run_record import (
     RunFields,
     add_warning,
     begin_anew,
-    best_step,
     end_session,
     note_startup,
     read_run_record,
@@ -77,7 +76,7 @@ class RunLogger:
         self._run_dir, self._started_at, self._title = run_dir, started_at, title
         self._is_started = False
         self._last = RunFields()  # of the last evaluation, for run.json
-        self._judged_by: dict[str, float | None] = {}
+        self._exported: dict[str, float | None] = {}  # the metrics of that step
         self._files = MetricFiles(
             run_dir.path,
             config_text=run_dir.config.read_text(encoding="utf-8"),
@@ -123,10 +122,7 @@ class RunLogger:
         self._files.log_image(name, png, step=step)
 
     def first_loss(self, loss: float, *, teaches: bool) -> None:
-        """Keep the mean loss over the first global batch, before any update, to warn at the end.
-
-        Warn now if its gradients are all zero, so that it `teaches` nothing.
-        """
+        """Keep the first batch's loss, to warn at the end; warn now if it `teaches` nothing."""
         write_run_record(self._run_dir, first_loss=json_safe(loss))
         if not teaches:
             text = (
@@ -146,12 +142,9 @@ class RunLogger:
             note_startup(self._run_dir)
 
     def exported(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Let the run be judged by the step whose model it exports; run.json names an earlier one.
-
-        Metrics that this step lacks, such as speeds, stay the last ones.
-        """
+        """Let run.json have the metrics of the step whose model is exported, where it has any."""
         last = self._files.last_metrics
-        self._judged_by = {name: one for name, one in metrics.items() if name in last}
+        self._exported = {name: one for name, one in metrics.items() if name in last}
         self._last["exported_step"] = step
 
     def evaluating(self) -> None:
@@ -172,7 +165,7 @@ class RunLogger:
         """Close the files, write the status and further fields into run.json, and print the end."""
         self._progress.close()
         self._files.close(status=status)
-        metrics = self._files.last_metrics | json_safe(self._judged_by)
+        metrics = self._files.last_metrics | json_safe(self._exported)
         ended = RunFields(status=status, metrics=metrics)
         ended["load"] = load_record(self._load, measure_load())
         end_session(self._run_dir, **(ended | self._last | fields))
@@ -199,7 +192,6 @@ class RunLogger:
             title=title,
             said_again=self._job.said_again if self._job else (),
             waiting=waiting_line(record),
-            best_step=best_step(record) if self._judged_by else None,
         )
         print(summary, flush=True)
 

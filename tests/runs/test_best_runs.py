@@ -162,7 +162,6 @@ def test_what_is_exported_is_what_is_shown_and_ranked(sweep: CommandResult) -> N
     (row,) = [line for line in sweep.stdout.splitlines() if line.startswith(f"{folder.name}  ")]
     assert f"eval/loss {losses[best]:.4f}" in row
     assert f"(best, step {best})" in row
-    assert f"best at step {best}:  " in sweep.stdout
     entries = Ledger(folder.parent).read().values()
     (entry,) = [one for one in entries if one.folder == folder.name]
     assert objective_of(entry, folder.parent, name="eval/loss") == losses[best]

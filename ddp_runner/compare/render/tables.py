@@ -33,8 +33,7 @@ PARITY_HINTS = (
 def as_text(comparison: Comparison) -> str:
     """Return a table with aligned columns, and lists of remarks below it.
 
-    Columns beyond the width of the terminal follow in further blocks, which repeat the settings,
-    or where these are wide the rows' numbers.
+    Columns beyond the width of the terminal follow in further blocks, which repeat the settings.
     """
     shown = [column for column in columns(comparison) if column.is_brief]
     lines = [headline(comparison)]
@@ -56,7 +55,9 @@ def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> I
         is_text = any(isinstance(column.cell(row), str) for row in comparison.rows)
         padded.append([text.ljust(size) if is_text else text.rjust(size) for text in texts])
     num_keys, blocks = len(comparison.keys), [list[list[str]]()]
-    if sum(len(texts[0]) + 2 for texts in padded[:num_keys]) > width / 2:  # too wide to repeat
+    if (
+        sum(len(texts[0]) + 2 for texts in padded[:num_keys]) > width / 2
+    ):  # too wide to repeat: numbers instead
         numbers = ["#", *map(str, range(1, len(comparison.rows) + 1))]
         padded, num_keys = [[one.rjust(len(numbers[-1])) for one in numbers], *padded], 1
     keys = padded[:num_keys]
@@ -159,13 +160,9 @@ def _sections(
         spread = "" if sd is None else f" ± {digits(sd)}"
         exports = [RunDir(run.folder).export for run in best.row.runs]
         models = listed([str(path) for path in exports if path.is_file()])
-        yield (
-            f"best {best.metric} ({best.mode})",
-            [
-                f"{digits(best.value.mean)}{spread} over {count} ({name})",
-                f"its models: {models or 'none was exported'}",
-            ],
-        )
+        lines = [f"{digits(best.value.mean)}{spread} over {count} ({name})"]
+        lines.append(f"its models: {models or 'none was exported'}")
+        yield f"best {best.metric} ({best.mode})", lines
     if lines := [*_step_gaps(comparison)]:
         yield "step time, measured and predicted, and the parts that differ (ms)", lines
     if lines := [
