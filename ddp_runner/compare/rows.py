@@ -68,17 +68,13 @@ class ComparisonRow:
         return {kind: scaling for kind, scaling in kinds.items() if scaling is not None}
 
     @property
-    def busy_shares(self) -> list[float]:
-        """The runs' shares above BUSY, without parallel jobs, which keep each other busy."""
-        shares = [run.busy_share for run in self.runs if not run.is_parallel_job]
-        return [share for share in shares if share is not None and share > BUSY]
-
-    @property
     def speed_remark(self) -> str | None:
         """In a few words why its speed is doubtful; None if it is not."""
         efficiencies = [scaling.efficiency for scaling in self.scalings.values()]
         words = ["superlinear"] if max(efficiencies, default=0.0) > SUPERLINEAR else []
-        words += ["busy machine"] if self.busy_shares else []
+        # Parallel jobs keep each other busy.
+        shares = [run.busy_share or 0.0 for run in self.runs if not run.is_parallel_job]
+        words += ["busy machine"] if max(shares, default=0.0) > BUSY else []
         return ", ".join(words) or None
 
 

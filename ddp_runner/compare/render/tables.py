@@ -55,9 +55,7 @@ def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> I
         is_text = any(isinstance(column.cell(row), str) for row in comparison.rows)
         padded.append([text.ljust(size) if is_text else text.rjust(size) for text in texts])
     num_keys, blocks = len(comparison.keys), [list[list[str]]()]
-    if (
-        sum(len(texts[0]) + 2 for texts in padded[:num_keys]) > width / 2
-    ):  # too wide to repeat: numbers instead
+    if sum(len(texts[0]) + 2 for texts in padded[:num_keys]) > width / 2:  # too wide to repeat
         numbers = ["#", *map(str, range(1, len(comparison.rows) + 1))]
         padded, num_keys = [[one.rjust(len(numbers[-1])) for one in numbers], *padded], 1
     keys = padded[:num_keys]
