@@ -77,8 +77,8 @@ def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
     """
 
     def pattern(key: str) -> list[int]:
-        values = [repr(one.get(key)) for one in settings]
-        return [*map(values.index, values)]
+        first = dict[str, int]()  # where each value comes first
+        return [first.setdefault(repr(one.get(key)), place) for place, one in enumerate(settings)]
 
     wanted = pattern(over)
     if not any(wanted):
