@@ -179,6 +179,12 @@ def stat(values: Iterable[float | None]) -> Stat | None:
     return Stat(statistics.fmean(known), sd, len(known))
 
 
+def best_step(record: Mapping[str, Any]) -> int | None:
+    """Return the step of a run.json whose metrics it has, if it is not the last one."""
+    step = record.get("exported_step")
+    return step if isinstance(step, int) and step != record.get("step") else None
+
+
 def is_finite(value: Any) -> TypeGuard[float]:
     """Return whether a value is a number with which a comparison can calculate."""
     return isinstance(value, int | float) and abs(value) <= MAX_NUMBER

@@ -17,13 +17,13 @@ from typing import Any, get_type_hints
 import yaml
 
 from ddp_runner import __version__
-from ddp_runner.compare.run import Run, is_finite
+from ddp_runner.compare.run import Run, best_step, is_finite
 from ddp_runner.config.schema import leaves
 from ddp_runner.errors import UserError, listed, one_line
 from ddp_runner.files import is_missing
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS
-from ddp_runner.tracking.run_record import RunRecord, best_step, read_run_record
+from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
 REQUIRED = {"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
 KNOWN_FIELDS = get_type_hints(RunRecord).keys()

@@ -10,14 +10,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ddp_runner.compare.run import is_finite
+from ddp_runner.compare.run import best_step, is_finite
 from ddp_runner.errors import UserError, nearest, printable
 from ddp_runner.host.streams import shortened, wrapped
 from ddp_runner.job import Status
 from ddp_runner.metric_names import headlines
 from ddp_runner.sweep.ledger import INVALID, UNFINISHED, Entry, Ledger
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import best_step, read_run_record
+from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.start_block import shown_path
 
 COLUMNS = ("job", "status", "start", "wall", "samples/s", "metrics")

@@ -121,12 +121,6 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
     return fields
 
 
-def best_step(record: Mapping[str, Any]) -> int | None:
-    """Return the step of a run.json whose metrics it has, if it is not the last one."""
-    step = record.get("exported_step")
-    return step if isinstance(step, int) and step != record.get("step") else None
-
-
 def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> None:
     """Merge fields into run.json, which is replaced whole: a reader sees the old one or the new.
 
