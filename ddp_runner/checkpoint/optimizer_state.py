@@ -73,8 +73,8 @@ def load_optimizer(
     """
     if saved["class"] != _class(optimizer):
         raise UserError(
-            f"it was a {saved['class']}, and now it is a {_class(optimizer)}; keep the optimizer, "
-            "or start a new run with model.weights"
+            f"the optimizer was {saved['class']} and is {_class(optimizer)} now; keep it, or start "
+            "a new run with model.weights"
         )
     if "own" in saved:
         optimizer.load_state_dict(copy.deepcopy(saved["own"]))
@@ -146,8 +146,8 @@ def load_scheduler(
     then, now = saved["settings"], saved["state"]
     if now["class"] != settings["class"]:
         raise UserError(
-            f"it was a {now['class']}, and now it is a {settings['class']}; keep the scheduler, or "
-            "start a new run with model.weights"
+            f"the scheduler was {now['class']} and is {settings['class']} now; keep it, or start a "
+            "new run with model.weights"
         )
     own, start, state = settings["state"], then["state"], now["state"]
     first_step, last_step = _last_epoch(own), _last_epoch(state)

@@ -38,6 +38,7 @@ from ddp_runner.checkpoint.optimizer_state import (
 )
 from ddp_runner.checkpoint.plain_data import reject_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
+from ddp_runner.checkpoint.weights import fitting_tensors
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, listed, typed
 from ddp_runner.parallelism.shards import first_not_finite, gathered, is_shard, load_module
@@ -180,8 +181,7 @@ class Saver:
     def _load_by_rank(
         self, content: Mapping[str, Any], path: Path, *, log: Callable[[str], None]
     ) -> None:
-        by_rank = content["by_rank"]
-        if not by_rank:
+        if not (by_rank := content["by_rank"]):
             return
         if content["num_shares"] != self.num_shares:
             log(
@@ -228,7 +228,7 @@ def _own(value: Any, state: Any, *, compares_buffers: bool) -> Any:
 
 def _load(value: Any, state: Any, settings: Any, names: Mapping[int, str]) -> None:
     if isinstance(value, nn.Module):
-        load_module(value, state)
+        load_module(value, fitting_tensors(value, state, named="its state"))
     elif isinstance(value, Optimizer):
         load_optimizer(value, state, settings, names)
     else:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.checkpoint.plain_data import load_plain_data
 from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_checkpoint, newest_first
+from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, listed, os_errors
@@ -196,18 +197,22 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
     with os_errors(what, fix="make it readable, or give other weights"):
         if path.is_file() or (path / MANIFEST).exists():
             return path
-    config = RunDir(path).config
+    config, export = RunDir(path).config, RunDir(path).export
     try:
-        settings = yaml.safe_load(config.read_text(encoding="utf-8"))["checkpoint"]
+        keys = yaml.safe_load(config.read_text(encoding="utf-8"))
+        settings, is_own = keys["checkpoint"], has_own_loop(str(keys.get("task")))
         monitor, mode = settings["monitor"], settings["mode"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(
             f"{config} does not say which checkpoint is best ({type(error).__name__}); write "
             "model.weights=RUN/checkpoints/step-XXXXXXXX"
         ) from error
+    if is_own and export.is_file():  # in its checkpoints nobody knows which object is the model
+        return export
     found = best_or_newest(RunDir(path).checkpoints, monitor=monitor, mode=mode, log=log)
     if found is None:
-        raise UserError(f"model.weights ({path}) has no undamaged checkpoint; give another run")
+        fix = "call run.export in its loop" if is_own else "give another run"
+        raise UserError(f"model.weights ({path}) has no undamaged checkpoint; {fix}")
     return found
 
 

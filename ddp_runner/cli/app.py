@@ -43,7 +43,7 @@ from ddp_runner.host.hardware import detect
 from ddp_runner.host.processes import handled_signals, start_fork_server
 from ddp_runner.host.streams import keep_streams
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
-from ddp_runner.launch.launcher import launch, print_error
+from ddp_runner.launch.launcher import is_over, launch, print_error
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.multirun import Sweep
 from ddp_runner.sweep.slurm.executor import Slurm
@@ -119,6 +119,8 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     if env is not None or config.launch.nnodes > 1:
         # Rank 0 claims the folder, since this process may not be on its machine.
         job = replace(job, run_dir=asked)
+        if asked and is_over(job):
+            return EXIT_COMPLETED
         if env is None:
             return launch(job).exit_code
         validate_rendezvous(env, init_method=config.launch.init_method, backend=config.backend.name)

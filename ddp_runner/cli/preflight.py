@@ -74,7 +74,9 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     num_nodes = env.num_nodes if env else config.launch.nnodes
     if (name := model.get("weights")) is not None and config.resume is None and num_nodes == 1:
         weights = Path(str(name))
-        is_checkpoint = (weights / MANIFEST).exists() or RunDir(weights).checkpoints.is_dir()
+        run = RunDir(weights)
+        is_run = run.checkpoints.is_dir() or run.export.exists()
+        is_checkpoint = is_run or (weights / MANIFEST).exists()
         if not (weights.exists() and (is_checkpoint or weights.suffix in WEIGHT_FILES)):
             fault = "is not a weights file or run folder" if weights.exists() else "does not exist"
             raise UserError(

@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.cli.hydra_adapter import literal, quoted
 from ddp_runner.config.allowed_targets import given_packages, given_targets
 from ddp_runner.config.inference import INFERENCE
-from ddp_runner.config.load import chosen_keys, frozen_config
+from ddp_runner.config.load import chosen_keys, forced, frozen_config
+from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import AUTO, CONFIG_DIR, RUNNER_KEYS
 from ddp_runner.errors import UserError
 from ddp_runner.files import is_missing
@@ -52,6 +53,8 @@ def resumed_overrides(
         overrides[place] = f"resume={quoted(str(runs[0]))}"
     first, *others = (_choices(run, folders=folders) for run in runs)
     given = {one.partition("=")[0] for one in overrides}
+    configs = [RunDir(run).config for run in runs]
+    overrides = [forced(one, configs, chosen=given) for one in overrides]
     implied = [
         f"{group}={option}"
         for group, option in first
@@ -176,7 +179,9 @@ def _take_model(
         UserError: the run has trained no model.
     """
     run_dir = RunDir(Path(raw.resume).absolute())
-    if trained != "train":
+    if has_own_loop(trained):
+        frozen.loop = {}
+    elif trained != "train":
         raise UserError(
             f"resume={raw.resume} is a run of task={trained}, and task={frozen.task} takes the "
             "model of a run of task=train; name such a run"

@@ -37,6 +37,7 @@ def run(arguments: Sequence[str]) -> None:
         target=_target(args.target) if args.target else None,
         best=args.best,
         mode=args.mode,
+        over=args.over,
         tolerance=args.tolerance,
         each=args.each,
         include_parallel_jobs=args.include_parallel_jobs,
@@ -99,8 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="FOLDER", help="also write all formats and plots into a folder")
     add("--each", action="store_true", help="show a row for each run, not one for all its seeds")
     add("--target", metavar="METRIC=VALUE", help="show the time to, say, eval/accuracy=0.95")
-    add("--best", metavar="METRIC", help="name the best run by this metric")
+    add("--best", metavar="METRIC", help="name the best setting by this metric")
     add("--mode", choices=("max", "min"), help="for --best (default: min for losses and costs)")
+    over = "average over this key beside the seed, such as dataset.train.fold"
+    add("--over", metavar="KEY", default="seed", help=over)
     tolerance = "relative difference of losses that counts as parity (default: %(default)s)"
     add("--tolerance", type=float, default=TOLERANCE, help=tolerance)
     parallel = "count runs that shared the machine with parallel jobs for speedups"

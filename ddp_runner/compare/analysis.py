@@ -11,7 +11,15 @@ from typing import Any
 from ddp_runner.compare.parity import Parity, parities
 from ddp_runner.compare.rows import ComparisonRow, warnings_about
 from ddp_runner.compare.run import Run, Stat, Target, stat
-from ddp_runner.compare.settings import Setting, identity, labels, same_keys, varied_keys
+from ddp_runner.compare.settings import (
+    Setting,
+    identity,
+    labels,
+    same_keys,
+    tied_keys,
+    varied_keys,
+    with_copies,
+)
 from ddp_runner.compare.speedup import AllReduceFit, fit_all_reduces, with_speedups
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
@@ -22,14 +30,12 @@ TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
 
 @dataclass(frozen=True)
 class Best:
-    """The run, and the row by its mean, with the best value of a metric."""
+    """The setting with the best mean of a metric: a single run may owe its value to luck."""
 
     metric: str
     mode: str  # max or min
-    run: Run
-    value: float
     row: ComparisonRow
-    row_stat: Stat
+    value: Stat
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class Comparison:
     """The result of comparing runs."""
 
     keys: tuple[str, ...]  # in which rows differ
+    copies: Mapping[str, Sequence[str]]  # of these, the keys that have the same values
+    over: tuple[str, ...]  # in which the runs of a row differ
     same: Setting  # the main keys that are equal in all rows
     rows: tuple[ComparisonRow, ...]  # ordered by their settings
     all_reduces: tuple[AllReduceFit, ...]  # on which predictions are based
@@ -63,6 +71,7 @@ def compare(
     target: Target | None = None,
     best: str | None = None,
     mode: str | None = None,
+    over: str = "seed",
     tolerance: float = TOLERANCE,
     each: bool = False,
     include_parallel_jobs: bool = False,
@@ -72,14 +81,15 @@ def compare(
     Args:
         runs: The result of ``read_runs``.
         target: Add the time until it was reached.
-        best: Name the best run by this metric.
+        best: Name the best setting by this metric.
         mode: max or min is best; None to derive it from the name of the metric.
+        over: A key whose values are repetitions, such as the fold of a dataset, beside the seed.
         tolerance: Relative difference of losses that still counts as parity.
         each: Make a row for each run instead of one for all seeds of a setting.
         include_parallel_jobs: Count runs that shared the machine with parallel jobs for speedups.
 
     Raises:
-        UserError: no run has the metric of `target` or of `best`.
+        UserError: no run has the metric of `target` or of `best`, or no two differ in `over`.
     """
     usable = [run for run in runs if run.reason is None]
     benchmarks = [run for run in usable if "collectives" in run.record]
@@ -91,12 +101,16 @@ def compare(
     usable, left_out = (others, evaluations) if others else (evaluations, [])
     _validate_metrics(usable, target=target, best=best)
     settings = [run.setting for run in usable]
-    keys = varied_keys(settings) + (("seed",) if each else ())
+    averaged = tied_keys(settings, over) if over != "seed" else ()
+    settings = [{key: one[key] for key in one if key not in averaged} for one in settings]
+    copies = with_copies(varied_keys(settings), settings)
+    keys = (*copies, *(["seed"] if each else []))
     fits = fit_all_reduces(benchmarks)
     parity = {result.run.folder: result for result in parities(usable, tolerance=tolerance)}
     groups: dict[str, list[Run]] = {}
     for run in usable:
-        groups.setdefault(str(run.folder) if each else identity(run.setting), []).append(run)
+        name = str(run.folder) if each else identity(run.setting, without=averaged)
+        groups.setdefault(name, []).append(run)
     shown = [{key: _value(group[0], key) for key in keys} for group in groups.values()]
     named = zip(labels(shown), shown, groups.values(), strict=True)
     rows = [_row(*one, target=target, parity=parity) for one in named]
@@ -104,6 +118,8 @@ def compare(
     rows.sort(key=lambda row: [_order(value) for value in row.setting.values()])
     return Comparison(
         keys=keys,
+        copies=copies,
+        over=("seed", *averaged),
         same=same_keys(settings),
         rows=tuple(rows),
         all_reduces=tuple(fits.values()),
@@ -192,14 +208,11 @@ def _order(value: Any) -> tuple[bool, bool, Any]:
 
 
 def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:
-    """Return the best run and the best row by a metric that a run has; `mode` as in ``compare``."""
-    results = [(run.result(metric), run) for row in rows for run in row.runs]
-    values = [(value, run) for value, run in results if value is not None]
-    is_lower = any(is_lower_better(metric, run.directions) for _, run in values)
+    """Return the best row by a metric that a run has, of equals the first; see ``compare``."""
+    is_lower = any(is_lower_better(metric, run.directions) for row in rows for run in row.runs)
     mode = mode or ("min" if is_lower else "max")
     sign = 1 if mode == "max" else -1
     means = [(stat(run.result(metric) for run in row.runs), row) for row in rows]
     stats = [(mean, row) for mean, row in means if mean is not None]
-    value, run = max(values, key=lambda pair: sign * pair[0])
-    row_stat, row = max(stats, key=lambda pair: sign * pair[0].mean)
-    return Best(metric, mode, run, value, row, row_stat)
+    value, row = max(stats, key=lambda pair: sign * pair[0].mean)
+    return Best(metric, mode, row, value)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ddp_runner.compare.parity import Parity
 from ddp_runner.compare.run import Run, Stat
 from ddp_runner.compare.settings import Setting, missing_keys
-from ddp_runner.errors import listed
+from ddp_runner.errors import counted, listed
 
 SUPERLINEAR = 1.1  # the additional devices alone cannot explain an efficiency above it
 BUSY = 0.1  # share of the cores' time that other work may use
@@ -68,17 +68,13 @@ class ComparisonRow:
         return {kind: scaling for kind, scaling in kinds.items() if scaling is not None}
 
     @property
-    def busy_shares(self) -> list[float]:
-        """The runs' shares above BUSY, without parallel jobs, which keep each other busy."""
-        shares = [run.busy_share for run in self.runs if not run.is_parallel_job]
-        return [share for share in shares if share is not None and share > BUSY]
-
-    @property
     def speed_remark(self) -> str | None:
         """In a few words why its speed is doubtful; None if it is not."""
         efficiencies = [scaling.efficiency for scaling in self.scalings.values()]
         words = ["superlinear"] if max(efficiencies, default=0.0) > SUPERLINEAR else []
-        words += ["busy machine"] if self.busy_shares else []
+        # Parallel jobs keep each other busy.
+        shares = [run.busy_share or 0.0 for run in self.runs if not run.is_parallel_job]
+        words += ["busy machine"] if max(shares, default=0.0) > BUSY else []
         return ", ".join(words) or None
 
 
@@ -96,18 +92,10 @@ def warnings_about(rows: Sequence[ComparisonRow], runs: Sequence[Run]) -> Iterat
     if missing := missing_keys([run.setting for run in runs]):
         yield f"some runs, written by another version, lack keys ({listed(missing)})"
     yield from _different_metrics(runs)
-    for row in rows:
-        for kind, scaling in row.scalings.items():
-            if scaling.efficiency > SUPERLINEAR:
-                yield (
-                    f"{row.label}: {kind} efficiency {scaling.efficiency:.0%} is superlinear "
-                    "(busy machine or cache effects); measure it and its baseline again"
-                )
-        if shares := row.busy_shares:
-            yield (
-                f"{row.label}: the machine was busy during {len(shares)} of {len(row.runs)} runs: "
-                f"other work used up to {max(shares):.0%} of the cores' time; measure it again"
-            )
+    if doubtful := [f"{row.label}: {row.speed_remark}" for row in rows if row.speed_remark]:
+        which = listed(doubtful, separator="; ")
+        speeds = counted(len(doubtful), "doubtful speed")
+        yield f"{speeds} ({which}); measure again, with the baseline"
 
 
 def _different_metrics(runs: Sequence[Run]) -> Iterator[str]:

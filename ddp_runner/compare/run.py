@@ -105,7 +105,7 @@ class Run:
 
     @property
     def final(self) -> dict[str, float]:
-        """Last value of each metric, if it is finite."""
+        """Value of each metric by which the run is judged, see ``RunFields``, if it is finite."""
         metrics = self.record["metrics"].items()
         return {key: float(value) for key, value in metrics if is_finite(value)}
 
@@ -177,6 +177,12 @@ def stat(values: Iterable[float | None]) -> Stat | None:
         return None
     sd = statistics.stdev(known) if len(known) > 1 else None
     return Stat(statistics.fmean(known), sd, len(known))
+
+
+def best_step(record: Mapping[str, Any]) -> int | None:
+    """Return the step of a run.json whose metrics it has, if it is not the last one."""
+    step = record.get("exported_step")
+    return step if isinstance(step, int) and step != record.get("step") else None
 
 
 def is_finite(value: Any) -> TypeGuard[float]:

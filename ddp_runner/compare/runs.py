@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from ddp_runner import __version__
-from ddp_runner.compare.run import Run, is_finite
+from ddp_runner.compare.run import Run, best_step, is_finite
 from ddp_runner.config.schema import leaves
 from ddp_runner.errors import UserError, listed, one_line
 from ddp_runner.files import is_missing
@@ -219,6 +219,10 @@ def _notes(run: Run, num_damaged: int) -> Iterator[str]:
             f"written by ddp_runner {theirs or '(unknown)'}, this is {__version__}"
             + (f"; unknown fields: {unknown}" if unknown else "")
         )
+    if lost := [name for name, value in run.record["metrics"].items() if not is_finite(value)]:
+        yield f"not finite at the end, so not compared: {listed(sorted(lost))}"
+    if best_step(run.record):
+        yield "losses and metrics of its best step, whose model it exports; see checkpoint.monitor"
     if num_damaged:
         num_lines = num_damaged + len(run.lines)
         yield f"skipped {num_damaged} of {num_lines} lines of {METRICS_FILE}: damaged"

@@ -5,7 +5,7 @@ from typing import Any
 
 from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import RUNNER_KEYS
-from ddp_runner.errors import counted, printable
+from ddp_runner.errors import UserError, counted, printable
 
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if all runs agree
 GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES = ("batch.global_size", "batch.per_rank")
@@ -59,6 +59,32 @@ def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
     if all(setting["num_devices"] == setting["world_size"] for setting in settings):
         shown.discard("num_devices")
     return tuple(sorted({*shown, *ALWAYS_SHOWN}, key=_column_order))
+
+
+def with_copies(keys: Sequence[str], settings: Sequence[Setting]) -> dict[str, list[str]]:
+    """Return the keys, each with those after it that have its values, as interpolations have."""
+    found = dict[tuple[str, ...], list[str]]()
+    for key in keys:
+        found.setdefault(tuple(repr(one.get(key)) for one in settings), []).append(key)
+    return {first: others for first, *others in found.values()}
+
+
+def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
+    """Return the keys of which each value goes with one value of `over`; that is one of them.
+
+    Raises:
+        UserError: all settings have one value of it.
+    """
+
+    def pattern(key: str) -> list[int]:
+        first = dict[str, int]()  # where each value comes first
+        return [first.setdefault(repr(one.get(key)), place) for place, one in enumerate(settings)]
+
+    wanted = pattern(over)
+    if not any(wanted):
+        raise UserError(f"--over ({over}) is equal in all runs; name a key in which they differ")
+    keys = dict.fromkeys(key for setting in settings for key in setting)
+    return tuple(key for key in keys if pattern(key) == wanted)
 
 
 def missing_keys(settings: Sequence[Setting]) -> tuple[str, ...]:

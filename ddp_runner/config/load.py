@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache, reduce
@@ -76,6 +76,19 @@ def frozen_config(path: Path) -> DictConfig:
             f"{path} is damaged or of another version ({reason}); restore it, or start a new run"
         ) from error
     return frozen
+
+
+def forced(override: str, paths: Iterable[Path], *, chosen: Collection[str]) -> str:
+    """Return an override with two plus signs if these frozen configs have its key: no YAML may."""
+    key = override.partition("=")[0]
+    if "." not in key or key.partition(".")[0] not in {"loop", "metrics", *RUNNER_KEYS} - {*chosen}:
+        return override
+    with suppress(UserError, LookupError, TypeError):  # with_resumed reports a damaged config
+        for path in paths:
+            held: Any = OmegaConf.to_container(frozen_config(path), resolve=False)
+            reduce(getitem, key.split("."), held)
+        return f"++{override}"
+    return override
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import TensorSplit, validate_classes
+from ddp_runner.data.splits import AbsentSplit, TensorSplit, validate_classes
 from ddp_runner.data.streams import AnySplit, num_samples
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
@@ -219,7 +219,7 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
         if not isinstance(split, TensorSplit):
-            if num_samples(split) == 0:
+            if num_samples(split) == 0 and not isinstance(split, AbsentSplit):
                 raise UserError(f"dataset={name} has no {kind} samples; give at least 1")
             continue
         for part, tensor in (("inputs", split.inputs), ("targets", split.targets)):

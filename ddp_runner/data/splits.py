@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,24 @@ class Split(Protocol):
 
     def near(self, device: torch.device, *, most_bytes: float) -> "Split":
         """Return the split on a GPU if it has at most so many bytes, else as it is."""
+
+
+@dataclass(frozen=True)
+class AbsentSplit:
+    """A split that a dataset does not give; what needs its samples raises, and says the `fix`."""
+
+    fix: str
+    device = torch.device("cpu")
+
+    def load(self, *_: Any, **named: Any) -> NoReturn:
+        """Raise the UserError."""
+        raise UserError(self.fix)
+
+    __len__ = load
+
+    def near(self, device: torch.device, *, most_bytes: float) -> "AbsentSplit":
+        """Return it."""
+        return self
 
 
 @dataclass(frozen=True)

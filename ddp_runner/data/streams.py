@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp_runner.data.loader import Collate
-from ddp_runner.data.splits import Split
+from ddp_runner.data.splits import AbsentSplit, Split
 from ddp_runner.data.stream_reader import Loaded, Part, Readers
 from ddp_runner.data.workers import loaded, loader_options, started
 from ddp_runner.errors import UserError
@@ -101,7 +101,9 @@ AnySplit = Split | StreamSplit
 
 
 def num_samples(split: AnySplit) -> int | None:
-    """Return the number of samples; None for a stream."""
+    """Return the number of samples; None for a stream, 0 for a split that is not given."""
+    if isinstance(split, AbsentSplit):
+        return 0
     return None if isinstance(split, StreamSplit) else len(split)
 
 

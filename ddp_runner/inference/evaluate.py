@@ -41,11 +41,8 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
             known = (count for count in counts if count is not None)
             results["perf/samples_per_s"] = sum(known) / (time.perf_counter() - began)
         logger.log(results, step=model.step, epoch=model.epoch, confusion=confusion)
-        if (
-            session.env.is_rank_zero
-            and (line := own_evaluation(model, results, session)) is not None
-        ):
-            session.log(line)
+        if session.env.is_rank_zero:
+            session.log(own_evaluation(model, results, session))
         logger.finish(Status.COMPLETED, step=model.step, epoch=model.epoch)
     return Status.COMPLETED
 
@@ -63,13 +60,12 @@ def own_evaluation(model: TrainedModel, results: Mapping[str, float], session: S
     }
     if not own:
         return f"the run itself has not evaluated step {model.step}"
-    others = [name for name in own if own[name] != results[name]]
-    if not others:
+    gaps = {_difference(value, results[name]): name for name, value in own.items()}
+    if not (gap := max(gaps)):
         return f"equal to the run's own evaluation at step {model.step}, to the last digit"
-    largest = max(others, key=lambda name: _difference(own[name], results[name]))
     return (
-        f"the run's own evaluation at step {model.step}: {largest} {own[largest]:.6g}, here "
-        f"{results[largest]:.6g}, {_difference(own[largest], results[largest]):.0e} apart"
+        f"the run's own evaluation at step {model.step}: {gaps[gap]} {own[gaps[gap]]:.6g}, here "
+        f"{results[gaps[gap]]:.6g}, {gap:.0e} apart"
     )
 
 

@@ -36,11 +36,13 @@ def model_arguments(run_dir: RunDir) -> dict[str, Any]:
     Raises:
         UserError: the run has not noted them, or run.json cannot be read.
     """
-    arguments = read_run_record(run_dir).get("model_arguments")
+    record = read_run_record(run_dir)
+    arguments = record.get("model_arguments")
     if not isinstance(arguments, dict):
-        raise UserError(
-            f"{run_dir.record} has no model_arguments, which a run of task=train notes; restore it"
-        )
+        why = "model_arguments, which a run of task=train notes; restore it"
+        if "uses" in record:  # a loop of the user's own
+            why = "model that anybody else can build; let its loop take it from run.model()"
+        raise UserError(f"{run_dir.record} has no {why}")
     return arguments
 
 

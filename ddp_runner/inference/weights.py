@@ -18,6 +18,7 @@ from ddp_runner.checkpoint.weights import best_or_newest, load_tensors, read_exp
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.inference import Asked
 from ddp_runner.config.load import frozen_config, to_config
+from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import Config
 from ddp_runner.config.validate_inference import validate_weights
 from ddp_runner.errors import UserError, one_line, os_errors
@@ -62,7 +63,8 @@ def find_weights(
             f"the run's folder {run_dir} does not exist; write task={config.task} resume=RUN with "
             "the folder where it is now"
         )
-    is_average = config.ema.decay is not None and config.ema.evaluate
+    is_own = "uses" in read_run_record(run_dir, missing_ok=True)  # a loop of the user's own
+    is_average = config.ema.decay is not None and config.ema.evaluate and not is_own
     if asked == "best":
         found = _exported(run_dir, is_average=is_average, log=log)
         if found is not None:
@@ -78,7 +80,8 @@ def find_weights(
             state = model_state(content, is_average=is_average)
             if isinstance(state, Mapping):
                 return Weights(state, step, checkpoint)
-            raise UserError(f"{checkpoint} holds no model; name another checkpoint by its step")
+            fix = "call run.export in its loop" if is_own else "name another checkpoint by its step"
+            raise UserError(f"{checkpoint} holds no model; {fix}")
     raise AssertionError("the last try returns or raises")
 
 
@@ -149,6 +152,8 @@ def load_model(
     frozen = frozen_config(run_dir.config)
     # A config that came with somebody else's run must not allow itself to run code.
     frozen.allowed_targets = list(allowed_targets)
+    if has_own_loop(frozen.task):  # which is not called here
+        frozen.task, frozen.loop = "train", {}
     config = _resolved(frozen)
     validate_targets(config)
     if config.task != "train":

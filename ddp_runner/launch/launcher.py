@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import work_hash
 from ddp_runner.dist_env import prints_errors
 from ddp_runner.errors import UserError
@@ -58,6 +59,8 @@ def launch(job: Job) -> Outcome:
         return failed(outcome.failure, outcome.run_dir) if outcome.failure else outcome
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
+    if is_over(job):
+        return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
     if not run_dir.is_frozen:
         freeze(job, run_dir)
     before = read_run_record(run_dir, missing_ok=True)
@@ -76,6 +79,25 @@ def launch(job: Job) -> Outcome:
     if outcome.exit_code == EXIT_USER_ERROR and is_rejected_resume(run_dir, before):
         replace_run_record(run_dir, before)
     return outcome
+
+
+def is_over(job: Job) -> bool:
+    """Return, and print, that a job resumes a user's loop that has completed and saved nothing.
+
+    Raises:
+        UserError: it has other keys now.
+    """
+    assert job.run_dir is not None
+    run_dir, is_own = RunDir(job.run_dir), has_own_loop(job.config.task)
+    record = read_run_record(run_dir, missing_ok=True) if is_own and job.config.resume else {}
+    if record.get("status") != Status.COMPLETED or any(run_dir.checkpoints.glob("step-*")):
+        return False
+    what = f"{run_dir} has completed, and saved no checkpoint to go on from"
+    if record.get("work_hash") != work_hash(job.config):
+        raise UserError(f"{what} with other keys; start a new run")
+    if prints_errors():
+        print_line(f"{what}: nothing is left to do", stream=sys.stdout)
+    return True
 
 
 def run_ranks(job: Job, stop: StopRequests) -> Outcome:

@@ -1,16 +1,18 @@
 """What a loop of the user's own leaves: metrics, pictures and checkpoints, all of rank 0."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError
+from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.own_loop.loader import Loader
@@ -20,7 +22,9 @@ from ddp_runner.rank.task_log import task_logger
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.images import encoded
 from ddp_runner.tracking.run_logger import Logger, NullLogger
-from ddp_runner.tracking.run_record import write_run_record
+from ddp_runner.tracking.run_record import RunFields, write_run_record
+
+PLAIN = (int, float, str, list, type(None))  # what run.json holds
 
 
 class Records:
@@ -28,7 +32,7 @@ class Records:
 
     Args:
         session: of this rank.
-        uses: the groups of the config that the function has built from.
+        uses: the groups of the config that the function has built from, with its own arguments.
         resume_step: the step of the checkpoint that the run continues from; None: it begins anew.
         stack: closes both at the end of the run, also after an error.
     """
@@ -37,10 +41,11 @@ class Records:
         self,
         session: Session,
         *,
-        uses: Collection[str],
+        uses: Mapping[str, Mapping[str, Any]],
         resume_step: int | None,
         stack: ExitStack,
     ) -> None:
+        self._run_dir = session.run_dir
         self.metrics: dict[str, float] = {}  # of the last step that has any
         self._metrics_step = -1
         self._logger: Logger = NullLogger()
@@ -50,7 +55,11 @@ class Records:
         if session.env.is_rank_zero:
             # Only now, so that a failed resume changes nothing.
             freeze(session.job, session.run_dir)
-            write_run_record(session.run_dir, uses=sorted(uses))
+            fields = RunFields(uses=sorted(uses))
+            if (given := uses.get("model")) is not None:  # it can be built again from the run
+                plain = {key: one for key, one in given.items() if isinstance(one, PLAIN)}
+                fields["model_arguments"] = plain
+            write_run_record(session.run_dir, **fields)
             self._logger = task_logger(session, resume_step=resume_step, max_steps=None)
             self._writer = CheckpointWriter(
                 session.run_dir.checkpoints,
@@ -129,6 +138,13 @@ class Records:
         if self._writer is not None:
             metrics = self.metrics if step == self._metrics_step else {}
             self._writer.save(found, step=step, metrics=metrics, copies=copies)
+
+    def export(self, state: Mapping[str, Tensor], *, step: int) -> None:
+        """Write the weights of a module; see ``export_weights``."""
+        if self._writer is not None:
+            metrics = json_safe(self.metrics)
+            digest = export_weights(self._run_dir.export, state, step=step, metrics=metrics)
+            write_run_record(self._run_dir, export_sha256=digest)
 
     def finish(self, status: Status, *, step: int, loaders: Sequence[Loader]) -> None:
         """Wait for the last checkpoint, and write how the run ended."""

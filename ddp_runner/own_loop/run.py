@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
-from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.own_loop import build
 from ddp_runner.own_loop.loader import Loader
@@ -54,7 +52,7 @@ class Run:
         self._vote, self._loaders = StopVote(), list[Loader]()
         self._objects: dict[str, Any] = {}
         self._records: Records | None = None
-        self._uses = set[str]()  # groups of the config
+        self._uses = dict[str, dict[str, Any]]()  # groups of the config, with further arguments
         self._step, self._saved_step = 0, -1  # the last ones that this rank reported and saved
         self._gone = list[Any]()  # references to parameters that ``wrap`` has replaced
         self._is_stopped = False
@@ -67,7 +65,7 @@ class Run:
         Raises:
             UserError: the keys do not fit the model, or the weights do not.
         """
-        self._uses.add("model")
+        self._uses["model"] = arguments
         return build.build_model(self._session, **arguments)
 
     def dataset(self) -> Dataset:
@@ -76,7 +74,7 @@ class Run:
         Raises:
             UserError: the keys or the files of the dataset are unusable.
         """
-        self._uses.add("dataset")
+        self._uses["dataset"] = {}
         return build.seeded_dataset(self._session)
 
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -85,7 +83,7 @@ class Run:
         Raises:
             UserError: the keys do not fit the optimizer.
         """
-        self._uses.add("optimizer")
+        self._uses["optimizer"] = {}
         return build.build_optimizer(self.config, parameters)
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -232,10 +230,8 @@ class Run:
         Raises:
             UserError: the file cannot be written.
         """
-        metrics = json_safe(self._recording().metrics)
-        state = gathered(bare(module).state_dict(), keep=self.is_rank_zero)
-        if self.is_rank_zero:
-            export_weights(self._session.run_dir.export, state, step=self._step, metrics=metrics)
+        records = self._recording()
+        records.export(gathered(bare(module).state_dict(), keep=self.is_rank_zero), step=self._step)
 
     def _at(self, step: int) -> int:
         self._step = step

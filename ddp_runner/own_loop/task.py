@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.instantiate import construct, find
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.config.instantiate import ANY, construct, find, keywords, unknown_key
+from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.own_loop.run import Run, finish
 from ddp_runner.rank.session import Session
@@ -59,17 +59,13 @@ def validate_arguments(
         return
     if not parameters or parameters[0].kind == parameters[0].KEYWORD_ONLY:
         raise UserError(f"task ({named}) takes no run; write def {function.__name__}(run, …)")
-    own = [one for one in parameters[1:] if one.kind != one.VAR_POSITIONAL]
-    names = [one.name for one in own if one.kind != one.VAR_KEYWORD]
-    for key in arguments if len(names) == len(own) else ():
-        if key not in names:
-            meant = nearest(key, names)
-            known = f"its arguments are {', '.join(names)}" if names else "it has none"
-            hint = f"did you mean loop.{meant}?" if meant else known
-            raise UserError(f"loop.{key} is not an argument of {named}; {hint}")
-    for one in own:
-        is_needed = one.default is one.empty and one.kind != one.VAR_KEYWORD
-        if is_needed and one.name not in arguments:
+    known = keywords(function) - {parameters[0].name}
+    for key in arguments:
+        if not known & {key, ANY}:
+            raise unknown_key(key, "loop", target=named, known=known)
+    for one in parameters[1:]:
+        is_one = one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        if is_one and one.default is one.empty and one.name not in arguments:
             raise UserError(f"{named} needs loop.{one.name}; add +loop.{one.name}=VALUE")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ddp_runner.compare.run import is_finite
+from ddp_runner.compare.run import best_step, is_finite
 from ddp_runner.errors import UserError, nearest, printable
 from ddp_runner.host.streams import shortened, wrapped
 from ddp_runner.job import Status
@@ -136,12 +136,13 @@ def _row(folder: Path, entry: Entry) -> tuple[str, ...]:
         record = {}
     metrics, pace = _numbers(record.get("metrics")), "perf/samples_per_s"
     times = _numbers(record)
+    best = [f"(best, step {step})"] if (step := best_step(record)) else []
     return (
         str(shown_path(Path(entry.folder))),
         entry.status,
         *(f"{times[key]:.2f} s" if key in times else "-" for key in ("startup_s", "wall_s")),
         f"{metrics[pace]:.0f}" if pace in metrics else "-",
-        "  ".join(f"{name} {metrics[name]:.4f}" for name in headlines(metrics)),
+        "  ".join([*(f"{name} {metrics[name]:.4f}" for name in headlines(metrics)), *best]),
     )
 
 

@@ -4,6 +4,7 @@ The live line is redrawn in place, without a thread and without hiding the curso
 killed leaves nothing to repair.
 """
 
+import math
 import re
 import shlex
 import sys
@@ -184,7 +185,8 @@ def end_summary(
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
     not finite. `wall_s` is of this command, `waiting` on the slowest rank; `said_again`: ``Job``.
     """
-    results = {name: metrics[name] for name in headlines(metrics) if metrics[name] is not None}
+    values = ((name, metrics[name]) for name in headlines(metrics))
+    results = {name: math.nan if value is None else value for name, value in values}
     took = f"{status} in {wall_s:.1f} s"
     if title:
         parts = _parts(results, evaluated=_first_evaluated(results))

@@ -188,6 +188,24 @@ def _reject_unreadable(error: OSError) -> None:
         ) from error
 
 
+def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
+    """Write a dataset's files into the run folder, so that its model can be used without the data.
+
+    Raises:
+        UserError: the run folder has other files, so the model was trained on other data.
+    """
+    for name, content in files.items():
+        path = run_dir / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content)
+        elif path.read_bytes() != content:
+            raise UserError(
+                f"{path} differs from the one that the data give now, so the run has trained on "
+                "other data; resume with the data as they were, or start anew"
+            )
+
+
 def ensure_space(path: Path, *, place: Path) -> None:
     """Reject a run folder whose disk is nearly full; `place` is an existing folder on it."""
     free_mib = shutil.disk_usage(place).free // 2**20

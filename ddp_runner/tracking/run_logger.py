@@ -4,11 +4,9 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self, TypeGuard, Unpack
 
-from ddp_runner.errors import UserError
-from ddp_runner.files import json_safe, replace_file
+from ddp_runner.files import json_safe
 from ddp_runner.host.load import load_record, measure_load
 from ddp_runner.job import Job, Status
 from ddp_runner.tracking.console import end_summary, progress
@@ -17,6 +15,7 @@ from ddp_runner.tracking.metric_files import MetricFiles
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
+    add_warning,
     begin_anew,
     end_session,
     note_startup,
@@ -36,7 +35,7 @@ class NullLogger:
     def log(self, *arguments: object, **named: object) -> None:
         """Do nothing."""
 
-    log_image = first_loss = step_done = evaluating = finish = __exit__ = log
+    log_image = first_loss = step_done = evaluating = exported = finish = __exit__ = log
 
     def __enter__(self) -> Self:
         return self
@@ -77,6 +76,7 @@ class RunLogger:
         self._run_dir, self._started_at, self._title = run_dir, started_at, title
         self._is_started = False
         self._last = RunFields()  # of the last evaluation, for run.json
+        self._exported: dict[str, float | None] = {}  # the metrics of that step
         self._files = MetricFiles(
             run_dir.path,
             config_text=run_dir.config.read_text(encoding="utf-8"),
@@ -121,9 +121,17 @@ class RunLogger:
         """Keep a picture of a step in the run folder, and show it in TensorBoard."""
         self._files.log_image(name, png, step=step)
 
-    def first_loss(self, loss: float) -> None:
-        """Keep the mean loss over the first global batch, before any update, to warn at the end."""
+    def first_loss(self, loss: float, *, teaches: bool) -> None:
+        """Keep the first batch's loss, to warn at the end; warn now if it `teaches` nothing."""
         write_run_record(self._run_dir, first_loss=json_safe(loss))
+        if not teaches:
+            text = (
+                f"all gradients of the first batch are exactly 0 (loss {loss:.4g}), so nothing is "
+                "learnt from it; check that the loss depends on the model's outputs"
+            )
+            self._progress.close()
+            print(f"warning: {text}", flush=True)
+            add_warning(self._run_dir, text)
 
     def step_done(self, *, step: int, epoch: int) -> None:
         """Show an optimizer step; after the first one record how long the start took."""
@@ -132,6 +140,12 @@ class RunLogger:
         if not self._is_started:
             self._is_started = True
             note_startup(self._run_dir)
+
+    def exported(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Let run.json have the metrics of the step whose model is exported, where it has any."""
+        last = self._files.last_metrics
+        self._exported = {name: one for name, one in metrics.items() if name in last}
+        self._last["exported_step"] = step
 
     def evaluating(self) -> None:
         """Note that an evaluation begins; it lasts until the next step."""
@@ -151,13 +165,13 @@ class RunLogger:
         """Close the files, write the status and further fields into run.json, and print the end."""
         self._progress.close()
         self._files.close(status=status)
-        metrics = self._files.last_metrics
+        metrics = self._files.last_metrics | json_safe(self._exported)
         ended = RunFields(status=status, metrics=metrics)
         ended["load"] = load_record(self._load, measure_load())
         end_session(self._run_dir, **(ended | self._last | fields))
         self._end_trackers(status)
         record = read_run_record(self._run_dir)
-        first, last = record.get("first_loss"), metrics.get("train/loss")
+        first, last = record.get("first_loss"), self._files.last_metrics.get("train/loss")
         if (
             status == Status.COMPLETED
             and first is not None
@@ -188,24 +202,6 @@ class RunLogger:
 
 
 Logger = NullLogger | RunLogger
-
-
-def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
-    """Write a dataset's files into the run folder, so that its model can be used without the data.
-
-    Raises:
-        UserError: the run folder has other files, so the model was trained on other data.
-    """
-    for name, content in files.items():
-        path = run_dir / name
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content)
-        elif path.read_bytes() != content:
-            raise UserError(
-                f"{path} differs from the one that the data give now, so the run has trained on "
-                "other data; resume with the data as they were, or start anew"
-            )
 
 
 def waiting_line(record: Mapping[str, Any]) -> str | None:

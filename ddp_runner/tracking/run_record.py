@@ -75,7 +75,8 @@ class RunFields(TypedDict, total=False):
     epoch: int
     step: int
     first_loss: float | None
-    metrics: Mapping[str, float | None]
+    metrics: Mapping[str, float | None]  # the last ones; of a model that is exported its own
+    exported_step: int  # of that model: the best by checkpoint.monitor, or the last
     directions: Mapping[str, str]  # of the user's own metrics, eval/NAME: max or min is best
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]

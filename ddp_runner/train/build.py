@@ -1,6 +1,6 @@
 """Builds what a rank trains from the groups of a resolved config."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,12 @@ from ddp_runner.checkpoint.optimizer_state import settings_of
 from ddp_runner.checkpoint.weights import starting_weights
 from ddp_runner.config.instantiate import make, make_function
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.training import TrainConfig
 from ddp_runner.config.validate import validate_num_samples
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import MOST_GPU_DATA
+from ddp_runner.data.splits import MOST_GPU_DATA, AbsentSplit
 from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
@@ -69,6 +70,10 @@ def build_setup(
         UserError: the dataset has fewer samples than there are ranks, or the loss, the training
             step or a metric cannot be built.
     """
+    settings = config.train
+    evaluates = settings.eval_every_epochs or settings.eval_every_steps
+    if isinstance(dataset.eval, AbsentSplit) and (evaluates or config.checkpoint.load_best):
+        raise UserError(f"{dataset.eval.fix}, or evaluate never: train.eval_every_epochs=0")
     train, evaluation = (
         split.near(devices[0], most_bytes=MOST_GPU_DATA) for split in (dataset.train, dataset.eval)
     )
@@ -179,8 +184,12 @@ def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFuncti
         own = make_function(config.model.get("loss"), key="model.loss", allowed=allowed)
         return own.to(devices[-1]) if isinstance(own, nn.Module) else own
 
+    named = config.train.step
+    keys = named if isinstance(named, Mapping) else {"_target_": named}
+    if config.task == "predict" and keys["_target_"] == TrainConfig().step:
+        named = {"_target_": "ddp_runner.train.step.predicted", "targets": keys.get("targets")}
     step = make_function(
-        config.train.step,
+        named,
         key="train.step",
         allowed=allowed,
         loss=loss,

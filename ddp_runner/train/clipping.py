@@ -56,6 +56,12 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         torch._foreach_mul_(gradients, factor.to(device))
 
 
+def has_gradient(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether this rank's part of any gradient differs from zero."""
+    parts = [own_part(one.grad) for one in parameters if one.grad is not None]
+    return any(bool((one.coalesce().values() if one.is_sparse else one).any()) for one in parts)
+
+
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the L2 norm of the whole gradient, a scalar. Collective if gradients are split."""
     # An operator takes tensors that are split over the same ranks, or tensors that are whole.

@@ -62,6 +62,7 @@ def export_best(
             epoch=position.epoch,
         )
     if best is not None:
+        logger.exported(best.step, best.metrics)
         digest = export_weights(
             run_dir.export,
             best.state,

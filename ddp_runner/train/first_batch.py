@@ -156,11 +156,6 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
             "the first evaluation sample is the first training sample: both are built with the "
             "same random numbers; if they are to be other samples, give each a seed of its own"
         )
-    if not trial.teaches:
-        warnings.append(
-            f"{name} is exactly 0 for {NUM_FIRST} samples; if it is for all of them, the run "
-            "learns nothing"
-        )
     global_size, size = state.setup.batches.global_size, num_samples(state.setup.batches.split)
     if size is not None and global_size > size:
         warnings.append(

@@ -21,7 +21,7 @@ from ddp_runner.metric_names import StepPart
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.buffers import share_changing
-from ddp_runner.train.clipping import scale_and_clip
+from ddp_runner.train.clipping import has_gradient, scale_and_clip
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.metrics import ensure_known, step_metrics
@@ -68,7 +68,10 @@ def train(
             timer.add(samples=batch.global_count)
             logger.step_done(step=position.step, epoch=epoch)
             if position.step == 1:
-                logger.first_loss(*sum_over_ranks([loss.item()], group=setup.data_group))
+                (first,) = sum_over_ranks([loss.item()], group=setup.data_group)
+                found = has_gradient(state.module.parameters())
+                (num_taught,) = sum_over_ranks([found], group=setup.group)
+                logger.first_loss(first, teaches=num_taught > 0)
             finished, has_ended = state.ends_with(batch), batch.is_last
             is_saved = _due(position.step, checkpoint.every_steps) or (
                 has_ended and _due(epoch, checkpoint.every_epochs)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.digests import digest_of
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import Piece
+from ddp_runner.data.splits import AbsentSplit, Piece
 from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.data.trees import inputs_of, shape_of, tensors_of
 from ddp_runner.distributed import gather_objects
@@ -91,6 +91,8 @@ def begins_alike(samples: Samples) -> bool:
 
 def _first_and_last(split: AnySplit) -> list[Any]:
     """Return two batches of one sample; of a stream only the first."""
+    if isinstance(split, AbsentSplit):
+        return []
     if isinstance(split, StreamSplit):
         return [split.first([0])]
     places = (0, len(split) - 1)

@@ -134,7 +134,7 @@ class _Place:
         """
         names = {one.name for one in fields(Position)} - {"metrics"}
         found = Position(**{name: saved[name] for name in names})
-        self._validate_data(saved["data"])
+        self._validate_data(saved["data"], seed=saved["order"]["seed"])
         if found.step_in_epoch:
             self._validate_order(saved["order"], found)
         self.found, self.order = found, saved["order"]
@@ -173,7 +173,7 @@ class _Place:
                 "checkpoint between epochs"
             )
 
-    def _validate_data(self, saved: Mapping[str, Any]) -> None:
+    def _validate_data(self, saved: Mapping[str, Any], *, seed: int) -> None:
         """Validate that the samples did not change: the order of an epoch depends on their number.
 
         Raises:
@@ -197,10 +197,10 @@ class _Place:
         if is_other and not changed:
             changed = [f"{_shown(current['train_samples'])} training samples, but different ones"]
         if changed:
-            raise UserError(
-                f"the data changed: {'; '.join(changed)}; put the data of dataset={name} back as "
-                "it was, or start a new run"
-            )
+            fix = f"put the data of dataset={name} back as it was"
+            if (now := self._order()["seed"]) != seed:
+                fix = f"the seed was {seed} and is {now} now; write seed={seed}"
+            raise UserError(f"the data changed: {'; '.join(changed)}; {fix}, or start a new run")
 
 
 class _Stream:

@@ -4,10 +4,11 @@ The key ``train.step`` names it. The ordinary one, ``supervised``, is the defaul
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ddp_runner.data.splits import IGNORED
@@ -79,6 +80,16 @@ def supervised(
         )
     counted = len(labels) if count == "samples" else labels.ne(IGNORED).sum()
     return Step(loss(outputs, expected), counted, outputs=outputs, targets=expected)
+
+
+def predicted(model: nn.Module, batch: Any, *, targets: str | None = None) -> Step:
+    """Return the ordinary step of task=predict: of a batch without targets all are inputs."""
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    has_targets = is_pair if targets is None else isinstance(batch, Mapping) and targets in batch
+    if not has_targets:
+        batch, targets = (batch, torch.zeros(0)), None
+    step = supervised(model, batch, loss=lambda *_: torch.zeros(()), targets=targets)
+    return step if has_targets else replace(step, targets=None)
 
 
 def modules_of(step: StepFunction) -> dict[str, Any]:

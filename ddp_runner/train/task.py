@@ -9,15 +9,15 @@ from functools import partial
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.monitors import validate_known
 from ddp_runner.data.streams import num_samples
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, counted
 from ddp_runner.job import Status
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.rank.task_log import log_start, task_logger
 from ddp_runner.tracking.claims import freeze
 from ddp_runner.tracking.heartbeat import ENDING
-from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_logger import Logger, keep_files
+from ddp_runner.tracking.run_dir import RunDir, keep_files
+from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import RunFields, add_warning, write_run_record
 from ddp_runner.tracking.start_block import sizes, training_facts
 from ddp_runner.train.buffers import find_changing
@@ -48,6 +48,11 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     validate_known(config, known)
     resume_step = restore(state, run_dir.checkpoints, log=session.log)
     note_restart(session, step=state.position.step)
+    if resume_step is not None and state.is_done:
+        key = "epochs" if config.train.max_steps is None else "max_steps"
+        done = f"{counted(resume_step, 'step')} and {counted(state.position.epoch, 'epoch')}"
+        asked = getattr(config.train, key)
+        session.log(f"nothing is left to train: {done} are done, and train.{key} is {asked}")
     if session.env.is_rank_zero:
         freeze(session.job, run_dir)  # only now, so that a failed resume changes nothing
     else:  # rank 0 logs it with the facts of the run

@@ -35,7 +35,6 @@ class Trial:
     once: float
     twice: float
     kind: str  # sum, mean or other
-    teaches: bool  # false: the loss is zero, and so is its gradient as far as it is known
     scalars: tuple[str, ...] = ()  # the names of those that the step returns in training
 
     @property
@@ -96,7 +95,7 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
     state.module.train()
     with torch.no_grad():
         trained = forward(state, state.module, batch)
-    return Trial(once, twice, kind, teaches=once != 0.0, scalars=tuple(trained.scalars))
+    return Trial(once, twice, kind, scalars=tuple(trained.scalars))
 
 
 def _validate_step(step: object, name: str) -> None:
@@ -137,9 +136,8 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
             f"{(len(targets), classes, *places)}"
         )
     once, gradient = _loss_and_gradient(outputs, targets, state)
-    teaches = once != 0.0 or bool(gradient.any())
     if len(outputs) != len(targets):  # only the loss knows which dimension is the batch
-        return Trial(once, 2 * once, "sum", teaches)
+        return Trial(once, 2 * once, "sum")
     twice, gradient_twice = _loss_and_gradient(
         torch.cat([outputs, outputs]), torch.cat([targets, targets]), state
     )
@@ -149,7 +147,7 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
     off_half = (gradient_twice[: len(gradient)] - gradient / 2).abs().max()
     # The loss of the worst sample does not change either, but depends on that sample only.
     is_halved = bool(largest.all() and off_half <= tolerance * largest.max())
-    return Trial(once, twice, "other" if kind == "mean" and not is_halved else kind, teaches)
+    return Trial(once, twice, "other" if kind == "mean" and not is_halved else kind)
 
 
 def _tolerance(state: TrainState, dtype: torch.dtype) -> float:

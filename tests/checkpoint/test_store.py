@@ -401,6 +401,15 @@ def test_a_score_that_is_not_finite_is_none(tmp_path: Path) -> None:
     assert best == tmp_path / "step-00000100"
 
 
+def test_of_equal_scores_the_first_is_the_best_and_is_kept(tmp_path: Path) -> None:
+    """As in other trainers: nothing was gained by training on."""
+    settings = CheckpointConfig(keep=1, monitor="eval/f1", mode="max")
+    for step, score in {100: 0.5, 200: 0.9, 300: 0.9, 400: 0.7, 500: 0.9}.items():
+        save(tmp_path, step, metrics={"eval/f1": score}, config=settings)
+    ranking = best_checkpoints(tmp_path, monitor="eval/f1", mode="max")
+    assert [path.name[-3:] for path in ranking] == ["200", "500"]
+
+
 def test_where_all_checkpoints_are_damaged_nothing_is_resumed(tmp_path: Path) -> None:
     """Each is named, and the error says that none is left: a run must not restart unasked."""
     for step in (500, 600):

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from commands import run_command
 from configs import LAPTOP, compose_raw, config_error, resolved
+from hydra.errors import ConfigCompositionException
 from run_folders import checkpoint_steps, record
 from tiers import first_of
 
@@ -131,6 +132,23 @@ def test_keys_of_the_runs_own_groups_can_be_changed(run: Path) -> None:
     assert (config.optimizer["name"], config.optimizer["weight_decay"]) == ("adam", 0.5)
     assert resume(f"resume={run}", "scaling=strong").batch.global_size == 128
     assert resume(f"resume={run}", "optimizer=sgd").optimizer["name"] == "sgd"
+
+
+def test_what_the_run_has_needs_no_plus(run: Path) -> None:
+    """A key that only its command line added, of a loop or of another group."""
+    path = run / ".hydra" / "config.yaml"
+    frozen = yaml.safe_load(path.read_text())
+    frozen |= {"task": "mine.train", "loop": {"steps": 2}}
+    frozen["optimizer"]["fused"] = None
+    path.write_text(yaml.safe_dump(frozen, sort_keys=False))
+    again = (f"resume={run}", "allowed_targets=[mine]")
+    config = resume(*again, "loop.steps=4", "optimizer.fused=true", "+loop.more=1")
+    assert (config.loop, config.optimizer["fused"]) == ({"steps": 4, "more": 1}, True)
+    for wrong in ("loop.stepz=4", "optimizer.fuse=true"):
+        with pytest.raises(ConfigCompositionException, match="Could not override"):
+            resume(*again, wrong)
+    with pytest.raises(ConfigCompositionException, match="Could not override"):
+        resume(*again, "optimizer=sgd", "optimizer.fused=true")
 
 
 def test_choices_that_no_file_can_have_are_none(run: Path) -> None:
@@ -282,4 +300,18 @@ def test_a_rejected_resume_leaves_the_run_as_it_was(keys: list[str], tmp_path: P
         assert checkpoint_steps(run) == saved
     resumed = run_command(f"resume={run}", "train.max_steps=12", folder=tmp_path)
     assert (resumed.exit_code, record(run)["step"]) == (0, 12)
+    assert "nothing is left" not in resumed.stdout
     assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["train"]["max_steps"] == 12
+
+
+def test_a_resume_with_nothing_left_to_train_says_so(tmp_path: Path) -> None:
+    """The run is longer than it is asked to be, or it is complete."""
+    toy = ("model=toy", "train.max_steps=7", "train.num_threads=1", "hydra.run.dir=run")
+    assert run_command(*toy, folder=tmp_path).exit_code == 0
+    for keys, what in (((), "max_steps is 7"), (("train.max_steps=2",), "max_steps is 2"),
+                       (("train.max_steps=null", "train.epochs=1"), "epochs is 1")):  # fmt: skip
+        again = run_command("resume=run", *keys, folder=tmp_path)
+        assert again.exit_code == 0
+        line = f"nothing is left to train: 7 steps and 1 epoch are done, and train.{what}"
+        assert again.stdout.count(line) == 1
+    assert record(tmp_path / "run")["step"] == 7

@@ -252,8 +252,77 @@ def test_the_best_run_has_the_highest_or_the_lowest_value(tmp_path: Path) -> Non
         (metric, mode): compared(tmp_path, best=metric, mode=mode).best
         for metric, mode in (("eval/accuracy", None), ("train/loss", None), ("train/loss", "max"))
     }
-    names = [best.run.folder.name for best in bests.values() if best is not None]
+    names = [best.row.runs[0].folder.name for best in bests.values() if best is not None]
     assert names == ["b", "a", "b"]
+
+
+def write_folds(folder: Path, rates: dict[float, list[float]]) -> None:
+    """Write a run for each fold and rate: by its accuracy, with the fold in two keys and a path."""
+    for rate, accuracies in rates.items():
+        for fold, accuracy in enumerate(accuracies):
+            keys = {
+                "optimizer.lr": rate,
+                "dataset.train.fold": fold,
+                "dataset.eval.fold": fold,
+                "dataset.path": f"fold-{fold}.csv",
+            }
+            lines = lines_of([1.0, 2.0], eval__accuracy=[0.0, accuracy])
+            write_run(folder / f"{rate}-{fold}", config=keys, lines=lines)
+
+
+def test_folds_are_averaged_and_the_best_is_a_setting(tmp_path: Path) -> None:
+    """Each fold counts once, whatever keys follow from it, and the easiest one is not the best."""
+    write_folds(tmp_path, {0.1: [0.7, 0.99], 0.2: [0.9, 0.8]})
+    (tmp_path / "0.2-1" / "model.safetensors").touch()
+    comparison = compared(tmp_path, over="dataset.train.fold", best="eval/accuracy")
+    assert comparison.keys == ("parallelism.name", "world_size", "optimizer.lr")
+    assert set(comparison.over) == {
+        *("seed", "dataset.train.fold", "dataset.eval.fold", "dataset.path"),
+    }
+    assert comparison.best is not None
+    assert comparison.best.value == Stat(pytest.approx(0.85), pytest.approx(math.sqrt(0.005)), 2)
+    text = as_text(comparison)
+    assert "0.8500 ± 0.07071 over 2 runs (ddp, 1 rank, optimizer.lr 0.2)" in text
+    assert f"its models: {tmp_path}/0.2-1/model.safetensors" in text
+    with pytest.raises(UserError, match=r"--over \(model.name\) is equal in all runs"):
+        compared(tmp_path, over="model.name")
+
+
+def test_a_key_that_repeats_another_is_named_with_it(tmp_path: Path) -> None:
+    """One column for both: an interpolation is no second difference."""
+    write_folds(tmp_path, {0.1: [0.7, 0.9], 0.2: [0.8, 0.8]})
+    comparison = compared(tmp_path)
+    assert comparison.copies["dataset.eval.fold"] == ["dataset.train.fold"]
+    assert "dataset.eval.fold = dataset.train.fold" in as_text(comparison)
+    assert "dataset.train.fold" not in comparison.keys
+
+
+def test_many_settings_are_not_repeated_in_each_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of runs that have little in common, what differs and the metrics come first, once."""
+    monkeypatch.setenv("COLUMNS", "100")
+    for number in range(3):
+        keys = {f"model.a_long_name_{key}": number * 10 + key for key in range(12)}
+        lines = lines_of([1.0, 2.0], eval__loss=[0.5, 0.25], eval__accuracy=[0.5, 0.75])
+        write_run(tmp_path / str(number), config=keys, lines=lines)
+    text = as_text(compared(tmp_path))
+    assert text.count("a_long_name_7") == 1
+    table = text.partition("\n\ncolumns:")[0]
+    assert max(map(len, table.splitlines()[2:])) <= 100
+    assert table.index("model.a_long_name_11") < table.index("eval/accuracy")
+    assert table.index("eval/accuracy") < table.index("samples/s")
+
+
+def test_the_metrics_are_those_of_the_step_that_is_exported(tmp_path: Path) -> None:
+    """The note is one line for all runs."""
+    for seed in range(3):
+        write_run(tmp_path / str(seed), config={"seed": seed}, lines=lines_of([1.0, 2.0]),
+                  record={"step": 20, "exported_step": 10 + 10 * (seed == 2)})  # fmt: skip
+    comparison = compared(tmp_path)
+    notes = [note for note in comparison.notes if "of its best step" in note.sentence]
+    assert [note.folder.name for note in notes] == ["0", "1"]
+    assert as_text(comparison).count("of its best step") == 1
 
 
 def test_a_run_with_one_line_has_only_its_warm_up(tmp_path: Path) -> None:
@@ -365,7 +434,7 @@ def test_the_best_end_of_an_own_metric_is_in_run_json(
         tmp_path, best="eval/error_rate", target=Target("eval/error_rate", 0.2), each=True
     )
     assert comparison.best is not None
-    assert comparison.best.value == best
+    assert comparison.best.value.mean == best
     times = [row.time_to_target_s for row in comparison.rows if row.time_to_target_s]
     assert min(stat.mean for stat in times) == reached_s
 

@@ -55,6 +55,14 @@ def test_an_unusable_record_has_a_reason(
     assert re.search(reason, note.sentence)
 
 
+def test_a_metric_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    """Its cell is empty, which alone would look as if the run had no such metric."""
+    lines = [*lines_of([1.0]), {"step": 20, "epoch": 1, "time_s": 2.0, "eval/mine": None}]
+    write_run(tmp_path / "run", lines=lines)
+    sentences = [note.sentence for note in compare(read_runs([tmp_path])).notes]
+    assert "not finite at the end, so not compared: eval/mine" in sentences
+
+
 def test_without_a_run_to_compare_only_the_reasons_are_left(tmp_path: Path) -> None:
     """No empty table, and no legend of columns that are not there."""
     (write_run(tmp_path / "run", lines=lines_of([1.0])) / "run.json").write_text("{")

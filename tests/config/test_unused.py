@@ -55,6 +55,15 @@ def test_an_experiment_of_an_own_loop_counts(tmp_path: Path) -> None:
     assert note.endswith("the runner does not apply ema.decay")
 
 
+def test_a_resume_of_an_own_loop_names_them_too(tmp_path: Path) -> None:
+    """Those of this command alone."""
+    config, _ = resolved(*OWN, "ema.decay=0.9")
+    RunDir(tmp_path).freeze(config, overrides=(), choices={})
+    (note,) = notes(f"resume={tmp_path}", OWN[1], "train.clip_norm=1")
+    assert note.endswith("the runner does not apply train.clip_norm")
+    assert notes(f"resume={tmp_path}", OWN[1]) == []
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -20,7 +20,7 @@ from ddp_runner.data.tokenizer import SPECIAL_TOKENS, build_tokenizer, load_toke
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.bert import Bert
-from ddp_runner.tracking.run_logger import keep_files
+from ddp_runner.tracking.run_dir import keep_files
 from ddp_runner.train.build_model import model_factory
 
 CORPUS = ["The hotel is good", "the room is BAD, bad", "酒店很好", "好好好"] * 3

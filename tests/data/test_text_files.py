@@ -24,7 +24,7 @@ from ddp_runner.data.text_tokenizer import (
     load_text_tokenizer,
 )
 from ddp_runner.errors import UserError
-from ddp_runner.tracking.run_logger import keep_files
+from ddp_runner.tracking.run_dir import keep_files
 
 TEXT = "".join(f"Line {number}: ä好 and {number**2} more\r\n" for number in range(300))
 KEPT = "tokenizer/tokenizer.json"

@@ -67,7 +67,10 @@ class Trace:
         """Record a line as metrics.jsonl has it: NaN becomes None, which compares equal."""
         self.lines.append({"step": step, **json_safe(metrics)})
 
-    def first_loss(self, loss: float) -> None:
+    def first_loss(self, loss: float, *, teaches: bool) -> None:
+        """Do nothing."""
+
+    def exported(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Do nothing."""
 
     def step_done(self, *, step: int, epoch: int) -> None:

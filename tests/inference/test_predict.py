@@ -224,3 +224,76 @@ def test_a_notebook_gets_the_predictions_of_the_command(tmp_path: Path) -> None:
     inputs = source.build(tmp_path)["eval_inputs"]
     with torch.no_grad():
         assert torch.allclose(ddp_runner.load(run_dir)(inputs), expected, atol=1e-6)
+
+
+NEW = """
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+INPUTS = torch.arange(70.0).reshape(7, 10) / 70
+
+
+class Plain(Dataset):
+    def __len__(self):
+        return len(INPUTS)
+
+    def __getitem__(self, index):
+        return INPUTS[index]
+
+
+class Named(Plain):
+    def __getitem__(self, index):
+        return {"inputs": INPUTS[index]}
+
+
+class Labelled(Plain):
+    def __getitem__(self, index):
+        return INPUTS[index], torch.zeros(5)
+
+
+def in_memory():
+    return TensorDataset(INPUTS)
+"""
+
+
+def test_new_samples_need_no_targets_and_only_the_split_that_is_predicted(tmp_path: Path) -> None:
+    """A tensor, a mapping, or tensors in memory; targets that are there are written."""
+    run = train(tmp_path, "model=toy", "world_size=2")
+    (tmp_path / "new.py").write_text(NEW)
+    model = ddp_runner.load(run)
+    with torch.no_grad():
+        expected = model(torch.arange(70.0).reshape(7, 10) / 70)
+    command = ("task=predict", f"resume={RUN}", "dataset=torch_dataset", "allowed_targets=[new]")
+    environ = {"PYTHONPATH": str(tmp_path)}
+    for name, split in (("Plain", "eval"), ("Named", "train"), ("in_memory", "eval"),
+                        ("Labelled", "eval")):  # fmt: skip
+        keys = (f"dataset.{split}={{_target_:new.{name}}}", f"inference.split={split}")
+        end = run_command(
+            *command, *keys, f"hydra.run.dir={name}", folder=tmp_path, environ=environ
+        )
+        assert end.exit_code == 0, end.stderr
+        rows = rows_of(tmp_path / name / "predictions.csv")
+        outputs = torch.tensor([[float(row[f"output_{k}"]) for k in range(5)] for row in rows])
+        assert torch.allclose(outputs, expected, rtol=1e-6)
+        assert any(key.startswith("target") for key in rows[0]) == (name == "Labelled")
+    keys = ("dataset.eval={_target_:new.Plain}", "inference.split=train")
+    line = error_line(run_command(*command, *keys, folder=tmp_path, environ=environ))
+    assert line.startswith("dataset.train has no _target_; name your Dataset")
+
+
+def test_a_training_without_evaluations_needs_no_evaluation_split(tmp_path: Path) -> None:
+    """And goes on without one; with evaluations a line says what is missing, before any step."""
+    (tmp_path / "new.py").write_text(NEW)
+    keys = ("model=toy", "dataset=torch_dataset", "dataset.train={_target_:new.Labelled}")
+    own, environ = ("allowed_targets=[new]", "world_size=2"), {"PYTHONPATH": str(tmp_path)}
+    line = error_line(run_command(*keys, *own, folder=tmp_path, environ=environ))
+    assert line == (
+        "dataset.eval has no _target_; name your Dataset: dataset.eval={_target_:my_package."
+        "MyDataset}, or evaluate never: train.eval_every_epochs=0"
+    )
+    never = ("train.eval_every_epochs=0", "batch.global_size=4", *SHORT)
+    end = run_command(*keys, *own, *never, folder=tmp_path, environ=environ)
+    assert end.exit_code == 0, end.stderr
+    again = ("resume=run", "train.max_steps=6", own[0])
+    end = run_command(*again, folder=tmp_path, environ=environ)
+    assert (end.exit_code, record(tmp_path / RUN)["step"]) == (0, 6), end.stderr

@@ -30,10 +30,10 @@ def no_run() -> None:
 @pytest.mark.parametrize(
     ("function", "arguments", "sentence"),
     [
-        (plain, {"latnet": 1}, "loop.latnet is not an argument of it; did you mean loop.latent?"),
-        (plain, {"x": 1}, "loop.x is not an argument of it; its arguments are latent, lr"),
+        (plain, {"latnet": 1}, "loop.latnet is not a keyword of it; did you mean loop.latent?"),
+        (plain, {"x": 1}, "loop.x is not a keyword of it; it has latent, lr"),
         (plain, {}, "it needs loop.latent; add +loop.latent=VALUE"),
-        (nothing, {"x": 1}, "loop.x is not an argument of it; it has none"),
+        (nothing, {"x": 1}, "loop.x is not a keyword of it; it has none"),
         (no_run, {}, "task (it) takes no run; write def no_run(run, …)"),
     ],
 )

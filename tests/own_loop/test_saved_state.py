@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
         f"checkpoint {path} has best, module, optimizer, scheduler, and this run restores module; "
         f"give it the same, or start a new run with model.weights={path}"
     )
-    assert lines[1].startswith(f"checkpoint {path} does not fit module: RuntimeError: ")
+    assert lines[1].startswith(f"checkpoint {path} does not fit module: its state does not fit")
     assert lines[2].startswith(f"checkpoint {path} was made by task=mine.train, and this is task=")
     assert lines[3].startswith("parameter module.bias became NaN or infinite by step 3")
 

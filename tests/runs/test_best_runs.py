@@ -15,7 +15,10 @@ from safetensors.torch import load_file
 from tiers import runs_full
 
 from ddp_runner.checkpoint.manifest import read_manifest
+from ddp_runner.compare.runs import read_runs
 from ddp_runner.metric_names import MONITORS
+from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.sweep.results import objective_of
 
 TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
 # Few samples for the model's 165 parameters: it overfits after two epochs.
@@ -148,6 +151,24 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(sweep: CommandResult)
     with safe_open(folder / "model.safetensors", "pt") as file:
         metadata = file.metadata()
     assert (metadata["step"], float(metadata["eval/loss"])) == (str(best), losses[best])
+
+
+def test_what_is_exported_is_what_is_shown_and_ranked(sweep: CommandResult) -> None:
+    """In run.json, in the sweep's table, as its objective, and in a comparison."""
+    folder = run_dir(sweep, "best")
+    losses, fields = evaluations(folder), record(folder)
+    best = min(losses, key=lambda step: losses[step])
+    assert (fields["exported_step"], fields["metrics"]["eval/loss"]) == (best, losses[best])
+    (row,) = [line for line in sweep.stdout.splitlines() if line.startswith(f"{folder.name}  ")]
+    assert f"eval/loss {losses[best]:.4f}" in row
+    assert f"(best, step {best})" in row
+    entries = Ledger(folder.parent).read().values()
+    (entry,) = [one for one in entries if one.folder == folder.name]
+    assert objective_of(entry, folder.parent, name="eval/loss") == losses[best]
+    (run,) = read_runs([folder])
+    assert run.result("eval/loss") == losses[best]
+    assert any("of its best step" in note for note in run.notes)
+    assert record(run_dir(sweep, "steps"))["exported_step"] == 9
 
 
 @pytest.mark.full

@@ -131,6 +131,8 @@ def test_own_metrics_are_shown_with_the_evaluation(tmp_path: Path) -> None:
     assert lines.getvalue() == "epoch 1/1  step 9/9  eval/loss 0.2500  eval/mine 0.5000\n"
     text = end_summary("completed", metrics, wall_s=1.23, run_dir=tmp_path)
     assert text.splitlines()[0] == "completed in 1.2 s  eval/loss 0.2500  eval/mine 0.5000"
+    text = end_summary("completed", metrics | {"eval/mine": None}, wall_s=1.23, run_dir=tmp_path)
+    assert text.splitlines()[0].endswith("eval/mine nan"), "it is not left out"
 
 
 @pytest.mark.parametrize(

@@ -223,19 +223,19 @@ def test_a_resume_with_other_samples_is_refused(tmp_path: Path) -> None:
     """Some would be used twice, and trained on after they were evaluated."""
     keys = ("shuffled", "shuffled,size:5,offset:200")
     same, drawn = config_of(*keys, world_size=1), config_of("unseeded", keys[1], world_size=1)
-    (answers,) = run_ranks(resumed, 1, [same, same, drawn], tmp_path)
+    reseeded = config_of(*keys, "seed=1", world_size=1)
+    (answers,) = run_ranks(resumed, 1, [same, same, drawn, reseeded], tmp_path)
     assert answers[:2] == ["step 1"] * 2
-    assert (
-        "does not fit position: the data changed: 80 training samples, but different"
-        in (answers[2])
-    )
+    changed = "does not fit position: the data changed: 80 training samples, but different ones; "
+    assert f"{changed}put the data of dataset=torch_dataset back as it was" in answers[2]
+    assert f"{changed}the seed was 0 and is 1 now; write seed=0" in answers[3]
 
 
 def warned(env: DistEnv, config: Config) -> list[str]:
     """Return the warnings about the data."""
     state = build(env, config)
     state.setup = replace(state.setup, samples=agreed_samples(state.setup.dataset))
-    return warnings_of(Trial(1.0, 2.0, "sum", teaches=True), state)
+    return warnings_of(Trial(1.0, 2.0, "sum"), state)
 
 
 def test_an_evaluation_that_begins_with_the_training_samples_is_warned_of() -> None:

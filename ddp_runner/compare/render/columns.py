@@ -88,7 +88,8 @@ def legends(comparison: Comparison) -> dict[str, str]:
 def _columns(comparison: Comparison) -> Iterator[Column]:
     rows = comparison.rows
     for key in comparison.keys:
-        yield Column(key, title_of(key), _value("setting", key), str)
+        title = " = ".join(map(title_of, (key, *comparison.copies.get(key, ()))))
+        yield Column(key, title, _value("setting", key), str)
     if "seed" in comparison.keys:
         yield Column("run", "run", lambda row: str(row.runs[0].folder), str)
     else:
@@ -97,20 +98,20 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
         yield Column("seeds", "seeds", _num_seeds, str, is_brief=has_repetitions)
     if "num_devices" not in comparison.keys:
         yield Column("num_devices", "devices", lambda row: row.num_devices, str, is_brief=False)
+    asked = [one.metric for one in (comparison.best, comparison.target) if one]
+    names = sorted({name for row in rows for name in row.metrics})
+    first = [one for one in dict.fromkeys([*asked, *headlines(names)]) if one in names]
+    for name in first:
+        yield Column(name, name, _value("metrics", name), digits)
     yield Column("samples_per_s", "samples/s", lambda row: row.samples_per_s, digits)
     for kind in ("strong", "weak"):
         yield from _scaling(kind, has_several_bases=len(_bases(comparison, kind)) > 1)
     yield Column("remark", "remark", lambda row: row.speed_remark, str)
-    asked = {comparison.best.metric} if comparison.best else set()
     if target := comparison.target:
-        asked.add(target.metric)
         title = f"s to {target.metric}={target.value:g}"
         yield Column("time_to_target_s", title, lambda row: row.time_to_target_s, digits)
-    names = sorted({name for row in rows for name in row.metrics})
-    first = set(headlines(names))
-    for name in sorted(names, key=lambda name: name not in first):
-        is_brief = name in first or name in asked
-        yield Column(name, name, _value("metrics", name), digits, is_brief)
+    for name in (one for one in names if one not in first):
+        yield Column(name, name, _value("metrics", name), digits, is_brief=False)
     yield Column("peak_memory_gib", "memory GiB", lambda row: row.peak_memory_gib, digits)
     yield Column("comm_share", "communication", lambda row: row.comm_share, percent)
     yield Column("skew_ms", "skew ms", lambda row: row.skew_ms, digits)

@@ -17,6 +17,7 @@ from ddp_runner.compare.settings import ALWAYS_SHOWN, label, title_of
 from ddp_runner.errors import counted, listed, printable
 from ddp_runner.files import json_safe
 from ddp_runner.host.streams import line_width, wrapped
+from ddp_runner.tracking.run_dir import RunDir
 
 WIDTH = 120  # characters, without a terminal
 MAX_LINES = 20  # in lists for people
@@ -53,8 +54,11 @@ def _blocks(comparison: Comparison, shown: Sequence[Column], *, width: int) -> I
         size = max(map(len, texts))
         is_text = any(isinstance(column.cell(row), str) for row in comparison.rows)
         padded.append([text.ljust(size) if is_text else text.rjust(size) for text in texts])
-    num_keys = len(comparison.keys)
-    keys, blocks = padded[:num_keys], [list[list[str]]()]
+    num_keys, blocks = len(comparison.keys), [list[list[str]]()]
+    if sum(len(texts[0]) + 2 for texts in padded[:num_keys]) > width / 2:  # too wide to repeat
+        numbers = ["#", *map(str, range(1, len(comparison.rows) + 1))]
+        padded, num_keys = [[one.rjust(len(numbers[-1])) for one in numbers], *padded], 1
+    keys = padded[:num_keys]
     for texts in padded[num_keys:]:
         taken = sum(len(others[0]) + 2 for others in (*keys, *blocks[-1]))
         if blocks[-1] and taken + len(texts[0]) > width:
@@ -149,11 +153,13 @@ def _sections(
 ) -> Iterator[tuple[str, Sequence[str]]]:
     has_several = any(len(row.runs) > 1 for row in comparison.rows)
     if best := comparison.best:
-        lines = [f"best run: {digits(best.value)} ({best.run.folder}, seed {best.run.seed})"]
-        if has_several:
-            name = label(best.row.setting, [key for key in comparison.keys if key != "seed"])
-            count = counted(best.row_stat.count, "run")
-            lines.append(f"best mean: {digits(best.row_stat.mean)} over {count} ({name})")
+        name = label(best.row.setting, [key for key in comparison.keys if key != "seed"])
+        count, sd = counted(best.value.count, "run"), best.value.sd
+        spread = "" if sd is None else f" ± {digits(sd)}"
+        exports = [RunDir(run.folder).export for run in best.row.runs]
+        models = listed([str(path) for path in exports if path.is_file()])
+        lines = [f"{digits(best.value.mean)}{spread} over {count} ({name})"]
+        lines.append(f"its models: {models or 'none was exported'}")
         yield f"best {best.metric} ({best.mode})", lines
     if lines := [*_step_gaps(comparison)]:
         yield "step time, measured and predicted, and the parts that differ (ms)", lines
@@ -173,7 +179,8 @@ def _sections(
         title = f"loss parity broken, {counted(len(lines), 'run')}"
         yield title, [*_shortened(lines), *PARITY_HINTS]
     yield from remark_sections(comparison)
-    lines = ["±: standard deviation over the runs of a row, its seeds"] if has_several else []
+    over = " and ".join(comparison.over)
+    lines = [f"±: standard deviation over the runs of a row, its {over}"] if has_several else []
     texts = legends(comparison)
     explained = [f"{column.title}: {texts[column.key]}" for column in shown if column.key in texts]
     if comparison.rows:

@@ -8,12 +8,13 @@ from typing import Any
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.loader import Collate
 from ddp_runner.data.loading import Loading
-from ddp_runner.errors import UserError
+from ddp_runner.data.splits import AbsentSplit
+from ddp_runner.data.streams import AnySplit
 
 
 @dataclass(frozen=True)
 class TorchDataset:
-    """Two datasets, such as torchvision's, and how they are loaded.
+    """Two datasets, such as torchvision's, or the one that is used, and how they are loaded.
 
     Each is anything with ``__len__`` and ``__getitem__``, or a stream: a torch ``IterableDataset``,
     or anything with ``__iter__`` alone. A sample may be any tree of tensors and numbers, or
@@ -38,22 +39,22 @@ class TorchDataset:
         """Return the datasets as splits.
 
         Raises:
-            UserError: a dataset is missing or of another kind, or a key is out of range.
+            UserError: a dataset is of another kind, or a key is out of range.
         """
         loading = Loading.of(self)
         return Dataset(
             self.name,
-            loading.split("train", self._named("train")),
-            loading.split("eval", self._named("eval")),
+            self._split("train", loading),
+            self._split("eval", loading),
             num_classes=self.num_classes,
             mean=None,
         )
 
-    def _named(self, name: str) -> Any:
+    def _split(self, name: str, loading: Loading) -> AnySplit:
         dataset = getattr(self, name)
         if dataset is None or isinstance(dataset, Mapping):
-            raise UserError(
+            return AbsentSplit(
                 f"dataset.{name} has no _target_; name your Dataset: "
                 f"dataset.{name}={{_target_:my_package.MyDataset}}"
             )
-        return dataset
+        return loading.split(name, dataset)
