@@ -12,7 +12,8 @@ import pytest
 import torch
 from commands import run_command
 from pages import ROOT, blocks, commands
-from run_folders import metrics
+from real_data import write_tiny_mnist
+from run_folders import metrics, record
 from safetensors.torch import load_file
 
 import ddp_runner
@@ -134,6 +135,52 @@ def test_lightning_equals_the_own_loop(own_loop: Path, tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "net.ckpt", weights_only=False)["state_dict"]
     weights = {key.removeprefix("net."): value for key, value in saved.items()}
     assert_same(load_file(own_loop / "model.safetensors"), weights)
+
+
+NET = """
+from torch import nn
+
+class SimpleDenseNet(nn.Module):
+    def __init__(self, input_size, lin1_size, lin2_size, lin3_size, output_size):
+        super().__init__()
+        sizes = [input_size, lin1_size, lin2_size, lin3_size, output_size]
+        self.layers = nn.ModuleList(map(nn.Linear, sizes, sizes[1:]))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+"""
+DATA = """
+defaults: [torch_dataset]
+name: mnist
+train:
+  _target_: torchvision.datasets.MNIST
+  root: ${user.data_dir}
+  transform: {_target_: torchvision.transforms.ToTensor}
+eval: ${dataset.train}
+num_classes: 10
+channels: 1
+"""
+
+
+def test_a_hydra_project_trains(tmp_path: Path) -> None:
+    """By the page's YAML, in a folder that has a config.yaml of its own, and keys below user."""
+    (model,) = [one.text for one in blocks(PAGE) if "SimpleDenseNet" in one.text]
+    for name, text in {
+        "configs/model/mnist.yaml": model,
+        "configs/dataset/mnist.yaml": DATA,
+        "configs/config.yaml": "defaults: [trainer: nowhere]",
+        "src/models/simple_dense_net.py": NET,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    write_tiny_mnist(tmp_path / "data")
+    words = ("--config-dir", "configs", "model=mnist", "train.epochs=2", "batch.global_size=4")
+    path = {**ENVIRON, "PYTHONPATH": str(tmp_path)}
+    done = run_command(*words, folder=tmp_path, environ=path)
+    assert (done.exit_code, record(done.run_dir)["status"]) == (0, "completed"), done.stderr
 
 
 def test_the_accelerate_program_learns(tmp_path: Path) -> None:

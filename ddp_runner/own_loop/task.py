@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.instantiate import ANY, construct, find, keywords, unknown_key
+from ddp_runner.config.instantiate import construct, find, keywords
+from ddp_runner.config.signatures import ANY, unknown_key
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.own_loop.run import Run, finish
