@@ -1,11 +1,14 @@
 """A command line is read once: into options, overrides, and whether it is a sweep."""
 
+import re
 from pathlib import Path
 
 import pytest
+from configs import LAPTOP
 
+from ddp_runner.cli.app import main
 from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import compose, is_sweep, job_folder
+from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan
 from ddp_runner.cli.hydra_adapter import compose_config
 from ddp_runner.errors import UserError
 
@@ -69,3 +72,26 @@ def test_a_command_knows_how_it_finds_the_users_own_groups(
     command = parse(["--config-dir", "conf", place, "seed=1"])
     assert command.own_groups == (f"--config-dir={tmp_path / 'conf'}", place)
     assert parse(["seed=1"]).own_groups == ()
+
+
+def test_the_version_is_that_of_this_program(capsys: pytest.CaptureFixture[str]) -> None:
+    """With those of the libraries that it stands on."""
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code is None
+    assert re.match(r"python [\d.]+, ddp_runner [\d.]+, torch \d", capsys.readouterr().out)
+
+
+def test_a_name_with_an_equals_sign_needs_no_quotes() -> None:
+    """As Tab completes the folder of a sweep's job."""
+    command = parse(["hydra.run.dir=out/seed=1", "notes=a=b c", "seed=3"])
+    assert [one.value() for one in command.overrides[:1]] == ["out/seed=1"]
+    assert compose(command).hydra.run.dir == "out/seed=1"
+    assert compose(command).notes == "a=b c"
+
+
+def test_keys_of_ones_own_are_named_by_others() -> None:
+    """Below user, and in no other place."""
+    command = parse(["+user.rate=0.25", "optimizer.lr=${user.rate}"])
+    job = plan(compose(command), LAPTOP, Invocation(command, None, 0.0, {}))
+    assert (job.config.optimizer["lr"], job.config.user) == (0.25, {"rate": 0.25})

@@ -155,6 +155,21 @@ def test_yaml_tags_are_rejected(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_a_hint_lists_every_package_that_is_needed(tmp_path: Path) -> None:
+    """With what this command allows already: the list on the command line replaces another."""
+    hostile_run(tmp_path, {"model.x": {"_target_": "one.X"}, "dataset.y": {"_target_": "two.Y"}})
+    answer = config_error(f"resume={tmp_path}", "allowed_targets=[mine.models]")
+    assert answer.endswith("add allowed_targets=[mine.models,one,two]")
+
+
+def test_what_the_present_command_names_is_allowed_by_name_only(tmp_path: Path) -> None:
+    """A resumed run's config may use that class too, and nothing else of its package."""
+    hostile_run(tmp_path, {"model.x": {"_target_": "os.system"}})
+    words = (f"resume={tmp_path}", "+dataset.z={_target_:os.getcwd}")
+    assert "(os.system) is not a part that a config may name" in config_error(*words)
+    assert resolved("+loop.z={_target_:os.getcwd}", "task=os.getcwd")[0].task == "os.getcwd"
+
+
 # What passes as a name, since torch's names are not known before torch is imported.
 NO_PARTS = (
     *("torch.optim.lr_scheduler.partial", "torch.optim.lr_scheduler.warnings", "torch.nn.init"),

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import torch
 
-from ddp_runner.config.instantiate import make, make_function
+from ddp_runner.config.instantiate import construct, make, make_function
 from ddp_runner.errors import UserError
 
 ALLOWED = ["math", "os"]
@@ -31,6 +32,19 @@ def test_a_function_keeps_its_keywords() -> None:
     isclose = make_function(settings, key="model.loss", allowed=ALLOWED)
     assert isclose(1.0, 1.9)
     assert not math.isclose(1.0, 1.9)
+
+
+def test_a_function_may_be_called_partial() -> None:
+    """As Hydra's users write it; the key is no keyword."""
+    settings = {"_target_": "math.isclose", "_partial_": True, "rel_tol": 0.5}
+    assert make_function(settings, key="train.step", allowed=ALLOWED)(1.0, 1.9)
+
+
+def test_a_dtype_is_named_as_in_python() -> None:
+    """Another text stays a text."""
+    given = {"a": "torch.float32", "b": ["torch.uint8"], "c": "torch.nn", "d": "torch.floaty"}
+    built = construct(given, key="x")
+    assert built == {"a": torch.float32, "b": [torch.uint8], "c": "torch.nn", "d": "torch.floaty"}
 
 
 def test_what_fails_without_a_key_was_given_none() -> None:

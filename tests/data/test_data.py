@@ -7,7 +7,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.error import URLError
 
@@ -82,6 +82,20 @@ def test_global_batch_is_the_same_set_at_every_world_size(
         seen += union
     assert sorted(seen) == list(range(num_samples))
     assert len(steps) == reference.steps_per_epoch
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_without_shuffle_the_order_is_the_datasets(world_size: int) -> None:
+    """In each epoch, and global batch k is the same at every world size."""
+    shares = [
+        replace(batches(41, rank=rank, world_size=world_size), shuffle=False)
+        for rank in range(world_size)
+    ]
+    for epoch in (0, 1):
+        steps = zip(*(share.epoch(epoch) for share in shares), strict=True)
+        found = [sorted(one for share in step for one in samples(share)) for step in steps]
+        assert [one for batch in found for one in batch] == list(range(41))
+        assert [len(batch) for batch in found[:-1]] == [shares[0].global_size] * (len(found) - 1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

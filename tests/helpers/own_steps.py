@@ -159,3 +159,8 @@ def number_as_scalar(model: nn.Module, batch: Any) -> Step:
 def failing(model: nn.Module, batch: Any) -> Step:
     """Raise what a bug raises."""
     raise KeyError("image")
+
+
+def warming_up(optimizer: Any, *, num_warmup_steps: int, num_training_steps: int) -> Any:
+    """Return a schedule of the form of Hugging Face's, which climbs all the time."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / num_training_steps)

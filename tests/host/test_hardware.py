@@ -242,8 +242,28 @@ def test_bf16_is_rejected_where_it_would_be_emulated(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     open_devices(GPU, precision="fp16")
+    assert torch.backends.fp32_precision == "ieee"  # products of fp32 are computed as such
     if is_supported:
         open_devices(GPU, precision="bf16")
         return
     with pytest.raises(UserError, match=r"on cuda:0 \(Tesla T4\).*write train.precision=fp16"):
         open_devices(GPU, precision="bf16")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_tf32_is_set_where_it_exists(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    """For matrices and convolutions alike, so that the measured peak is that of the model."""
+    for name in ("init", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.backends, "fp32_precision", "none")
+    if capability < (8, 0):
+        with pytest.raises(UserError, match=r"\(Tesla T4\); write train.precision=fp32"):
+            open_devices(GPU, precision="tf32")
+        return
+    open_devices(GPU, precision="tf32")
+    backends = torch.backends
+    assert backends.cuda.matmul.fp32_precision == backends.cudnn.conv.fp32_precision == "tf32"

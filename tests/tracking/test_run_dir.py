@@ -40,6 +40,23 @@ def test_a_printed_resume_is_what_shell_and_hydra_take(name: str) -> None:
     assert OverridesParser.create().parse_override(argument).value() == name
 
 
+@pytest.mark.parametrize("began", [False, True])
+@pytest.mark.parametrize("kind", ["user", "other"])
+def test_only_a_mistake_before_the_first_step_gives_the_folder_back(
+    tmp_path: Path, kind: str, began: bool
+) -> None:
+    """The corrected command may use it; nothing else is ever deleted."""
+    run_dir = RunDir(tmp_path / "run")
+    (run_dir.path / ".hydra").mkdir(parents=True)
+    run_dir.logs.mkdir()
+    run_dir.rank_log(0).write_text("traceback")
+    run_dir.record.write_text(f'{{"error": {{"kind": "{kind}"}}}}')
+    if began:
+        run_dir.metrics.touch()
+    run_dir.clear_if_unbegun()
+    assert bool(list(run_dir.path.iterdir())) == (began or kind != "user")
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [

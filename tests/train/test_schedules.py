@@ -91,6 +91,30 @@ def test_a_scheduler_of_torch_works_as_it_is(name: str, keys: dict[str, Any]) ->
         expected.step()
 
 
+@pytest.mark.parametrize(
+    ("words", "halfway"),
+    [
+        (("scheduler=cosineannealinglr",), 0.5),
+        (("scheduler=cosineannealinglr", f"scheduler.T_max={NUM_STEPS // 2}"), 0.0),
+        (("scheduler=cosine",), 0.5),
+        (("scheduler=cosine", f"scheduler.total_steps={NUM_STEPS // 2}"), 0.0),
+        (("scheduler._target_=own_steps.warming_up", "+scheduler.num_warmup_steps=1"), 0.5),
+    ],
+)
+def test_the_steps_of_the_run_are_given_under_the_name_that_they_have(
+    words: tuple[str, ...], halfway: float
+) -> None:
+    """Unless the config gives them."""
+    optimizer = new_optimizer()
+    peak = optimizer.param_groups[0]["lr"]
+    config = replace(compose_config(*TOY, *words), allowed_targets=["own_steps"])
+    schedule = build_schedule(config, optimizer, total_steps=NUM_STEPS, steps_per_epoch=4)
+    for _ in range(NUM_STEPS // 2):
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(halfway * peak)
+
+
 def test_no_scheduler_of_torch_is_left_out() -> None:
     """A new one shows up here."""
     known = {
