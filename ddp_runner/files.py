@@ -1,14 +1,26 @@
-"""Files: their names in a folder, checksums, and writing them whole, never half. Torch-free."""
+"""Files: their names in a folder, checksums, writing them whole, and reading anybody's. Torch-free.
 
+A run folder may come from anybody. A pipe in it would wait for ever, and a few lines of YAML may
+stand for gigabytes.
+"""
+
+import errno
 import hashlib
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+# PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
+LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+MOST_YAML_KIB = 1024  # of a run's config, which has ten
 MAX_NAME_BYTES = 200  # file systems allow 255
 
 
@@ -67,9 +79,45 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def open_file(path: Path) -> BufferedReader:
+    """Open a file to read it; an OSError if it is a pipe, a device or a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file; see ``open_file``."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def yaml_text(path: Path) -> str:
+    """Return the text of a YAML that a run has written; a ValueError if no run writes such a one.
+
+    A few aliases that name each other stand for more values than any memory holds.
+    """
+    with open_file(path) as file:
+        content = file.read(1024 * MOST_YAML_KIB + 1)
+    if len(content) > 1024 * MOST_YAML_KIB:
+        raise ValueError(f"it has more than {MOST_YAML_KIB} KiB")
+    text = content.decode()
+    if "*" in text and any(type(one) is yaml.AliasEvent for one in yaml.parse(text, LOADER)):
+        raise ValueError("it has aliases, which no run writes")
+    return text
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML holds; see ``yaml_text``. PyYAML raises errors of any type."""
+    return yaml.load(yaml_text(path), Loader=LOADER)  # a safe loader
+
+
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -20,7 +20,7 @@ from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_chec
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, listed, os_errors
-from ddp_runner.files import file_sha256, replacing
+from ddp_runner.files import file_sha256, read_yaml, replacing
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -198,7 +198,7 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
             return path
     config = RunDir(path).config
     try:
-        settings = yaml.safe_load(config.read_text(encoding="utf-8"))["checkpoint"]
+        settings = read_yaml(config)["checkpoint"]
         monitor, mode = settings["monitor"], settings["mode"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(

@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddp_runner.config.ranks import resolve_batch
 from ddp_runner.config.schema import AUTO, OF_RANKS, RunConfig, flatten, leaves, work_hash
 from ddp_runner.dist_env import DistEnv, continues
 from ddp_runner.errors import UserError, listed
+from ddp_runner.files import read_yaml
 from ddp_runner.job import Job, Status
 from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
 from ddp_runner.tracking.run_dir import InUseError, RunDir
@@ -229,7 +228,7 @@ def _validate_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> 
 def _changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:
     """Return the keys of a config whose values the run in a folder does not have."""
     try:
-        frozen = dict(leaves(yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))))
+        frozen = dict(leaves(read_yaml(run_dir.config)))
     except Exception:  # odd tags make PyYAML raise errors of any class
         return []  # it is missing or damaged
     own = json.loads(json.dumps(flatten(config)))  # lists for tuples, as in YAML
@@ -247,7 +246,7 @@ def _global_size(run_dir: RunDir) -> int | None:
         return None
     path = run_dir.config
     try:
-        batch = yaml.safe_load(path.read_text(encoding="utf-8"))["batch"]
+        batch = read_yaml(path)["batch"]
         return int(batch["global_size"])
     except Exception as error:  # odd tags make PyYAML raise errors of any class
         raise UserError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import json_safe, replace_file
+from ddp_runner.files import json_safe, read_file, replace_file
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
 
 
@@ -110,7 +110,7 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
     if missing_ok and not path.exists():
         return {}
     with os_errors(f"{path} cannot be read", fix="name the folder of a run"):
-        content = path.read_bytes()
+        content = read_file(path)
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
