@@ -6,6 +6,7 @@ stand for gigabytes.
 
 import errno
 import hashlib
+import html
 import math
 import os
 import re
@@ -129,6 +130,23 @@ def json_safe(value: Any) -> Any:
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_safe(item) for item in value]
+    return value
+
+
+def in_markdown(text: str) -> str:
+    """Return anybody's text for Markdown: its markup, links and pipes are plain characters."""
+    return html.escape(re.sub(r"[\\|\[\]`]", r"\\\g<0>", text), quote=False)
+
+
+def in_csv(value: Any) -> Any:
+    """Return a cell; a quote keeps a spreadsheet from computing a text that is not a number."""
+    text = str(value)
+    if value is None or isinstance(value, float | int) or text[:1] not in tuple("=+-@\t\r\n"):
+        return value
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
     return value
 
 
