@@ -189,7 +189,7 @@ def begin_session(
                 written = files.metrics if files.metrics.exists() else files.record
                 ended_at = known.get("finished_at") or written.stat().st_mtime
                 sessions[-1]["wall_s"] = _seconds(sessions[-1], ended_at)
-            sum(one[name] or 0.0 for one in sessions for name in SessionTimes.__annotations__)
+            sum((one["wall_s"] or 0.0) + (one["startup_s"] or 0.0) for one in sessions)
             sessions.append({"started_at": started_at, "startup_s": None, "wall_s": None})
         _write_sessions(run_dir, sessions, **fields)
     except (LookupError, TypeError, AttributeError) as error:
