@@ -41,9 +41,10 @@ from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, valid
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
 from ddp_runner.host.processes import handled_signals, start_fork_server
-from ddp_runner.host.streams import keep_streams
+from ddp_runner.host.streams import keep_streams, print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
-from ddp_runner.launch.launcher import launch, print_error
+from ddp_runner.launch.launcher import launch
+from ddp_runner.launch.mistakes import is_noted, note_mistake
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.multirun import Sweep
 from ddp_runner.sweep.slurm.executor import Slurm
@@ -63,11 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started_at = time.time()
     lost: list[str] = []  # what is wrong with stdout and stderr
     keep_streams(lost.append)
+    stderr = os.dup(2)  # a rank other than 0 soon writes to its log
     for signum in handled_signals():
         # Before any worker there is nothing to save.
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
     given = sys.argv[1:] if arguments is None else arguments
     arguments = ["verbose=true" if one == "-v" else one for one in given]
+    if is_noted():
+        sys.exit(EXIT_USER_ERROR)
     try:
         sys.exit(run(arguments, started_at=started_at, warnings=lost))
     except Exception as error:
@@ -76,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         explained = user_error(error, arguments)
         if explained is None or FULL_ERROR in os.environ:
             raise
-        print_error(str(explained))
+        if note_mistake(str(explained)):
+            os.dup2(stderr, 2)
+            print_line(f"error: {explained}", stream=sys.__stderr__ or sys.stderr)
         sys.exit(EXIT_USER_ERROR)
 
 
