@@ -354,7 +354,6 @@ def test_no_reader_waits_for_a_pipe(name: str, tmp_path: Path) -> None:
     assert list(read_runs(tmp_path)["reason"].notna()) == [True]
 
 
-@pytest.mark.full
 def test_a_folder_of_weights_brings_no_code(tmp_path: Path) -> None:
     """A pretrained model whose config names Python files beside it does not run them."""
     mark = tmp_path / MARK
