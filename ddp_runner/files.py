@@ -21,7 +21,7 @@ import yaml
 
 # PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-MOST_YAML_KIB = 1024  # of a run's config, which has ten
+MOST_YAML_KIB, MOST_YAML_VALUES = 1024, 20_000  # of a run's config, which has ten, and hundreds
 MAX_NAME_BYTES = 200  # file systems allow 255
 
 
@@ -102,12 +102,13 @@ def yaml_text(path: Path) -> str:
     A few aliases that name each other stand for more values than any memory holds.
     """
     with open_file(path) as file:
-        content = file.read(1024 * MOST_YAML_KIB + 1)
-    if len(content) > 1024 * MOST_YAML_KIB:
+        text = file.read(1024 * MOST_YAML_KIB + 1).decode()
+    if len(text) > 1024 * MOST_YAML_KIB:
         raise ValueError(f"it has more than {MOST_YAML_KIB} KiB")
-    text = content.decode()
-    if "*" in text and any(type(one) is yaml.AliasEvent for one in yaml.parse(text, LOADER)):
-        raise ValueError("it has aliases, which no run writes")
+    if "*" in text or len(text) > MOST_YAML_VALUES:
+        for number, event in enumerate(yaml.parse(text, LOADER)):
+            if number > MOST_YAML_VALUES or type(event) is yaml.AliasEvent:
+                raise ValueError(f"it has aliases, or more than {MOST_YAML_VALUES} values")
     return text
 
 

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         explained = user_error(error, arguments)
         if explained is None or FULL_ERROR in os.environ:
             raise
-        if note_mistake(str(explained)):
+        if note_mistake():
             os.dup2(stderr, 2)
             print_line(f"error: {explained}", stream=sys.__stderr__ or sys.stderr)
         sys.exit(EXIT_USER_ERROR)

@@ -12,32 +12,27 @@ from pathlib import Path
 from ddp_runner.dist_env import prints_errors
 
 
-def is_noted(environ: Mapping[str, str] | None = None) -> bool:
+def is_noted(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether an earlier attempt of this agent ended by a mistake: a restart mends none."""
-    note = _note(os.environ if environ is None else environ)
+    note = _note(environ)
     return note is not None and note.exists()
 
 
-def note_mistake(sentence: str, environ: Mapping[str, str] | None = None) -> bool:
+def note_mistake(environ: Mapping[str, str] = os.environ) -> bool:
     """Note a mistake for the ranks and attempts to come; return whether this rank prints it."""
-    note = _note(os.environ if environ is None else environ)
-    if note is None:
+    if (note := _note(environ)) is None:
         return prints_errors(environ)
     try:
-        with note.open("x", encoding="utf-8") as file:
-            file.write(sentence)
+        note.touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # the disk is full
-        return prints_errors(environ)
     return True
 
 
 def _note(environ: Mapping[str, str]) -> Path | None:
-    """Return the file for it in the folder of torchrun's agent; None without one.
+    """Return the file for it in the agent's folder: FOLDER/attempt_N/RANK/error.json is a rank's.
 
-    The agent gives each rank a file for its error: FOLDER/attempt_N/RANK/error.json.
+    None where no agent has a folder.
     """
     attempt = Path(environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
-    is_agents = re.fullmatch(r"attempt_\d+", attempt.name) is not None
-    return attempt.with_name("mistake.txt") if is_agents else None
+    return attempt.with_name("mistake") if re.fullmatch(r"attempt_\d+", attempt.name) else None

@@ -44,8 +44,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     """Return the folder of this run, whose lock the stack holds from now on; rank 0 only.
 
     Raises:
-        UserError: another process holds the folder, it holds another run, or this launch's last
-            attempt failed for a reason that a restart cannot fix.
+        UserError: another process holds the folder, or it holds another run.
     """
     if job.wire is not None and job.config.launch.nnodes == 1:
         assert job.run_dir is not None
@@ -68,7 +67,6 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
         stack.enter_context(run_dir.locked())
     run_dir.ensure_writable()
     earlier = read_run_record(run_dir, missing_ok=True)
-    _validate_earlier_failure(earlier, marks)
     note_launch(run_dir, marks)
     write_run_record(run_dir, status=Status.RUNNING, work_hash=work)
     # Else the config has it already.
@@ -138,7 +136,7 @@ def goes_on(config: RunConfig, run_dir: RunDir) -> bool:
 
 def unfinished_or_new(config: RunConfig) -> RunDir:
     """Return the unfinished run that resume=auto goes on with, else a new folder."""
-    runs = sibling_runs(config) if config.resume == AUTO else []
+    runs = sibling_runs(config, names_others=True) if config.resume == AUTO else []
     return find_unfinished_run(runs, work=work_hash(config)) or RunDir(claim(run_folder(config)))
 
 
@@ -214,15 +212,6 @@ def _record(run_dir: RunDir) -> dict[str, Any]:
         return read_run_record(run_dir, missing_ok=True)
     except UserError:
         return {}  # nobody can resume such a run
-
-
-def _validate_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> None:
-    """Raise the earlier error if these agents restart a run whose input is invalid."""
-    error = earlier.get("error")
-    agents = {mark for mark in marks if mark.startswith("agent ")}
-    is_restart = not agents.isdisjoint(_marks_in(earlier))
-    if is_restart and isinstance(error, dict) and error.get("kind") == "user":
-        raise UserError(str(error.get("sentence")))
 
 
 def _changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:

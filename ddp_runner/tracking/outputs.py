@@ -7,12 +7,11 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import AUTO, RunConfig
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.dist_env import prints_errors
 from ddp_runner.errors import UserError, listed, os_errors, printable
 from ddp_runner.files import safe_name
@@ -76,13 +75,13 @@ def claim(path: Path) -> Path:
     raise UserError(f"{path} and 998 numbered folders beside it exist; give name=...")
 
 
-def sibling_runs(config: RunConfig) -> list[RunDir]:
+def sibling_runs(config: RunConfig, *, names_others: bool = False) -> list[RunDir]:
     """Return the user's runs whose names fit this config, of any world size, newest first."""
     planned = run_folder(config)
     pattern = glob.escape(planned.parent.name)
     if config.name is None:
         pattern = re.sub(r"-ws\d+$", "-ws*", pattern)
-    found = _own(OUTPUTS.glob(f"{pattern}/*/{RUN_RECORD}"), is_named=config.resume == AUTO)
+    found = _own(OUTPUTS.glob(f"{pattern}/*/{RUN_RECORD}"), is_named=names_others)
     folders = sorted((path.parent for path in found), key=lambda path: path.name, reverse=True)
     return [RunDir(folder) for folder in folders]
 
@@ -110,15 +109,8 @@ def _own(records: Iterable[Path], *, is_named: bool = True) -> list[Path]:
     for path in records:
         with suppress(OSError):  # it has just gone
             is_own = {path.stat().st_uid, path.parent.stat().st_uid} == {os.geteuid()}
-            found += [path] if is_own else []
-            others += [] if is_own else [str(path.parent)]
-    if others and is_named:
-        _print_passed_over(listed(sorted(others)))
-    return found
-
-
-@cache
-def _print_passed_over(folders: str) -> None:
-    if prints_errors():
+            found.append(path) if is_own else others.append(str(path.parent))
+    if others and is_named and prints_errors():
         why = "not this user's, and passed over; if you trust it, give resume=RUN"
-        print_line(printable(f"{folders}: {why}"), stream=sys.stderr)
+        print_line(printable(f"{listed(sorted(others))}: {why}"), stream=sys.stderr)
+    return found

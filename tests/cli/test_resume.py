@@ -163,8 +163,9 @@ def test_a_run_of_another_user_is_named_and_passed_over(
     with pytest.raises(UserError, match="resume=last finds no run below outputs"):
         resumed_overrides(["resume=last"], folders=[CONFIG_DIR])
     assert sibling_runs(config) == []
+    assert sibling_runs(config, names_others=True) == []
     sentence = "not this user's, and passed over; if you trust it, give resume=RUN"
-    assert capsys.readouterr().err == f"{run}: {sentence}\n"
+    assert capsys.readouterr().err == 2 * f"{run}: {sentence}\n"
     assert resume(f"resume={run}").scheduler["name"] == "cosine"
 
 

@@ -41,7 +41,7 @@ def test_the_first_rank_that_notes_a_mistake_prints_it(tmp_path: Path) -> None:
     first, second = rank_of(tmp_path / "one", 1), rank_of(tmp_path / "one", 0)
     again, other = rank_of(tmp_path / "one", 0, attempt=1), rank_of(tmp_path / "other", 0)
     assert not is_noted(first)
-    assert [note_mistake("no", one) for one in (first, second, again)] == [True, False, False]
+    assert [note_mistake(one) for one in (first, second, again)] == [True, False, False]
     assert [is_noted(one) for one in (first, again, other)] == [True, True, False]
 
 
@@ -49,7 +49,7 @@ def test_without_an_agents_folder_the_first_rank_of_a_machine_prints(tmp_path: P
     """As under srun, or where torchrun keeps no logs."""
     for file in ("", str(tmp_path / "error.json")):
         zero, one = (rank_of(tmp_path, rank) | {"TORCHELASTIC_ERROR_FILE": file} for rank in (0, 1))
-        assert [note_mistake("no", env) for env in (zero, one, zero)] == [True, False, True]
+        assert [note_mistake(env) for env in (zero, one, zero)] == [True, False, True]
         assert not is_noted(zero)
 
 
