@@ -101,7 +101,8 @@ def with_resumed(
     takes_model = "task" in chosen and frozen.task in INFERENCE
     if takes_model:
         # More metrics beside those of the training, which other keys of the run may name.
-        frozen.metrics = {**own["metrics"], **frozen.metrics}
+        given: Any = OmegaConf.to_container(frozen.metrics)  # still unresolved
+        frozen.metrics = {**own["metrics"], **given}
     validate_said_again(frozen, unresolved)
     if is_launched and "world_size" not in chosen:
         frozen.world_size = AUTO

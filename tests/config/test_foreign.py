@@ -139,6 +139,16 @@ def test_a_variable_or_an_address_must_be_said_again(key: str, value: Any, tmp_p
     assert SECRET not in sentence
 
 
+@pytest.mark.parametrize("words", [(), ("metrics=mae",)], ids=str)
+def test_metrics_beside_those_of_a_foreign_run_resolve_none_of_it(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """An evaluation adds its own to those of the training."""
+    run = foreign_run(tmp_path, {"metrics": {"x": "${oc.env:AWS_SECRET_ACCESS_KEY}"}})
+    sentence = config_error(f"resume={run}", "task=evaluate", *words)
+    assert sentence.startswith("metrics.x (${oc.env:AWS_SECRET_ACCESS_KEY})")
+
+
 @pytest.mark.parametrize("group", ["dataset", "trackers", "model"])
 def test_a_group_is_no_interpolation(group: str, tmp_path: Path) -> None:
     """It would be resolved as soon as somebody looks into it."""
