@@ -30,7 +30,9 @@ from ddp_runner.inference.notebook import load, read_runs
 from ddp_runner.job import Job
 from ddp_runner.models import toy
 from ddp_runner.rank.session import open_session
+from ddp_runner.status.find import survey
 from ddp_runner.status.look import look
+from ddp_runner.sweep.ledger import JOURNAL, LEDGER
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -352,6 +354,15 @@ def test_no_reader_waits_for_a_pipe(name: str, tmp_path: Path) -> None:
     with suppress(UserError):
         load(tmp_path)
     assert list(read_runs(tmp_path)["reason"].notna()) == [True]
+
+
+@pytest.mark.parametrize("name", [LEDGER, JOURNAL])
+def test_a_sweep_whose_ledger_is_a_pipe_is_named(name: str, tmp_path: Path) -> None:
+    """As one whose ledger is damaged."""
+    for place in {LEDGER, name}:
+        os.mkfifo(tmp_path / place)
+    (sweep,) = survey([tmp_path]).sweeps
+    assert "not a regular file" in str(sweep.reason)
 
 
 def test_a_folder_of_weights_brings_no_code(tmp_path: Path) -> None:
