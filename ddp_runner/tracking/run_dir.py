@@ -117,7 +117,7 @@ class RunDir:
                         f"{path} is a link to {path.readlink()}, which the run would write to; put "
                         "the files themselves there, or delete the link"
                     )
-                if path.exists() and not (path.is_file() or path.is_dir()):
+                if not (path.is_file() or path.is_dir()) and path.exists():
                     raise UserError(
                         f"{path} is neither a file nor a folder, which no run leaves; delete it"
                     )
