@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started_at = time.time()
     lost: list[str] = []  # what is wrong with stdout and stderr
     keep_streams(lost.append)
-    stderr = os.dup(2)  # a rank other than 0 soon writes to its log
+    # A rank of torchrun other than 0 soon writes to its log.
+    stderr, descriptor = sys.stderr, os.dup(2) if "TORCHELASTIC_RUN_ID" in os.environ else 2
     for signum in handled_signals():
         # Before any worker there is nothing to save.
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
@@ -81,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if explained is None or FULL_ERROR in os.environ:
             raise
         if note_mistake():
-            os.dup2(stderr, 2)
-            print_line(f"error: {explained}", stream=sys.__stderr__ or sys.stderr)
+            os.dup2(descriptor, 2)
+            print_line(f"error: {explained}", stream=stderr)
         sys.exit(EXIT_USER_ERROR)
 
 
