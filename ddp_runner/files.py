@@ -1,14 +1,27 @@
-"""Files: their names in a folder, checksums, and writing them whole, never half. Torch-free."""
+"""Files: their names in a folder, checksums, writing them whole, and reading anybody's. Torch-free.
 
+A run folder may come from anybody. A pipe in it would wait for ever, and a few lines of YAML may
+stand for gigabytes.
+"""
+
+import errno
 import hashlib
+import html
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+# PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
+LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+MOST_YAML_KIB, MOST_YAML_VALUES = 1024, 20_000  # of a run's config, which has ten, and hundreds
 MAX_NAME_BYTES = 200  # file systems allow 255
 
 
@@ -67,9 +80,46 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def open_file(path: Path) -> BufferedReader:
+    """Open a file to read it; an OSError if it is a pipe, a device or a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file; see ``open_file``."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def yaml_text(path: Path) -> str:
+    """Return the text of a YAML that a run has written; a ValueError if no run writes such a one.
+
+    A few aliases that name each other stand for more values than any memory holds.
+    """
+    with open_file(path) as file:
+        text = file.read(1024 * MOST_YAML_KIB + 1).decode()
+    if len(text) > 1024 * MOST_YAML_KIB:
+        raise ValueError(f"it has more than {MOST_YAML_KIB} KiB")
+    if "*" in text or len(text) > MOST_YAML_VALUES:
+        for number, event in enumerate(yaml.parse(text, LOADER)):
+            if number > MOST_YAML_VALUES or type(event) is yaml.AliasEvent:
+                raise ValueError(f"it has aliases, or more than {MOST_YAML_VALUES} values")
+    return text
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML holds; see ``yaml_text``. PyYAML raises errors of any type."""
+    return yaml.load(yaml_text(path), Loader=LOADER)  # a safe loader
+
+
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -81,6 +131,23 @@ def json_safe(value: Any) -> Any:
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_safe(item) for item in value]
+    return value
+
+
+def in_markdown(text: str) -> str:
+    """Return anybody's text for Markdown: its markup, links and pipes are plain characters."""
+    return html.escape(re.sub(r"[\\|\[\]`]", r"\\\g<0>", text), quote=False)
+
+
+def in_csv(value: Any) -> Any:
+    """Return a cell; a quote keeps a spreadsheet from computing a text that is not a number."""
+    text = str(value)
+    if value is None or isinstance(value, float | int) or text[:1] not in tuple("=+-@\t\r\n"):
+        return value
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
     return value
 
 

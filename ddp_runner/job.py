@@ -102,8 +102,8 @@ class Job:
     shows_header: bool = True  # a sweep shows it once, for the first job that it runs
     overrides: tuple[str, ...] = ()
     own_groups: tuple[str, ...] | None = None  # see ``RunFields``
-    # What a command that resumes the run says again, since a resumed run allows nothing and sends
-    # nothing by itself: allowed_targets, where the user's own groups are, and trackers.
+    # What a command that resumes the run says again, since a resumed run allows, sends and reads
+    # nothing by itself: allowed_targets, the user's own groups, trackers, variables and addresses.
     said_again: tuple[str, ...] = ()
     secrets: Secrets = field(default_factory=Secrets)  # what the config took from the environment
     choices: Mapping[str, str] = field(default_factory=dict)  # the option of each group

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import UserError
-from ddp_runner.files import file_sha256, json_safe
+from ddp_runner.files import file_sha256, json_safe, read_file
 
 FORMAT_VERSION = 3
 STATE = "state.pt"
@@ -45,7 +45,7 @@ def read_manifest(path: Path) -> Manifest:
         UserError: it is missing, damaged or of another format.
     """
     try:
-        fields = json.loads((path / MANIFEST).read_bytes())
+        fields = json.loads(read_file(path / MANIFEST))
         version = _whole_number(fields["format_version"])
         if version != FORMAT_VERSION:
             raise UserError(

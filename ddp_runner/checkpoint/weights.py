@@ -21,7 +21,7 @@ from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, listed, os_errors
-from ddp_runner.files import file_sha256, replacing
+from ddp_runner.files import file_sha256, read_yaml, replacing
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -199,7 +199,7 @@ def _find(path: Path, *, log: Callable[[str], None]) -> Path:
             return path
     config, export = RunDir(path).config, RunDir(path).export
     try:
-        keys = yaml.safe_load(config.read_text(encoding="utf-8"))
+        keys = read_yaml(config)
         settings, is_own = keys["checkpoint"], has_own_loop(str(keys.get("task")))
         monitor, mode = settings["monitor"], settings["mode"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:

@@ -41,9 +41,10 @@ from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, valid
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
 from ddp_runner.host.processes import handled_signals, start_fork_server
-from ddp_runner.host.streams import keep_streams
+from ddp_runner.host.streams import keep_streams, print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
-from ddp_runner.launch.launcher import is_over, launch, print_error
+from ddp_runner.launch.launcher import is_over, launch
+from ddp_runner.launch.mistakes import is_noted, note_mistake
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.multirun import Sweep
 from ddp_runner.sweep.slurm.executor import Slurm
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started_at = time.time()
     lost: list[str] = []  # what is wrong with stdout and stderr
     keep_streams(lost.append)
+    # A rank of torchrun other than 0 soon writes to its log.
+    stderr, descriptor = sys.stderr, os.dup(2) if "TORCHELASTIC_RUN_ID" in os.environ else 2
     for signum in handled_signals():
         # Before any worker there is nothing to save.
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
@@ -71,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "--version" in arguments:
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         sys.exit()
+    if is_noted():
+        sys.exit(EXIT_USER_ERROR)
     try:
         sys.exit(run(arguments, started_at=started_at, warnings=lost))
     except Exception as error:
@@ -79,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         explained = user_error(error, arguments)
         if explained is None or FULL_ERROR in os.environ:
             raise
-        print_error(str(explained))
+        if note_mistake():
+            os.dup2(descriptor, 2)
+            print_line(f"error: {explained}", stream=stderr)
         sys.exit(EXIT_USER_ERROR)
 
 

@@ -28,7 +28,8 @@ from ddp_runner.cli.hydra_adapter import (
     opened_node,
 )
 from ddp_runner.cli.preflight import validate_files
-from ddp_runner.cli.resume import NotARunError, left_trackers, said_again, with_resumed
+from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
+from ddp_runner.cli.said_again import said_again
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.keys import help_text
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
@@ -163,7 +164,9 @@ def plan_at(
             code=invocation.code,
             overrides=overrides,
             own_groups=command.own_groups if invocation.env is None else None,
-            said_again=said_again(given, overrides, command.own_groups, choices=choices),
+            said_again=said_again(
+                secrets.written(config), given, overrides, command.own_groups, choices=choices
+            ),
             secrets=secrets,
             choices=choices,
             warnings=(*invocation.warnings, *map(secrets.hide, [*notes, *warnings])),

@@ -166,7 +166,8 @@ def literal(value: Any) -> str:
             return {key: with_quotes(one) for key, one in tree.items()}
         if isinstance(tree, list):
             return [with_quotes(one) for one in tree]
-        return QuotedString(tree, Quote.single) if isinstance(tree, str) else tree
+        is_text = isinstance(tree, str | bytes)
+        return QuotedString(str(tree), Quote.double) if is_text else tree
 
     return Override._get_value_element_as_str(with_quotes(value))
 

@@ -1,25 +1,25 @@
 """What a command takes from the run that it resumes: its groups and its frozen config."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.hydra_adapter import literal, quoted
-from ddp_runner.config.allowed_targets import given_packages, given_targets
+from ddp_runner.cli.hydra_adapter import quoted
+from ddp_runner.cli.said_again import validate_said_again
+from ddp_runner.config.allowed_targets import given_targets
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.load import chosen_keys, forced, frozen_config
 from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import AUTO, CONFIG_DIR, RUNNER_KEYS
 from ddp_runner.errors import UserError
-from ddp_runner.files import is_missing
+from ddp_runner.files import is_missing, read_yaml
 from ddp_runner.tracking.outputs import newest_run
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
@@ -78,9 +78,9 @@ def with_resumed(
     if raw.resume in (None, AUTO):
         return raw
     frozen, chosen = _frozen(Path(raw.resume)), chosen_keys(overrides)
-    trained = frozen.task
-    own_metrics: Any = OmegaConf.to_container(frozen.metrics)
+    own: Any = OmegaConf.to_container(frozen)  # of the run, and nothing is resolved
     unresolved: Any = OmegaConf.to_container(raw)
+    trained = own["task"]
     # What resume=auto finds does the same work, so its config has the experiment's keys already.
     if "experiment" in chosen and f"resume={AUTO}" not in overrides:
         raise UserError("experiment= cannot change a run that is resumed; give single keys")
@@ -105,8 +105,14 @@ def with_resumed(
     frozen.sweep = raw.sweep  # where the run was a job of a sweep
     # Where the ranks met, and which machine this was, held for that launch only. Also, ranks send
     # pickles to whoever answers at that address.
-    for key in ("init_method", "node_rank", "rdzv_endpoint"):
-        frozen.launch[key] = raw.launch[key]
+    for key in ("init_method", "node_rank", "rdzv_endpoint", "rdzv_id"):
+        frozen.launch[key] = unresolved["launch"][key]
+    takes_model = "task" in chosen and frozen.task in INFERENCE
+    if takes_model:
+        # More metrics beside those of the training, which other keys of the run may name.
+        given: Any = OmegaConf.to_container(frozen.metrics)  # still unresolved
+        frozen.metrics = {**own["metrics"], **given}
+    validate_said_again(frozen, unresolved)
     if is_launched and "world_size" not in chosen:
         frozen.world_size = AUTO
     if trained in INFERENCE and frozen.task not in INFERENCE:
@@ -114,9 +120,7 @@ def with_resumed(
             f"resume={raw.resume} is a run of task={trained}, which has nothing to train on; name "
             f"the run that it was about: resume={frozen.inference.run}"
         )
-    if frozen.task in INFERENCE and "task" in chosen:
-        # More metrics beside those of the training, which other keys of the run may name.
-        frozen.metrics = {**own_metrics, **frozen.metrics}
+    if takes_model:
         _take_model(frozen, raw, chosen, trained=trained)
     elif frozen.task in INFERENCE and is_missing(Path(str(frozen.inference.run))):
         raise NotARunError(
@@ -132,7 +136,8 @@ def left_trackers(raw: DictConfig, overrides: Sequence[str]) -> list[str]:
         key.partition(".")[0] == "trackers" for key in chosen_keys(overrides)
     ):
         return []
-    names = list(_frozen(Path(raw.resume)).trackers)
+    frozen: Any = OmegaConf.to_container(_frozen(Path(raw.resume)))  # nothing is resolved
+    names = list(frozen["trackers"])
     if not names:
         return []
     is_own = any(not (CONFIG_DIR / "trackers" / f"{one}.yaml").is_file() for one in names)
@@ -141,30 +146,6 @@ def left_trackers(raw: DictConfig, overrides: Sequence[str]) -> list[str]:
         f"the run was sent to {', '.join(names)}, and a resumed run sends nothing by itself: add "
         f"trackers=[{','.join(names)}] with {keys}, or trackers=[]"
     ]
-
-
-def said_again(
-    given: DictConfig,
-    overrides: Sequence[str],
-    own_groups: Sequence[str],
-    *,
-    choices: Mapping[str, str],
-) -> tuple[str, ...]:
-    """Return what a command that resumes this run says again; see ``Job``.
-
-    Args:
-        given: what this command composes.
-        overrides: that the user wrote.
-        own_groups: where the user's own groups are; see ``CommandLine``.
-        choices: the option of each group.
-    """
-    allowed = ",".join(given_packages(given))
-    trackers = [one for one in overrides if re.match(r"[+~]*trackers\b", one)]
-    # A run that is resumed leaves out its experiment, so its trackers are given key by key.
-    if own_groups and "experiment" in choices:
-        found: Any = OmegaConf.to_container(given.trackers, resolve=False)
-        trackers = [f"+trackers.{name}={literal(keys)}" for name, keys in found.items()]
-    return (*([f"allowed_targets=[{allowed}]"] if allowed else []), *own_groups, *trackers)
 
 
 def _take_model(
@@ -236,7 +217,7 @@ def _choices(run_dir: Path, *, folders: Sequence[Path]) -> list[tuple[str, str]]
         return is_name and any((one / group / f"{option}.yaml").is_file() for one in folders)
 
     try:
-        choices = yaml.safe_load(RunDir(run_dir).choices.read_text(encoding="utf-8"))
+        choices = read_yaml(RunDir(run_dir).choices)
         pairs = [(str(group), str(option)) for group, option in choices.items()]
     except Exception:  # PyYAML raises errors of any kind for odd tags
         return []  # damaged, or not a run: with_resumed reports what is wrong

@@ -14,21 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
-
 from ddp_runner import __version__
 from ddp_runner.compare.run import Run, best_step, is_finite
 from ddp_runner.config.schema import leaves
 from ddp_runner.errors import UserError, listed, one_line
-from ddp_runner.files import is_missing
+from ddp_runner.files import is_missing, read_file, read_yaml
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
 REQUIRED = {"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
 KNOWN_FIELDS = get_type_hints(RunRecord).keys()
-# PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
-LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -184,7 +180,7 @@ def _is_measured(call: Any) -> bool:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    config = yaml.load(path.read_bytes(), Loader=LOADER)  # a safe loader
+    config = read_yaml(path)
     if not isinstance(config, dict):
         raise ValueError("it is not a mapping")
     # Lists in one piece: two runs may differ in how many items a list has.
@@ -195,7 +191,7 @@ def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     """Return the valid lines of a metrics file, and the number of damaged lines."""
     lines: list[dict[str, float | None]] = []
     num_damaged = 0
-    for text in path.read_bytes().splitlines() if path.exists() else ():
+    for text in read_file(path).splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
             has_numbers = all(isinstance(value, int | float | None) for value in line.values())

@@ -4,8 +4,9 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache, reduce
+from io import StringIO
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from omegaconf.resolvers import oc
 from ddp_runner.config.schema import RUNNER_KEYS, Config
 from ddp_runner.config.secrets import Place, Secrets
 from ddp_runner.errors import UserError, one_line, os_errors
+from ddp_runner.files import yaml_text
 
 LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
 
@@ -59,17 +61,22 @@ def frozen_config(path: Path) -> DictConfig:
     Raises:
         UserError: the file is damaged, or cannot be read.
     """
-    with os_errors(f"{path} cannot be read", fix="name the folder of a run that you may read"):
-        content = path.read_bytes()
     try:
-        text = content.decode().strip()
+        with os_errors(f"{path} cannot be read", fix="name the folder of a run that you may read"):
+            text = yaml_text(path).strip()
         if text.startswith("---") and not text.endswith("..."):
             raise ValueError("it is cut off")
-        frozen = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        frozen = OmegaConf.merge(_schema(), OmegaConf.load(StringIO(text)))
         assert isinstance(frozen, DictConfig)
-        lacking = [group for group in RUNNER_KEYS if "_target_" not in frozen[group]]
+        plain: Any = OmegaConf.to_container(frozen)
+        for group, keys in asdict(Config()).items():
+            if isinstance(keys, dict) and not isinstance(plain[group], dict):
+                raise ValueError(f"{group} is not a mapping")
+        lacking = [group for group in RUNNER_KEYS if "_target_" not in plain[group]]
         if lacking:
             raise ValueError(f"it ends before {lacking[0]}")
+    except UserError:
+        raise
     except Exception as error:  # PyYAML raises errors of any kind for odd tags
         reason = one_line(error)
         raise UserError(
@@ -116,7 +123,7 @@ def find_secrets(raw: DictConfig) -> Secrets:
     Every interpolation is resolved once more while ``oc.env`` is watched: a value may come through
     other keys, in a longer text, in a list, or through other resolvers.
     """
-    read, values, texts = list[str](), dict[str, str](), dict[Place, str]()
+    read, values, written = list[str](), dict[str, str](), dict[Place, str]()
 
     def watched(name: str, *default: Any) -> str | None:
         read.append(name)
@@ -127,7 +134,9 @@ def find_secrets(raw: DictConfig) -> Secrets:
 
     OmegaConf.register_new_resolver("oc.env", watched, replace=True)
     try:
-        for place, text in _interpolations(OmegaConf.to_container(raw, resolve=False), ()):
+        for place, text in texts(OmegaConf.to_container(raw, resolve=False)):
+            if "${" not in text:
+                continue
             read.clear()
             # What cannot be resolved is reported when the config is resolved.
             with suppress(Exception):
@@ -135,19 +144,20 @@ def find_secrets(raw: DictConfig) -> Secrets:
                 if OmegaConf.is_config(value):
                     OmegaConf.to_container(value, resolve=True)
             if read:
-                texts[place] = text
+                written[place] = text
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     longest_first = sorted(values, key=len, reverse=True)
-    return Secrets(texts, {value: values[value] for value in longest_first})
+    return Secrets(written, {value: values[value] for value in longest_first})
 
 
-def _interpolations(tree: Any, place: Place) -> Iterator[tuple[Place, str]]:
+def texts(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
+    """Yield each text of a plain config, and where it stands."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _interpolations(value, (*place, key))
+            yield from texts(value, (*place, key))
     elif isinstance(tree, list):
         for index, value in enumerate(tree):
-            yield from _interpolations(value, (*place, index))
-    elif isinstance(tree, str) and "${" in tree:
-        yield place, tree
+            yield from texts(value, (*place, index))
+    elif isinstance(tree, str | bytes):
+        yield place, str(tree)

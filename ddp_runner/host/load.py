@@ -5,6 +5,7 @@ A speed measured beside other work means little, so the comparison needs to know
 
 import os
 import re
+import resource
 import sys
 from collections.abc import Collection
 from contextlib import suppress
@@ -55,6 +56,14 @@ def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
         "start": {"loadavg_1m": start.average_1m},
         "end": {"loadavg_1m": end.average_1m, "busy_share_others": others, "steal_share": steal},
     }
+
+
+def address_limit() -> str:
+    """Return why a process may get no memory under ``ulimit -v``; empty if there is no limit."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most == resource.RLIM_INFINITY:
+        return ""
+    return f"ulimit -v allows each process {most / 2**30:.1f} GiB of addresses; raise it"
 
 
 def oom_kills() -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, listed, os_errors, typed
+from ddp_runner.files import in_csv
 from ddp_runner.train.step import Step
 
 MOST_COLUMNS = 1000  # of one output; beyond it a row has a list, which only Parquet can hold
@@ -123,6 +124,9 @@ class CsvWriter:
             self._lines.writerow(self._names)
         # As text, a float has the fewest digits that give its own bits back.
         texts = [rows[name].astype(str).tolist() for name in self._names]
+        if "sample" in rows:
+            place = self._names.index("sample")
+            texts[place] = [*map(in_csv, texts[place])]  # a file of somebody else's has any name
         self._lines.writerows(zip(*texts, strict=True))
 
     def close(self) -> None:

@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import yaml
-
 from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
 from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import is_missing
+from ddp_runner.files import is_missing, read_file, read_yaml
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
@@ -22,7 +20,7 @@ def logged_at(run_dir: RunDir, step: int) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     with suppress(OSError):  # the run has logged nothing
-        for text in run_dir.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        for text in read_file(run_dir.metrics).splitlines():
             with suppress(ValueError):
                 line = json.loads(text)
                 if isinstance(line, dict) and line.get("step") == step:
@@ -49,7 +47,7 @@ def model_arguments(run_dir: RunDir) -> dict[str, Any]:
 def dataset_keys(run_dir: RunDir) -> Any:
     """Return the dataset's keys in a run's frozen config; None if it cannot be read."""
     with suppress(Exception):  # PyYAML raises errors of any kind for odd tags
-        return yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))["dataset"]
+        return read_yaml(run_dir.config)["dataset"]
     return None
 
 
@@ -79,7 +77,7 @@ def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset:
         if is_missing(path):
             continue
         with os_errors(f"{path} cannot be read", fix="make it readable"):
-            kept = path.read_bytes()
+            kept = read_file(path)
         if kept != content:
             raise UserError(
                 f"dataset={dataset} made another {name} than the run has in {path}, so its samples "

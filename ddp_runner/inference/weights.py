@@ -6,6 +6,7 @@ It also loads them into the run's model in this very process, without ranks or a
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +17,7 @@ from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import checkpoints_by_step, load_checkpoint
 from ddp_runner.checkpoint.weights import best_or_newest, load_tensors, read_export
 from ddp_runner.config.allowed_targets import validate_targets
+from ddp_runner.config.foreign import foreign_keys
 from ddp_runner.config.inference import Asked
 from ddp_runner.config.load import frozen_config, to_config
 from ddp_runner.config.own_loop import has_own_loop
@@ -31,6 +33,7 @@ from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.train.build_model import place_alone
 from ddp_runner.train.export import model_state
 
+UNUSED = ("trackers", "metrics", "loop", "optimizer", "scheduler", "dataset", "launch", "sweep")
 TRIES = 5  # a run that goes on deletes a checkpoint while it is read
 
 
@@ -168,17 +171,22 @@ def load_model(
 def _resolved(frozen: DictConfig) -> Config:
     """Return a frozen config as the schema's object.
 
-    What reads the environment is left out of groups that the model does not need: a notebook need
-    not have the secrets of the training.
+    What reads the environment, or names an address, is left out of groups that the model does not
+    need. In others it is rejected: a run may be anybody's.
     """
-    for group in ("trackers", "metrics", "loop", "optimizer", "scheduler", "dataset"):
-        plain = OmegaConf.to_container(frozen[group], resolve=False)
-        assert isinstance(plain, dict)
-        frozen[group] = {key: value for key, value in plain.items() if "${" not in str(value)}
+    plain: Any = OmegaConf.to_container(frozen)
+    for group in UNUSED:
+        keys = plain[group].items()
+        plain[group] = {key: one for key, one in keys if not foreign_keys({group: {key: one}}, {})}
+    if found := foreign_keys(plain, {}):
+        key, value = next(iter(found.items()))
+        raise UserError(
+            f"{key} ({value}) of the run reads the environment or names an address, and whoever "
+            "made the run may have chosen it; write the value itself into the run's config"
+        )
     try:
-        return to_config(frozen)
+        return to_config(OmegaConf.create(plain))
     except OmegaConfBaseException as error:
         raise UserError(
-            f"the run's config cannot be resolved ({one_line(error)}); set the variable, or "
-            "restore the config"
+            f"the run's config is damaged or of another version ({one_line(error)}); restore it"
         ) from error

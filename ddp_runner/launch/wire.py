@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, is_lost_peer
+from ddp_runner.host.load import address_limit
 from ddp_runner.host.processes import (
     SERVER_GRACE_S,
     die_with_parent,
@@ -155,8 +156,12 @@ def run_rank(job: Job, work: str, environ: dict[str, str], pipe: Connection) -> 
         release_fork_server()
     rank, wire, failure = int(environ["RANK"]), PipeWire(pipe), None
     try:
-        from ddp_runner.rank.numa import bound_to_cores  # imports torch, as the server has
-
+        try:
+            from ddp_runner.rank.numa import bound_to_cores  # imports torch, as the server has
+        except Exception as error:
+            if limit := address_limit():
+                raise UserError(f"torch cannot be imported: {limit}") from error
+            raise
         bound = bound_to_cores(pkgutil.resolve_name(work), int(environ["LOCAL_RANK"]), job.config)
         last = ("result", bound(replace(job, wire=wire)))
     except BaseException as error:  # sys.exit in a model ends a rank just as an error does

@@ -30,7 +30,9 @@ def with_config_of_rank_zero(job: Job) -> Job:
         if has_run is None:
             fix = f"no folder of a run, on none of the {len({one for one, _ in places})} machines"
         else:
-            fix = f"on {has_run}, and {host} has rank 0; give {has_run} launch.node_rank=0"
+            fix = f"on {has_run}, and {host} has rank 0; copy it to {host}"
+            if job.wire is not None:  # our launcher, which can give rank 0 to another machine
+                fix += f", or give {has_run} launch.node_rank=0"
         raise UserError(f"resume={job.config.resume} is {fix}")
     written = from_rank_zero(lambda: asdict(job.secrets.written(job.config)))
     if not job.lacks_run:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import UserError
+from ddp_runner.files import read_file
 from ddp_runner.job import Status
 from ddp_runner.status.pace import Pace, read_pace
 from ddp_runner.sweep.ledger import LEDGER
@@ -150,7 +151,7 @@ def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
 def holder_of(run_dir: RunDir) -> tuple[int, str] | None:
     """Return the process that holds the folder, or was killed while it did, and its host."""
     try:
-        found = re.fullmatch(r"process (\d+) on (.+)", run_dir.holder.read_text().strip())
+        found = re.fullmatch(r"process (\d+) on (.+)", read_file(run_dir.holder).decode().strip())
     except (OSError, UnicodeDecodeError):
         return None  # none holds it, or it ends right now
     return (int(found[1]), found[2]) if found else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import os_errors
+from ddp_runner.files import open_file
 
 TAIL_BYTES = 2**14  # the last twenty lines or more
 MOST_LINES = 20
@@ -48,7 +49,7 @@ def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the last whole, undamaged lines."""
     with os_errors(f"{path} cannot be read", fix="make it readable"):
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
                 text = file.read()
         except FileNotFoundError:

@@ -22,7 +22,7 @@ from typing import Any
 from filelock import FileLock
 
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import replace_file
+from ddp_runner.files import open_file, replace_file
 from ddp_runner.job import Status
 
 LEDGER, JOURNAL = "sweep.json", "sweep.jsonl"
@@ -168,7 +168,7 @@ class Ledger:
         """Return what the ledger holds now; the next look changes it."""
         known = self._cache[0]
         try:
-            with (self.folder / JOURNAL).open("rb") as file, _reading(self.folder / JOURNAL):
+            with _reading(self.folder / JOURNAL), open_file(self.folder / JOURNAL) as file:
                 head = file.readline()
                 if known.source != head:
                     known = _Known(head, len(head), _command(_fields(head)))
@@ -186,7 +186,7 @@ class Ledger:
     def _rested(self, known: _Known) -> _Known:
         """Return what sweep.json holds."""
         path = self.folder / LEDGER
-        with suppress(FileNotFoundError), path.open("rb") as file, _reading(path):
+        with suppress(FileNotFoundError), _reading(path), open_file(path) as file:
             stat = os.fstat(file.fileno())
             source = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if known.source == source:
@@ -210,7 +210,9 @@ def _line(fields: Mapping[str, Any]) -> bytes:
 def _reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged or of another version ({error}); "
             "delete it: what its jobs left is in their folders"

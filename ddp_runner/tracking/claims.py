@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddp_runner.config.ranks import resolve_batch
 from ddp_runner.config.schema import AUTO, OF_RANKS, RunConfig, flatten, leaves, work_hash
 from ddp_runner.dist_env import DistEnv, continues
 from ddp_runner.errors import UserError, listed
+from ddp_runner.files import read_yaml
 from ddp_runner.job import Job, Status
 from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
 from ddp_runner.tracking.run_dir import InUseError, RunDir
@@ -45,8 +44,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     """Return the folder of this run, whose lock the stack holds from now on; rank 0 only.
 
     Raises:
-        UserError: another process holds the folder, it holds another run, or this launch's last
-            attempt failed for a reason that a restart cannot fix.
+        UserError: another process holds the folder, or it holds another run.
     """
     if job.wire is not None and job.config.launch.nnodes == 1:
         assert job.run_dir is not None
@@ -69,7 +67,6 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
         stack.enter_context(run_dir.locked())
     run_dir.ensure_writable()
     earlier = read_run_record(run_dir, missing_ok=True)
-    _validate_earlier_failure(earlier, marks)
     note_launch(run_dir, marks)
     write_run_record(run_dir, status=Status.RUNNING, work_hash=work)
     # Else the config has it already.
@@ -141,7 +138,7 @@ def goes_on(config: RunConfig, run_dir: RunDir) -> bool:
 
 def unfinished_or_new(config: RunConfig) -> RunDir:
     """Return the unfinished run that resume=auto goes on with, else a new folder."""
-    runs = sibling_runs(config) if config.resume == AUTO else []
+    runs = sibling_runs(config, names_others=True) if config.resume == AUTO else []
     return find_unfinished_run(runs, work=work_hash(config)) or RunDir(claim(run_folder(config)))
 
 
@@ -219,19 +216,10 @@ def _record(run_dir: RunDir) -> dict[str, Any]:
         return {}  # nobody can resume such a run
 
 
-def _validate_earlier_failure(earlier: dict[str, Any], marks: Sequence[str]) -> None:
-    """Raise the earlier error if these agents restart a run whose input is invalid."""
-    error = earlier.get("error")
-    agents = {mark for mark in marks if mark.startswith("agent ")}
-    is_restart = not agents.isdisjoint(_marks_in(earlier))
-    if is_restart and isinstance(error, dict) and error.get("kind") == "user":
-        raise UserError(str(error.get("sentence")))
-
-
 def _changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:
     """Return the keys of a config whose values the run in a folder does not have."""
     try:
-        frozen = dict(leaves(yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))))
+        frozen = dict(leaves(read_yaml(run_dir.config)))
     except Exception:  # odd tags make PyYAML raise errors of any class
         return []  # it is missing or damaged
     own = json.loads(json.dumps(flatten(config)))  # lists for tuples, as in YAML
@@ -249,7 +237,7 @@ def _global_size(run_dir: RunDir) -> int | None:
         return None
     path = run_dir.config
     try:
-        batch = yaml.safe_load(path.read_text(encoding="utf-8"))["batch"]
+        batch = read_yaml(path)["batch"]
         return int(batch["global_size"])
     except Exception as error:  # odd tags make PyYAML raise errors of any class
         raise UserError(

@@ -179,11 +179,13 @@ def end_summary(
     title: str = "",
     said_again: Sequence[str] = (),
     waiting: str | None = None,
+    is_ours: bool = True,
 ) -> str:
     """Return how a run ended, with the last metrics, and how to look at it.
 
     A sweep's job, which has a title, gets one line without the latter. A metric that is None was
     not finite. `wall_s` is of this command, `waiting` on the slowest rank; `said_again`: ``Job``.
+    `is_ours`: our launcher started the ranks, not torchrun, srun or mpirun.
     """
     values = ((name, metrics[name]) for name in headlines(metrics))
     results = {name: math.nan if value is None else value for name, value in values}
@@ -204,8 +206,10 @@ def end_summary(
                 lines.append(f"  {part}")
         lines += [waiting] if waiting else []
     if status == Status.PREEMPTED:
-        words = [RunDir(run_dir).resume_argument, *map(_quoted, said_again)]
-        lines.append(f"go on: python -m ddp_runner {' '.join(words)}")
+        words = " ".join([RunDir(run_dir).resume_argument, *map(_quoted, said_again)])
+        # Only its agent knows whether a SIGTERM ends the run or comes before a restart.
+        again = "unless its launcher starts it again: the same command with"
+        lines.append(f"go on{': python -m ddp_runner' if is_ours else f', {again}'} {words}")
     if not title:
         folder = shown_path(run_dir)
         # The folder below which TensorBoard shows the run by its name.

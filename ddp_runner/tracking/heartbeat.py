@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import os_errors
+from ddp_runner.files import open_file
 from ddp_runner.job import Status
 
 BEAT_S, LEAST_S = 5.0, 0.5  # between two beats: usually, and when something new begins
@@ -116,7 +117,7 @@ def read_heartbeat(path: Path) -> tuple[dict[str, Any], float] | None:
     with os_errors(f"{path} cannot be read", fix="make it readable, or delete it"):
         try:
             # An open file's facts come from the server, where a path's may be a minute old on NFS.
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 text, mtime = file.read(NUM_BYTES), os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return None

@@ -1,17 +1,21 @@
 """The outputs folder: how runs and sweeps are named in it, claimed, and found again. Torch-free."""
 
 import glob
+import os
 import re
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.errors import UserError, os_errors
+from ddp_runner.dist_env import prints_errors
+from ddp_runner.errors import UserError, listed, os_errors, printable
 from ddp_runner.files import safe_name
+from ddp_runner.host.streams import print_line
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir, ensure_space
 from ddp_runner.tracking.run_record import read_run_record
 
@@ -71,26 +75,42 @@ def claim(path: Path) -> Path:
     raise UserError(f"{path} and 998 numbered folders beside it exist; give name=...")
 
 
-def sibling_runs(config: RunConfig) -> list[RunDir]:
-    """Return the runs whose names fit this config, of any world size, newest first."""
+def sibling_runs(config: RunConfig, *, names_others: bool = False) -> list[RunDir]:
+    """Return the user's runs whose names fit this config, of any world size, newest first."""
     planned = run_folder(config)
     pattern = glob.escape(planned.parent.name)
     if config.name is None:
         pattern = re.sub(r"-ws\d+$", "-ws*", pattern)
-    found = OUTPUTS.glob(f"{pattern}/*/{RUN_RECORD}")
+    found = _own(OUTPUTS.glob(f"{pattern}/*/{RUN_RECORD}"), is_named=names_others)
     folders = sorted((path.parent for path in found), key=lambda path: path.name, reverse=True)
     return [RunDir(folder) for folder in folders]
 
 
 def newest_run() -> Path | None:
-    """Return the run below the outputs folder that was written last, whether of a sweep or not.
+    """Return the user's run below the outputs folder that was written last, also one of a sweep.
 
     An evaluation of a run does not count: it is the run itself that is resumed, or evaluated.
     """
     found = [*OUTPUTS.glob(f"*/{RUN_RECORD}"), *OUTPUTS.glob(f"*/*/{RUN_RECORD}")]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    for path in sorted(_own(found), key=lambda path: path.stat().st_mtime_ns, reverse=True):
         with suppress(UserError):  # a damaged run.json says nothing
             if read_run_record(path.parent).get("task") in INFERENCE:
                 continue
         return path.parent
     return None
+
+
+def _own(records: Iterable[Path], *, is_named: bool = True) -> list[Path]:
+    """Return the run.json files of this user; print which others are passed over.
+
+    Outputs may be a folder that everybody writes to, and nobody has named these runs.
+    """
+    found, others = list[Path](), list[str]()
+    for path in records:
+        with suppress(OSError):  # it has just gone
+            is_own = {path.stat().st_uid, path.parent.stat().st_uid} == {os.geteuid()}
+            found.append(path) if is_own else others.append(str(path.parent))
+    if others and is_named and prints_errors():
+        why = "not this user's, and passed over; if you trust it, give resume=RUN"
+        print_line(printable(f"{listed(sorted(others))}: {why}"), stream=sys.stderr)
+    return found

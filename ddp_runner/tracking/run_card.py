@@ -4,6 +4,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ddp_runner.files import in_markdown
+
 
 def repeating_command(record: Mapping[str, Any], overrides: Sequence[str]) -> list[str] | None:
     """Return the words of the command that repeats a run; None if no known command does.
@@ -41,7 +43,8 @@ def run_card(overrides: Sequence[str], record: Mapping[str, Any]) -> str:
         "git revision": record.get("git_revision"),
         **{name: version for name, version in versions.items() if version},
     }
-    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    found = {in_markdown(name): in_markdown(str(value)) for name, value in rows.items() if value}
+    lines = [f"| {name} | {value} |" for name, value in found.items()]
     words = repeating_command(record, overrides)
     title = "Keys of its last command" if words is None else "Command"
     parts = overrides if words is None else [" ".join(words[:3]), *map(shlex.quote, words[3:])]

@@ -16,7 +16,7 @@ import yaml
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import FileIn, replace_file
+from ddp_runner.files import FileIn, open_file, replace_file
 
 # The names of files that other modules search for; a known folder's files are in `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
@@ -71,7 +71,7 @@ class RunDir:
         other, and a reader may lack the right to write.
         """
         try:
-            with self.lock.open("rb") as file:
+            with open_file(self.lock) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -87,9 +87,9 @@ class RunDir:
 
         Raises:
             InUseError: another process holds it; the message names the process.
-            UserError: one of its files is a link, or a folder in it cannot be read.
+            UserError: it holds a link or a pipe, or a folder in it cannot be read.
         """
-        self._forbid_links()
+        self._validate_content()
         from filelock import FileLock  # slow to import, and compare only reads
 
         lock = FileLock(self.lock)
@@ -109,15 +109,18 @@ class RunDir:
             self.holder.unlink(missing_ok=True)
             lock.release()
 
-    def _forbid_links(self) -> None:
-        # Somebody else's folder could make the run write elsewhere. A folder in it may be a link,
-        # such as checkpoints/.
-        for folder, _, names in os.walk(self, onerror=_reject_unreadable):
-            for path in (Path(folder, name) for name in names):
+    def _validate_content(self) -> None:
+        # Somebody else's folder could make the run write elsewhere, delete there, or wait for ever.
+        for folder, subfolders, names in os.walk(self, onerror=_reject_unreadable):
+            for path in (Path(folder, name) for name in [*subfolders, *names]):
                 if path.is_symlink():
                     raise UserError(
                         f"{path} is a link to {path.readlink()}, which the run would write to; put "
-                        "the file itself there, or delete the link"
+                        "the files themselves there, or delete the link"
+                    )
+                if not (path.is_file() or path.is_dir()) and path.exists():
+                    raise UserError(
+                        f"{path} is neither a file nor a folder, which no run leaves; delete it"
                     )
 
     def ensure_writable(self) -> None:

@@ -192,6 +192,7 @@ class RunLogger:
             title=title,
             said_again=self._job.said_again if self._job else (),
             waiting=waiting_line(record),
+            is_ours=self._job is None or self._job.wire is not None,
         )
         print(summary, flush=True)
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import json_safe, replace_file
+from ddp_runner.errors import UserError, os_errors, typed
+from ddp_runner.files import json_safe, read_file, replace_file
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
 
 
@@ -111,7 +111,7 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
     if missing_ok and not path.exists():
         return {}
     with os_errors(f"{path} cannot be read", fix="name the folder of a run"):
-        content = path.read_bytes()
+        content = read_file(path)
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -179,18 +179,25 @@ def begin_session(
     last write to metrics.jsonl, or else to run.json, as its end.
 
     Raises:
-        UserError: run.json is damaged or cannot be written.
+        UserError: run.json is damaged, has other fields, or cannot be written.
     """
     known = read_run_record(run_dir, missing_ok=True)
-    sessions = _sessions(known)
-    if not sessions or sessions[-1]["started_at"] != started_at:
-        if sessions and sessions[-1]["wall_s"] is None:
-            files = RunDir(Path(run_dir))
-            written = files.metrics if files.metrics.exists() else files.record
-            ended_at = known.get("finished_at") or written.stat().st_mtime
-            sessions[-1]["wall_s"] = _seconds(sessions[-1], ended_at)
-        sessions.append({"started_at": started_at, "startup_s": None, "wall_s": None})
-    _write_sessions(run_dir, sessions, **fields)
+    try:
+        sessions = _sessions(known)
+        if not sessions or sessions[-1]["started_at"] != started_at:
+            if sessions and sessions[-1]["wall_s"] is None:
+                files = RunDir(Path(run_dir))
+                written = files.metrics if files.metrics.exists() else files.record
+                ended_at = known.get("finished_at") or written.stat().st_mtime
+                sessions[-1]["wall_s"] = _seconds(sessions[-1], ended_at)
+            sum((one["wall_s"] or 0.0) + (one["startup_s"] or 0.0) for one in sessions)
+            sessions.append({"started_at": started_at, "startup_s": None, "wall_s": None})
+        _write_sessions(run_dir, sessions, **fields)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{Path(run_dir, RUN_RECORD)} has times that no run writes ({typed(error)}); restore "
+            "or delete it"
+        ) from error
 
 
 def is_rejected_resume(run_dir: os.PathLike[str], before: Mapping[str, Any]) -> bool:
@@ -245,4 +252,4 @@ def _write_sessions(
 
 
 def _seconds(session: SessionTimes, until: float) -> float:
-    return round(max(0.0, until - float(session["started_at"])), 3)
+    return round(max(0.0, until - session["started_at"]), 3)

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from ddp_runner.config.measuring import OPS
 from ddp_runner.config.own_loop import has_own_loop, only_used
 from ddp_runner.config.schema import leaves
+from ddp_runner.files import LOADER, read_yaml
 from ddp_runner.metric_names import LISTED, METRICS
 from ddp_runner.tracking.run_card import run_card
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
-LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 # The keys of the config that are hyperparameters.
 TUNED = re.compile(
     r"world_size|seed|backend\.name|batch\.(global_size|per_rank)"
@@ -67,12 +67,10 @@ def header(run_dir: Path, config_text: str) -> list[Any]:
     """
     from torch.utils.tensorboard.summary import text
 
-    config = yaml.load(config_text, Loader=LOADER)  # LOADER is a safe loader
+    config = yaml.load(config_text, Loader=LOADER)  # a safe loader
     record = read_run_record(run_dir, missing_ok=True)
     overrides_file = RunDir(run_dir).overrides
-    overrides = (
-        yaml.load(overrides_file.read_bytes(), Loader=LOADER) if overrides_file.exists() else []
-    )
+    overrides = read_yaml(overrides_file) if overrides_file.exists() else []
     cards = [
         text("config", f"```yaml\n{config_text}\n```"),
         text("run", run_card(overrides, record)),

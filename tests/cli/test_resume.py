@@ -22,6 +22,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.rank.session import _init_method
+from ddp_runner.tracking.outputs import sibling_runs
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -167,6 +168,23 @@ def test_last_is_the_newest_run(run: Path) -> None:
     shutil.rmtree("outputs")
     with pytest.raises(UserError, match="resume=last finds no run below outputs"):
         resumed_overrides(["resume=last"], folders=[CONFIG_DIR])
+
+
+def test_a_run_of_another_user_is_named_and_passed_over(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By resume=last and resume=auto, which name no folder; by its name it is resumed."""
+    config, _ = resolved("resume=auto", "name=toy")
+    assert [one.path for one in sibling_runs(config)] == [run]
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(UserError, match="resume=last finds no run below outputs"):
+        resumed_overrides(["resume=last"], folders=[CONFIG_DIR])
+    assert sibling_runs(config) == []
+    assert sibling_runs(config, names_others=True) == []
+    sentence = "not this user's, and passed over; if you trust it, give resume=RUN"
+    assert capsys.readouterr().err == 2 * f"{run}: {sentence}\n"
+    assert resume(f"resume={run}").scheduler["name"] == "cosine"
 
 
 def test_only_groups_that_exist_here_are_implied(run: Path, tmp_path: Path) -> None:

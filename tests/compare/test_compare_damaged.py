@@ -1,5 +1,6 @@
 """A run that cannot be compared is listed with a reason, and the others are compared."""
 
+import csv
 import json
 import re
 import sys
@@ -232,9 +233,32 @@ def test_values_from_a_foreign_run_cannot_forge_output(tmp_path: Path, form: str
     for folder, name in names.items():
         write_run(tmp_path / folder, config={"model.name": name}, lines=lines_of([1.0, 2.0]))
     text = FORMATS[form](compare(read_runs([tmp_path])))
-    assert "toy\\x1b[2J\\nbest of all" in text
+    assert "toy\\x1b[2J\\nbest of all" in text.replace("\\[", "[")
     assert "\x1b" not in text
     assert not any(line.startswith("best of all") for line in text.splitlines())
+
+
+def test_a_table_for_other_programs_holds_texts_alone(tmp_path: Path) -> None:
+    """Markdown shows no markup of a run, and a spreadsheet computes no formula of it."""
+    odd = [
+        "<img src=x onerror=alert(1)>|`",
+        "![x](http://evil)",
+        "=1+1",
+        "@x",
+        "\t=2",
+        "-0.5",
+        "-x",
+    ]
+    for name in odd:
+        write_run(tmp_path / str(odd.index(name)), config={"model.name": name}, lines=lines_of([1]))
+    comparison = compare(read_runs([tmp_path]))
+    markdown = FORMATS["markdown"](comparison)
+    assert r"&lt;img src=x onerror=alert(1)&gt;\|\`" in markdown
+    assert "<" not in markdown
+    assert r"!\[x\](http://evil)" in markdown
+    table = list(csv.reader(FORMATS["csv"](comparison).splitlines(keepends=True)))
+    names = [row[table[0].index("model.name")] for row in table[1:]]
+    assert sorted(names) == sorted([*odd[:2], "'=1+1", "'@x", "'\t=2", "-0.5", "'-x"])
 
 
 @pytest.mark.full

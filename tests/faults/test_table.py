@@ -1,4 +1,4 @@
-"""The tests that docs/reliability.md names exist, and the default tier runs one of each row."""
+"""The tests that docs/reliability.md and SECURITY.md name exist; the default tier has one a row."""
 
 import ast
 import re
@@ -6,11 +6,15 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+TABLES = {  # the page, and the heading above its tables
+    "docs/reliability.md": "## Faults and their tests",
+    "SECURITY.md": "## What may come from somebody else",
+}
 ROWS = [
     line
-    for line in TABLE.partition("## Faults and their tests")[2].splitlines()
-    if line.startswith("| ") and not line.startswith(("| ---", "| fault |"))
+    for page, heading in TABLES.items()
+    for line in (ROOT / page).read_text(encoding="utf-8").partition(heading)[2].splitlines()
+    if line.startswith("| ") and not line.startswith(("| ---", "| fault |", "| what |"))
 ]
 NOT_DEFAULT = re.compile(r"^pytest\.mark\.(full|slow)$")
 NOT_DEFAULT_FILE = re.compile(r"^pytestmark = (.*\.(full|slow)\b|needs\()")  # `needs`: hosts

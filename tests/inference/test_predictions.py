@@ -133,6 +133,15 @@ def test_a_csv_gives_every_bit_back(tmp_path: Path) -> None:
     assert [int(row["index"]) for row in rows] == list(range(100))
 
 
+def test_a_file_name_in_a_csv_is_no_formula(tmp_path: Path) -> None:
+    """Pictures may be somebody else's; numbers stay numbers."""
+    with open_writer(tmp_path / "predictions.csv") as writer:
+        writer.write({"sample": np.array(["=1+1.png", "a/b.png"]), "output": np.array([-1.5, 2])})
+        writer.close()
+    lines = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert lines == ["sample,output", "'=1+1.png,-1.5", "a/b.png,2.0"]
+
+
 def test_nothing_is_left_of_a_file_that_was_not_finished(tmp_path: Path) -> None:
     """Whoever fails half-way leaves no half."""
     for name in ("predictions.csv", "predictions.parquet"):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -90,6 +91,57 @@ def test_a_server_that_is_killed_while_it_imports_is_replaced(tmp_path: Path) ->
         process.terminate()
         end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stderr) == (143, "")
+
+
+# It kills itself once it has imported everything, at its first or its second rank.
+KILL = """
+import os, signal, sys
+
+if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
+    ranks = [0]
+    def kill():
+        ranks[0] += 1
+        if ranks[0] == NUMBER:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.register_at_fork(before=kill)
+"""
+
+
+@pytest.mark.parametrize("number", first_of([2, 1]))
+def test_a_server_that_is_killed_while_ranks_start_is_named(tmp_path: Path, number: int) -> None:
+    """In the sentence of a server that is killed later; a second one ends like the first."""
+    (tmp_path / "sitecustomize.py").write_text(KILL.replace("NUMBER", str(number)))
+    environ = {"PYTHONPATH": str(tmp_path)}
+    with background("model=toy", folder=tmp_path, environ=environ, fresh=True) as process:
+        end = wait_for_end(process, tmp_path)
+    assert end.exit_code == 1
+    (line,) = end.stderr.split("\n", 1)[:1]
+    assert line.startswith(f"error: {SERVER_KILLED}")
+    assert end.stderr.strip() == line
+    assert record(end.run_dir)["status"] == "failed"
+
+
+# The runner under ``ulimit -v`` of 1 GiB.
+LIMITED = """
+import resource, runpy, sys
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+    sys.argv[0] = "ddp_runner"
+    runpy.run_module("ddp_runner", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_limit_that_torch_does_not_fit_in_is_named(tmp_path: Path) -> None:
+    """By one line, and run.json says that the run has failed."""
+    command = (sys.executable, "-c", LIMITED)
+    with background("model=toy", folder=tmp_path, program=command) as process:
+        end = wait_for_end(process, tmp_path)
+    assert end.exit_code == 2
+    sentence = "torch cannot be imported: ulimit -v allows each process 1.0 GiB of addresses"
+    assert end.stderr == f"error: {sentence}; raise it\n"
+    fields = record(end.run_dir)
+    assert (fields["status"], fields["error"]["kind"]) == ("failed", "user")
 
 
 LOUD = """

@@ -61,6 +61,20 @@ def test_torchrun_restarts_a_run_in_its_own_folder_beside_an_equal_one(tmp_path:
     assert record(ours)["status"] == "completed"
 
 
+def test_a_run_that_torchrun_stops_does_not_say_that_it_is_over(tmp_path: Path) -> None:
+    """Only the agent knows whether it starts the ranks again."""
+    command = ("-m", "ddp_runner", *EQUAL, "train.max_steps=1000000")
+    program = (*TORCHRUN, "--max-restarts=3")
+    with background(*command, folder=tmp_path, program=program) as process:
+        (run,) = wait_for(lambda: run_dirs(tmp_path))
+        wait_for(lambda: checkpoint_steps(run))
+        process.send_signal(signal.SIGTERM)
+        end = wait_for_end(process, tmp_path)
+    assert record(run)["status"] == "preempted"
+    assert "go on: python" not in end.stdout
+    assert "go on, unless its launcher starts it again: the same command with resume=" in end.stdout
+
+
 def two_launchers(folder: Path, *overrides: str, loses_a_rank: bool = False) -> list[CommandResult]:
     """Run the launchers of two simulated machines to their ends."""
     command = (

@@ -210,14 +210,6 @@ def test_a_damaged_run_is_nobodys_to_go_on_with(tmp_path: Path) -> None:
     assert find_unfinished_run(runs, work=work) is None
 
 
-def test_what_the_user_must_mend_is_not_restarted(stack: ExitStack) -> None:
-    """The agent's next attempt ends at once with the first one's sentence."""
-    error = {"rank": 0, "kind": "user", "sentence": "train/loss became nan by step 3"}
-    attempt(job(), OURS, status="failed", error=error)
-    with pytest.raises(UserError, match=r"^train/loss became nan by step 3$"):
-        claim_run(job(), marks=OURS, stack=stack)
-
-
 def test_what_may_pass_is_restarted(stack: ExitStack) -> None:
     """A crash, or a rank that was killed, is what restarts are for."""
     error = {"rank": 0, "kind": "crash", "sentence": "rank 0 raised OSError"}

@@ -183,6 +183,9 @@ def test_the_end_names_results_and_a_command_that_shows_the_runs_name(tmp_path: 
     assert text.splitlines()[0] == "preempted in 1.2 s"
     assert text.splitlines()[1].startswith("go on: python -m ddp_runner ")
     assert text.splitlines()[2] == f"tensorboard --logdir '{tmp_path / 'my runs'}'"
+    text = end_summary("preempted", {}, wall_s=1.0, run_dir=Path("run"), is_ours=False)
+    go_on = "go on, unless its launcher starts it again: the same command with resume=run"
+    assert text.splitlines()[1] == go_on
 
 
 def test_a_loop_of_ones_own_shows_its_own_names() -> None:

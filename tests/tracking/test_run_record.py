@@ -199,6 +199,20 @@ def test_a_missing_or_damaged_run_record_is_named(tmp_path: Path, content: str |
         read_run_record(tmp_path)
 
 
+WRONG = [1, "x", {"a": 1}, [1], [[1]], [{}], [{"started_at": 1}], [{"wall_s": None}]]
+NO_TIMES = [{"started_at": 1, "startup_s": 1, "wall_s": "x"}]
+
+
+@pytest.mark.parametrize("sessions", [*WRONG, NO_TIMES], ids=str)
+def test_times_of_no_run_are_named_when_it_is_resumed(sessions: Any, tmp_path: Path) -> None:
+    """A run.json of somebody else's may hold anything."""
+    fields = {"status": "failed", "sessions": sessions}
+    replace_run_record(tmp_path, fields)
+    with pytest.raises(UserError, match=r"run\.json has times that no run writes"):
+        begin_session(tmp_path, started_at=2.0, status="running")
+    assert record(tmp_path) == fields
+
+
 def test_a_damaged_run_record_can_be_replaced(tmp_path: Path) -> None:
     """What it holds does not count; merging fields into it would need it."""
     (tmp_path / "run.json").write_text('{"status": "runn')

@@ -15,7 +15,7 @@ from ddp_runner.compare.rows import ComparisonRow
 from ddp_runner.compare.run import Run, Stat
 from ddp_runner.compare.settings import ALWAYS_SHOWN, label, title_of
 from ddp_runner.errors import counted, listed, printable
-from ddp_runner.files import json_safe
+from ddp_runner.files import in_csv, in_markdown, json_safe
 from ddp_runner.host.streams import line_width, wrapped
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -74,12 +74,12 @@ def as_markdown(comparison: Comparison) -> str:
     shown = [column for column in columns(comparison) if column.is_brief]
     rows = [[column.title for column in shown], ["---"] * len(shown)]
     rows += [[cell_text(column, row) for column in shown] for row in comparison.rows]
-    lines = [headline(comparison), ""]
+    lines = [in_markdown(headline(comparison)), ""]
     for row in rows if comparison.rows else ():
-        texts = [cut(text, MAX_CELL).replace("|", "\\|") for text in row]
+        texts = [in_markdown(cut(text, MAX_CELL)) for text in row]
         lines.append(f"| {' | '.join(texts)} |")
     for title, sentences in sections(comparison, shown):
-        lines += ["", f"**{title}**", "", *(f"- {sentence}" for sentence in sentences)]
+        lines += ["", f"**{title}**", "", *(f"- {in_markdown(sentence)}" for sentence in sentences)]
     return "\n".join(map(printable, lines))
 
 
@@ -94,7 +94,8 @@ def as_csv(comparison: Comparison) -> str:
         if any(stats):
             table.append([f"{column.key}_sd", *(stat and stat.sd for stat in stats)])
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(zip(*table, strict=True))
+    rows = (map(in_csv, row) for row in zip(*table, strict=True))
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().rstrip("\n")
 
 

@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddp_runner.config.instantiate import make
-from ddp_runner.files import replace_file
+from ddp_runner.files import read_yaml, replace_file
 from ddp_runner.job import Status
 from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.tracking.run_dir import RunDir
@@ -151,7 +149,7 @@ def tracked_run(run_dir: RunDir, *, sweep: str | None, earlier_id: str | None) -
         folder=folder,
         name=folder.name if sweep else f"{folder.parent.name}/{folder.name}",
         sweep=sweep,
-        config=yaml.safe_load(run_dir.config.read_text(encoding="utf-8")),
+        config=read_yaml(run_dir.config),
         tags=tuple(record.get("tags") or ()),
         notes=record.get("notes"),
         versions={name: one for name, one in versions.items() if one is not None},

@@ -22,8 +22,8 @@ from ddp_runner.compare.render.report.views import (
     value_table,
 )
 from ddp_runner.compare.run import Run, is_finite
-from ddp_runner.compare.runs import LOADER
 from ddp_runner.compare.speedup import REST
+from ddp_runner.files import LOADER, open_file
 from ddp_runner.metric_names import LINE_FIELDS, StepPart, headlines
 from ddp_runner.tracking.run_card import repeating_command
 from ddp_runner.tracking.run_dir import RunDir
@@ -206,7 +206,7 @@ def _end_of(path: Path, folder: Path, num_bytes: int) -> str:
     try:
         if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
             return ""
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(max(0, path.stat().st_size - num_bytes))
             return file.read(num_bytes).decode(errors="replace")
     except OSError:

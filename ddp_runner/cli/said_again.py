@@ -1,0 +1,70 @@
+"""What a command says again when it resumes a run, since a run's config is trusted with little."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_runner.cli.hydra_adapter import literal
+from ddp_runner.config.allowed_targets import given_packages
+from ddp_runner.config.foreign import foreign_keys
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.errors import UserError
+
+OF_COMMAND = ("allowed_targets", "launch", "sweep", "trackers")  # a resume takes none of a run's
+
+
+def said_again(
+    config: RunConfig,
+    given: DictConfig,
+    overrides: Sequence[str],
+    own_groups: Sequence[str],
+    *,
+    choices: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Return what a command that resumes this run says again; see ``Job``.
+
+    Args:
+        config: of this run, as it is frozen.
+        given: what this command composes.
+        overrides: that the user wrote.
+        own_groups: where the user's own groups are; see ``CommandLine``.
+        choices: the option of each group.
+    """
+    allowed = ",".join(given_packages(given))
+    trackers = [one for one in overrides if re.match(r"[+~]*trackers\b", one)]
+    # A run that is resumed leaves out its experiment, so its trackers are given key by key.
+    if own_groups and "experiment" in choices:
+        found: Any = OmegaConf.to_container(given.trackers, resolve=False)
+        trackers = [f"+trackers.{name}={literal(keys)}" for name, keys in found.items()]
+    kept = {key: one for key, one in asdict(config).items() if key not in OF_COMMAND}
+    words = _words(foreign_keys(kept, {}))
+    return (*([f"allowed_targets=[{allowed}]"] if allowed else []), *own_groups, *trackers, *words)
+
+
+def validate_said_again(frozen: DictConfig, own: Mapping[str, Any]) -> None:
+    """Reject a resumed run's config that reads the environment, or names an address, by itself.
+
+    Args:
+        frozen: the config, with this command's keys.
+        own: what this command composes, unresolved.
+
+    Raises:
+        UserError: this command does not say so, too.
+    """
+    plain: Any = OmegaConf.to_container(frozen)
+    if found := foreign_keys(plain, own):
+        key, value = next(iter(found.items()))
+        raise UserError(
+            f"{key} ({value}) of the run reads the environment or names an address, and a run's "
+            "config may be anybody's, so this command must say it, too; if you trust it, add "
+            f"{shlex.join(_words(found))}"
+        )
+
+
+def _words(values: Mapping[str, Any]) -> list[str]:
+    """Return the overrides that set these keys, whether another YAML has them or not."""
+    return [f"++{key}={literal(value)}" for key, value in values.items()]
