@@ -12,5 +12,12 @@ if sys.argv[1:2] == ["new"]:  # it needs neither Hydra nor what a run imports
 else:
     from ddp_runner.cli.app import main
 
+
+def script() -> None:
+    """Run the command ``ddp-runner``, which finds the packages in this folder as ``-m`` does."""
+    sys.path.insert(0, "")
+    main()
+
+
 if __name__ == "__main__":
     main()

@@ -1,5 +1,6 @@
 """What the command line chooses wins over the YAMLs of the model and the experiment."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,13 @@ def test_a_wrong_key_beside_another_target_is_named(own: str) -> None:
     """Though no plus is needed there."""
     with pytest.raises(UserError, match=r"did you mean optimizer\.rho\?"):
         planned(own, "optimizer._target_=torch.optim.Adadelta", "optimizer.roh=0.5")
+
+
+def test_the_command_finds_packages_in_its_folder(own: str, tmp_path: Path) -> None:
+    """As ``python -m`` does: both words start the same program."""
+    program = (str(Path(sys.executable).with_name("ddp-runner")),)
+    words = (own, "model=own", "-m", "seed=1,2", "sweep.dry_run=true")
+    assert "2 valid jobs" in run_command(*words, folder=tmp_path, program=program).stdout
 
 
 def test_an_option_of_the_users_comes_before_ours(own: str, tmp_path: Path) -> None:
