@@ -16,7 +16,7 @@ import yaml
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import FileIn, open_file, replace_file
+from ddp_runner.files import FileIn, open_file, read_file, replace_file
 
 # The names of files that other modules search for; a known folder's files are in `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
@@ -143,7 +143,7 @@ class RunDir:
         """Empty the folder of a run that a mistake in its command ended before its first step."""
         known = {self.config.parent, self.lock, self.holder, self.logs, self.record}
         with suppress(OSError, ValueError, LookupError, TypeError):  # then it is left as it is
-            is_mistake = json.loads(self.record.read_bytes())["error"]["kind"] == "user"
+            is_mistake = json.loads(read_file(self.record))["error"]["kind"] == "user"
             if is_mistake and known.issuperset(self.path.iterdir()):
                 shutil.rmtree(self.logs)
                 shutil.rmtree(self.config.parent)
