@@ -46,9 +46,9 @@ PARTLY = {
         "dataset=fake_images dataset.height=1000 dataset.width=1000 dataset.num_samples=1000000000",
         "dataset=fake_images of 1000000200 samples takes 931323 GiB and this machine has ",
     ),
-    "target_outside_the_prefixes": (
-        "model._target_=os.system",
-        "model._target_ (os.system) is not a part that a config may name",
+    "target_of_no_package": (
+        "model._target_=nowhere.Net",
+        "model._target_ (nowhere.Net) cannot be imported: there is no package nowhere",
     ),
 }
 
