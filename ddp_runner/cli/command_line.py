@@ -120,7 +120,8 @@ def _key_by_key(overrides: Sequence[str]) -> list[str]:
         key, _, value = override.partition("=")
         tree = None
         if value.startswith("{") and "_target_" in value:
-            tree = OverridesParser.create().parse_override(override).value()
+            (parsed,) = OverridesParser.create().parse_overrides([override])
+            tree = parsed.value()
         if isinstance(tree, dict) and "_target_" in tree:
             words += [f"{key.lstrip('+')}.{name}={literal(one)}" for name, one in tree.items()]
         else:

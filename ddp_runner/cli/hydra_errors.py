@@ -23,7 +23,10 @@ from ddp_runner.errors import UserError, in_yaml
 OURS = "ddp_runner"
 LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
 GROUP_EXAMPLE = "params.groups=[{match:head.*,lr:0.01}]"
-DEFAULT_HINT = "write key=value, and quote what the shell would change"
+DEFAULT_HINT = (
+    "write key=value, quote what the shell would change, and put a text with any of ,[]{}'\" into "
+    "quotes of its own, as in 'key=\"a,b\"'"
+)
 # Class names of errors, which tell a user nothing.
 EVALUATING = re.compile(r" \w+ while evaluating ")
 RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
@@ -112,8 +115,9 @@ def _system_error(error: OSError) -> str:
 
 def _first_line(chain: Sequence[BaseException]) -> str:
     if isinstance(chain[0], OverrideParseException):
-        reason = " ".join(str(chain[0]).split("\nSee ")[0].split())
-        return f"{EVALUATING.sub(': ', reason)}; {DEFAULT_HINT}"
+        reason = EVALUATING.sub(": ", " ".join(str(chain[0]).split("\nSee ")[0].split()))
+        named = f"{chain[0].override} cannot be read: " if chain[0].override else ""
+        return f"{named}{reason}; {DEFAULT_HINT}"
     if isinstance(chain[0], yaml.MarkedYAMLError):
         return f"{chain[0]}; correct the YAML there"
     found = next((one for one in chain if isinstance(one, OmegaConfBaseException)), None)

@@ -189,7 +189,12 @@ def construct(
     for name, one in value.items():
         if target is None or name not in ("_target_", "_partial_"):
             before_each()
-            built[name] = construct(one, key=f"{key}.{name}", allowed=allowed)
+            inner = functools.partial(construct, one, key=f"{key}.{name}", allowed=allowed)
+            if isinstance(one, Mapping) and "_target_" in one:
+                named = f"{key}.{name} ({one['_target_']})"
+                built[name] = _report_errors(inner, named, kind=None, hint="change its keys")
+            else:
+                built[name] = inner()
     if target is None:
         return built
     before_each()
@@ -213,8 +218,8 @@ def _report_errors(
     except UserError:
         raise
     except Exception as error:
-        reason = one_line(error)
-        raise UserError(f"{named} cannot be built: {reason}; {hint}") from error
+        hint = hint if isinstance(error, TypeError) else "change its keys, or name another"
+        raise UserError(f"{named} cannot be built: {one_line(error)}; {hint}") from error
     if kind is None or isinstance(built, kind):
         return built
     is_partial = isinstance(built, functools.partial)

@@ -105,7 +105,7 @@ def test_the_keys_of_groups_that_all_runs_share_can_be_changed(runs: Path) -> No
         ("resume='s/lr=0.1,seed=1',x", "resume='s/lr=0.1,seed=1',x"),
         ("resume=one,two", "resume=one,two"),
         ("resume=[a,b=c]", "resume=[a,b=c]"),
-        ("name=a=b", "name=a=b"),
+        ("name=a=b", "name='a=b'"),
     ],
 )
 def test_a_jobs_folder_needs_no_quotes(
