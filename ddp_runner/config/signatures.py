@@ -10,12 +10,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import PACKAGE, RUNNER_KEYS, Config
 from ddp_runner.errors import UserError, nearest
 
 ANY = "**"  # in a set of keywords: it takes any
 # What the runner gives itself, or reads itself: no key of a user's.
-GIVEN = {"optimizer": {"params", "module"}, "scheduler": {"optimizer", "last_epoch"}}
+GIVEN = {
+    "optimizer": {"params", "module"},
+    "scheduler": {"optimizer", "last_epoch"},
+    "loop": {"run"},
+}
 READ = {"scheduler": {"monitor"}, "trackers": {"wait_s"}}
 
 
@@ -33,15 +38,22 @@ def validate_keywords(config: Config) -> None:
     """
     for group in (*RUNNER_KEYS, "metrics", "trackers"):
         _validate_tree(getattr(config, group), group)
+    loss = config.model.get("loss")
+    if isinstance(loss, str):
+        _known("model.loss", loss)
     step = config.train.step
-    _validate_tree({"step": step}, "train")
-    name = step.get("_target_") if isinstance(step, Mapping) else step
-    takes_loss = "loss" in (source_keywords(str(name)) or ())
-    if takes_loss and config.model.get("loss") is None and config.task in ("train", "check"):
+    if isinstance(step, Mapping):
+        _validate_tree(step, "train.step")
+        step = step.get("_target_")
+    takes_loss = "loss" in (_known("train.step", str(step)) or ())
+    if takes_loss and loss is None and config.task in ("train", "check"):
         raise UserError(
-            f"model.loss is null or deleted, and train.step ({name}) needs it; write "
+            f"model.loss is null or deleted, and train.step ({step}) needs it; write "
             "model.loss=ddp_runner.train.losses.cross_entropy"
         )
+    if has_own_loop(config.task):
+        _known("task", config.task)
+        _validate_keys({"_target_": config.task, **config.loop}, "loop")
 
 
 def _validate_tree(tree: Any, key: str) -> None:
@@ -57,16 +69,21 @@ def _validate_tree(tree: Any, key: str) -> None:
 
 def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
     target = settings["_target_"]
-    try:
-        known = source_keywords(target)
-    except ImportError as error:
-        raise UserError(f"{key}._target_ ({target}) does not exist: {error}") from None
+    known = _known(f"{key}._target_", target)
     if known is None or ANY in known:
         return
     known |= READ.get(key.partition(".")[0], set())
     for name in settings:
         if not (name in known | {"name", *RUNNER_KEYS.get(key, ())} or name.startswith("_")):
             raise unknown_key(name, key, target=target, known=known - GIVEN.get(key, set()))
+
+
+def _known(key: str, name: str) -> frozenset[str] | None:
+    """Return what ``source_keywords`` does of the value of a key; an error names the key."""
+    try:
+        return source_keywords(name)
+    except ImportError as error:
+        raise UserError(f"{key} ({name}) does not exist: {error}") from None
 
 
 def unknown_key(key: str, group: str, *, target: Any, known: Set[str]) -> UserError:

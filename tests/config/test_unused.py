@@ -12,7 +12,7 @@ from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
 from ddp_runner.config.unused import _UNUSED, _UNUSED_IN_OWN_LOOP, unused_note
 from ddp_runner.tracking.run_dir import RunDir
 
-OWN = ("task=own_loops.average", "allowed_targets=[own_loops]", "world_size=1")
+OWN = ("task=own_loops.run_function", "allowed_targets=[own_loops]", "world_size=1")
 
 
 def notes(*words: str) -> list[str]:
@@ -49,7 +49,7 @@ def test_an_own_loop_names_what_the_runner_does_not_apply(
 def test_an_experiment_of_an_own_loop_counts(tmp_path: Path) -> None:
     """Its YAML is where such a run is described."""
     (tmp_path / "experiment").mkdir()
-    text = "# @package _global_\ntask: own_loops.average\nema: {decay: 0.9}\nbatch: {per_rank: 3}\n"
+    text = "# @package _global_\ntask: own_loops.run_function\nema: {decay: 0.9}\nbatch: {per_rank: 3}\n"
     (tmp_path / "experiment" / "own.yaml").write_text(text)
     (note,) = notes(f"--config-dir={tmp_path}", "experiment=own", *OWN[1:])
     assert note.endswith("the runner does not apply ema.decay")

@@ -16,7 +16,7 @@ OPTIMIZERS = {
         "parallelism=tp, where some are split and some are not; leave it out",
     ),
     "fsdp": (
-        (ADAM, "optimizer._target_=torch.optim.Adafactor"),
+        ("optimizer=adafactor",),
         "takes norms in place, which torch cannot do for parameters that parallelism=fsdp splits; "
         "write optimizer=adamw, or parallelism=ddp",
     ),

@@ -197,7 +197,7 @@ def test_a_few_samples_tell_which_metrics_there_are() -> None:
         (("+metrics.mine._target_=own_metrics.Pictures", "+metrics.mine.size=3"),
          "metrics.mine (own_metrics.Pictures) builds an object of type Pictures, not Metric"),
         (("+metrics.mine._target_=own_metrics.Summed", "+metrics.mine.k=3"),
-         "metrics.mine (own_metrics.Summed) cannot be built"),
+         "metrics.mine.k is not a keyword of own_metrics.Summed; it has none"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_before_the_first_step(keys: tuple[str, ...], sentence: str) -> None:
