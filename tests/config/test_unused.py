@@ -49,7 +49,8 @@ def test_an_own_loop_names_what_the_runner_does_not_apply(
 def test_an_experiment_of_an_own_loop_counts(tmp_path: Path) -> None:
     """Its YAML is where such a run is described."""
     (tmp_path / "experiment").mkdir()
-    text = "# @package _global_\ntask: own_loops.run_function\nema: {decay: 0.9}\nbatch: {per_rank: 3}\n"
+    keys = "ema: {decay: 0.9}\nbatch: {per_rank: 3}\n"
+    text = f"# @package _global_\ntask: own_loops.run_function\n{keys}"
     (tmp_path / "experiment" / "own.yaml").write_text(text)
     (note,) = notes(f"--config-dir={tmp_path}", "experiment=own", *OWN[1:])
     assert note.endswith("the runner does not apply ema.decay")
