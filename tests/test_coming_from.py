@@ -152,27 +152,20 @@ class SimpleDenseNet(nn.Module):
             x = layer(x).relu()
         return x
 """
-DATA = """
-defaults: [torch_dataset]
-name: mnist
-train:
-  _target_: torchvision.datasets.MNIST
-  root: ${user.data_dir}
-  transform: {_target_: torchvision.transforms.ToTensor}
-eval: ${dataset.train}
-num_classes: 10
-channels: 1
-"""
 
 
 def test_a_hydra_project_trains(tmp_path: Path) -> None:
     """By the page's YAML, in a folder that has a config.yaml of its own, and keys below user."""
-    (model,) = [one.text for one in blocks(PAGE) if "SimpleDenseNet" in one.text]
+    model, data, split = (
+        next(one.text for one in blocks(PAGE) if f"# in {name}" in one.text)
+        for name in ("configs/model/", "configs/dataset/", "src/data/")
+    )
     for name, text in {
         "configs/model/mnist.yaml": model,
-        "configs/dataset/mnist.yaml": DATA,
+        "configs/dataset/mnist.yaml": data,
+        "src/data/split.py": split.replace("55 / 70, 5 / 70, 10 / 70", "0.4, 0.4, 0.2"),
         "configs/config.yaml": "defaults: [trainer: nowhere]",
-        "src/models/simple_dense_net.py": NET,
+        "src/models/components/simple_dense_net.py": NET,
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -67,7 +67,8 @@ def replace_targets(raw: DictConfig, words: Sequence[str], *, folders: Sequence[
     given = chosen_keys(words)
     for key in (one for one in given if one.endswith("._target_")):
         owner = key.removesuffix("._target_")
-        others = [word for one, word in zip(given, words, strict=True) if not _is_in(one, owner)]
+        pairs = zip(given, words, strict=True)
+        others = [word for one, word in pairs if not one.startswith(f"{owner}.")]
         before = OmegaConf.select(_composed(*others, folders=tuple(folders)), key)
         node = OmegaConf.select(raw, owner)
         if before in (None, node._target_):

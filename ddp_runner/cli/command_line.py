@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.hydra_adapter import compose_config, literal, parse_options, quoted
 from ddp_runner.cli.resume import resumed_overrides
-from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.config.schema import CONFIG_DIR, RUNNER_KEYS
 from ddp_runner.config.signatures import source_keywords
 from ddp_runner.errors import UserError, nearest
 
@@ -112,8 +112,8 @@ def quoted_runs(override: str) -> str:
 def _key_by_key(overrides: Sequence[str]) -> list[str]:
     """Return the overrides with ``KEY={_target_:…}`` as single keys: Hydra would merge the mapping.
 
-    Whatever is beside a ``_target_`` of the command is set with two plus signs: the option that is
-    chosen may not have it. ``signatures`` rejects what the class does not take.
+    Whatever is beside a ``_target_`` of the command is set with two plus signs, since the chosen
+    option may not have it. ``signatures`` rejects what the class does not take.
     """
     words = list[str]()
     for override in overrides:
@@ -126,9 +126,14 @@ def _key_by_key(overrides: Sequence[str]) -> list[str]:
             words += [f"{key.lstrip('+')}.{name}={literal(one)}" for name, one in tree.items()]
         else:
             words.append(override)
-    targets = [word.lstrip("+") for word in words if word.partition("=")[0].endswith("._target_")]
-    owners = tuple(word.partition("_target_")[0] for word in targets)
-    return [f"++{word}" if owners and word.startswith(owners) else word for word in words]
+    keys = [word.partition("=")[0].lstrip("+") for word in words]
+    owners = [key.removesuffix("_target_") for key in keys if key.endswith("._target_")]
+    # What the runner itself reads of a group need not be in an option's YAML.
+    read = [f"{group}.{name}" for group, names in RUNNER_KEYS.items() for name in names]
+    return [
+        f"++{word.lstrip('+')}" if key in read or key.startswith(tuple(owners)) else word
+        for key, word in zip(keys, words, strict=True)
+    ]
 
 
 def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> None:

@@ -215,7 +215,7 @@ def job_folder(composed: DictConfig, command: CommandLine) -> str:
         fixed = {one.key_or_group for one in command.overrides if not one.is_sweep_override()}
         overrides = _written(node, command)
         varied = [one for one in overrides if one.partition("=")[0].lstrip("+~") not in fixed]
-        return job_name(varied or overrides)
+        return job_name([one.removeprefix("++") for one in varied or overrides])
 
 
 def _written(node: HydraConf, command: CommandLine) -> tuple[str, ...]:

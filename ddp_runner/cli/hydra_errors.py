@@ -33,6 +33,11 @@ RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
 # What has no attributes to ask: a pattern of Hydra's or OmegaConf's message, and what to print. The
 # first match wins. test_mistakes.py has a command line for each.
 SENTENCES: tuple[tuple[str, str], ...] = (
+    (r"Key '(\w+)' not in 'Config'",
+     r"\1 is not a key of the config; see --help for all keys, and put your own under user, as in "
+     r"user.\1"),
+    (r"Could not override '(\w+)'\.\s+No match in the defaults list",
+     r"a YAML overrides the group \1, which this program does not have; see --help for its groups"),
     (r"(?s)Missing mandatory value.*full_key: (\S+)", r"\1 has no value; write \1=VALUE"),
     (r"\Amaximum recursion depth", "the defaults of a YAML lead back to itself; change them"),
     (r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'",

@@ -75,17 +75,22 @@ def given_targets(given: DictConfig) -> list[str]:
     """
     tree: Any = OmegaConf.to_container(given, resolve=False)
     found = dict[str, None]()
-    for key, name in _named(tree):
+    for key, written in _named(tree):
         with suppress(Exception):  # an interpolation; whatever is wrong with it is reported later
-            found[str(OmegaConf.select(given, key) if "${" in str(name) else name)] = None
-    return [name for name in found if _is_foreign(name)]
+            name = str(OmegaConf.select(given, key) if "${" in str(written) else written)
+            is_of_torch = name.startswith("torch.") and key not in (*FUNCTIONS, "task")
+            if _is_foreign(name) or (is_of_torch and name.rpartition(".")[0] not in TORCH):
+                found[name] = None
+    return list(found)
 
 
 def given_packages(given: DictConfig) -> list[str]:
     """Return what to write as ``allowed_targets`` where only a run's own config has these names."""
     own = given_targets(given)
     packages = [one for one in given.allowed_targets if one not in own]
-    packages += [package_of(one) for one in own if not is_inside(one, packages)]
+    packages += [
+        package_of(one) if _is_foreign(one) else one for one in own if not is_inside(one, packages)
+    ]
     return list(dict.fromkeys(packages))
 
 
@@ -133,7 +138,8 @@ def validate_name(
         return
     module, _, last = name.rpartition(".")
     is_foreign = _is_foreign(name)
-    wanted = dict.fromkeys([*allowed, parts[0] if is_foreign else name, *needed])
+    wanted = dict.fromkeys([parts[0] if is_foreign else name, *needed])
+    wanted = dict.fromkeys([*(one for one in allowed if not is_inside(one, wanted)), *wanted])
     fix = f"add allowed_targets=[{','.join(wanted)}]"
     if key == "task":
         raise UserError(
@@ -152,8 +158,8 @@ def validate_name(
         return
     if not is_inside(module, OWN):
         raise UserError(
-            f"{key} ({name}) is not a part that a config may name; these are the parts in "
-            f"{', '.join(OWN)}, and the classes of {', '.join(TORCH)}; if you trust it, {fix}"
+            f"{key} ({name}) is not a part that a config may name: this command does not, and it "
+            f"is none of the parts that SECURITY.md lists; if you trust it, {fix}"
         )
     if last not in _defined(module):
         meant = nearest(name, _parts(), cutoff=0.0)

@@ -45,6 +45,7 @@ def make(
     named = f"{named} ({keys['_target_']})"
     own = [key for key in keys if not key.startswith("_")]
     hint = f"its keys are {', '.join(own)}" if own else "it was given no keys"
+    hint += "".join(f", {key} is null" for key in own if keys[key] is None)
     keys |= arguments
     if partial:
         keys["_partial_"] = True
@@ -190,11 +191,8 @@ def construct(
         if target is None or name not in ("_target_", "_partial_"):
             before_each()
             inner = functools.partial(construct, one, key=f"{key}.{name}", allowed=allowed)
-            if isinstance(one, Mapping) and "_target_" in one:
-                named = f"{key}.{name} ({one['_target_']})"
-                built[name] = _report_errors(inner, named, kind=None, hint="change its keys")
-            else:
-                built[name] = inner()
+            named = f"{key}.{name} ({one.get('_target_')})" if isinstance(one, Mapping) else None
+            built[name] = _report_errors(inner, named, hint="change its keys") if named else inner()
     if target is None:
         return built
     before_each()
@@ -210,7 +208,7 @@ def _dtype(name: str) -> Any:
 
 
 def _report_errors(
-    call: Callable[[], Any], named: str, *, kind: type | UnionType | None, hint: str
+    call: Callable[[], Any], named: str, *, kind: type | UnionType | None = None, hint: str
 ) -> Any:
     """Return what `call` builds; raise a UserError if it fails or builds another kind."""
     try:

@@ -87,7 +87,8 @@ def _comments(owner: Any) -> dict[str, tuple[str, str]]:
             kind = field["kind"].replace("list[str]", "list of texts")
             kind = kind.replace("list[dict[str, Any]]", "list of mappings")
             kind = kind.replace("dict[str, Any]", "keys of your own")
-            kind = kind.replace(" | None", " or null").replace("Any", "whole number or a word")
+            any_kind = "text or mapping" if field["name"] == "step" else "whole number or a word"
+            kind = kind.replace(" | None", " or null").replace("Any", any_kind)
             for plain, words in KINDS.items():
                 kind = re.sub(rf"\b{plain.__name__}\b", words.removeprefix("a "), kind)
             meaning = " ".join([*above, field["meaning"] or ""]).strip()

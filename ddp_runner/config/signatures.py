@@ -49,7 +49,7 @@ def validate_keywords(config: Config) -> None:
     if takes_loss and loss is None and config.task in ("train", "check"):
         raise UserError(
             f"model.loss is null or deleted, and train.step ({step}) needs it; write "
-            "model.loss=ddp_runner.train.losses.cross_entropy"
+            "model.loss=ddp_runner.train.losses.cross_entropy, or a train.step of your own"
         )
     if has_own_loop(config.task):
         _known("task", config.task)

@@ -51,7 +51,7 @@ def supervised(
         loss: (outputs, targets) -> the sum over the samples, a scalar: the key model.loss.
         targets: the key of a mapping that holds the targets; the model gets all the others.
         count: what the loss is divided by: samples, or tokens, which are all single targets but
-            those that torch's losses ignore (-100). It is the key batch.count.
+            those that the loss ignores: its ``ignore_index``, else -100. It is the key batch.count.
 
     Raises:
         UserError: the batch is no pair, or has no such key.
@@ -78,8 +78,19 @@ def supervised(
             f"the targets of the dataset's batches are {shape_of(expected)}; return tensors, or "
             "write a training step of your own: train.step=my_package.step"
         )
-    counted = len(labels) if count == "samples" else labels.ne(IGNORED).sum()
-    return Step(loss(outputs, expected), counted, outputs=outputs, targets=expected)
+    ignored = _ignored_by(loss)
+    counted = len(labels) if count == "samples" else labels.ne(ignored).sum()
+    loss_sum = loss(outputs, expected)
+    if ignored != IGNORED and isinstance(expected, Tensor):  # the metrics know -100 alone
+        expected = expected.masked_fill(expected == ignored, IGNORED)
+    return Step(loss_sum, counted, outputs=outputs, targets=expected)
+
+
+def _ignored_by(loss: Callable[..., Any]) -> int:
+    """Return the target that a loss leaves out."""
+    if isinstance(loss, partial):
+        return int(loss.keywords.get("ignore_index", IGNORED))
+    return int(getattr(loss, "ignore_index", IGNORED))
 
 
 def predicted(model: nn.Module, batch: Any, *, targets: str | None = None) -> Step:

@@ -125,8 +125,8 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
     if not isinstance(outputs, Tensor):
         keys = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else ""
         raise UserError(
-            f"{model} returns a {type(outputs).__name__}{keys}, not a tensor; return only the "
-            "outputs"
+            f"{model} returns a {type(outputs).__name__}{keys}, not a tensor; write a "
+            "train.step of your own, or return only the outputs"
         )
     classes, places = dataset.num_classes, targets.shape[1:]  # of a segmentation: the pixels
     if classes and (outputs.ndim < 2 or outputs.shape[1] < classes or outputs.shape[2:] != places):

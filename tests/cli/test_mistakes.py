@@ -53,8 +53,7 @@ ANSWERS = {
     "-m --config-dir=MINE optimizer=rmsprop,sgd train.epoch=3": UNKNOWN,
     "-m optimizer=sgd train.epoch=3,4": UNKNOWN,
     "--config-dir=MINE optimizer=rmsprop optimizer.alfa=3": "did you mean optimizer.alpha?",
-    "--config-dir=MINE optimizer=rmsprop optimizer.momentum=3":
-        "the keys of optimizer are name, _target_, lr, alpha",
+    "--config-dir=MINE optimizer=rmsprop optimizer.momentum=3": "write +optimizer.momentum=VALUE",
     "-m --config-dir=MINE optimizer=rmsprop,sgd optimizer.alfa=3": "did you mean optimizer.alpha?",
     "--config-dir=MINE optimizer=rmsprob": "did you mean rmsprop?",
     "--config-dir=MINE experiment=own model.wdth=3": "did you mean model.width?",
@@ -70,7 +69,7 @@ ANSWERS = {
     "params.groups=[1]": "holds int where mappings belong; write params.groups=[{match:head.*",
     "params.groups=[[a]]": "params.groups[0] must be a mapping; write params.groups=[{match:head",
     "--config-dir=MINE optimizer=list": "Cannot merge DictConfig with ListConfig",
-    "--config-dir=MINE experiment=list optimizer=adam": "Key 'experiment' not in 'Config'",
+    "--config-dir=MINE experiment=list optimizer=adam": "experiment is not a key of the config",
     "--config-dir=MINE model=number": "model is a group of keys; write model.KEY=VALUE",
     "--config-dir=MINE optimizer=loop": "lead back to itself",
     "--config-dir=MINE optimizer=lacking": "optimizer=nowhere does not exist",

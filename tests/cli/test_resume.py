@@ -79,6 +79,8 @@ def test_a_command_that_goes_on_finds_the_users_own_trackers(
     """The option of --config-dir, the keys of the command, or all of an experiment's keys."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLACE", "a secret place")
+    (tmp_path / "mine.py").write_text("def __getattr__(name): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
     conf = tmp_path / "my conf"
     keys = "{_target_: mine.Print, foo: 1, where: '${oc.env:PLACE}', words: [\"it's\", null]}"
     experiment = "# @package _global_\ndefaults:\n  - override /trackers: [print]\n"
@@ -103,7 +105,9 @@ def test_a_command_that_goes_on_finds_the_users_own_trackers(
             again = planned("model=toy", "parallelism=single", *job.said_again)
             assert again.config.trackers == job.config.trackers
             assert again.config.trackers["mine"]["foo"] == foo
-            assert again.said_again == job.said_again
+            third = planned("model=toy", "parallelism=single", *again.said_again)
+            assert third.config.trackers == job.config.trackers
+            assert third.said_again == again.said_again
     assert planned("model=toy").said_again == ()
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from configs import config_error, resolved
 
-from ddp_runner.config.allowed_targets import OWN, TORCH
 from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.dist_env import DistEnv
@@ -18,7 +17,6 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import losses
 
 MINE = "task=mine.train allowed_targets=[mine]"
-PARTS = f"{', '.join(OWN)}, and the classes of {', '.join(TORCH)}"
 LOSSES = " or ".join(
     f"ddp_runner.train.losses.{name}"
     for name, value in sorted(vars(losses).items())
@@ -253,9 +251,8 @@ INVALID = [
     ("+model.width=3",
      "model.width is not a keyword of ddp_runner.models.convnet.ConvNet; it has in_channels, "
      "num_classes"),
-    ("model._target_=torch.load",
-     "model._target_ (torch.load) is not a part that a config may name; these are the parts in "
-     f"{PARTS}; if you trust it, add allowed_targets=[torch.load]"),
+    ("model.loss=torch.load",
+     f"model.loss (torch.load) is not a loss function that a config may name; write {LOSSES}"),
     ("model._target_=ddp_runner.models.convnet.ConvNte",
      "model._target_ (ddp_runner.models.convnet.ConvNte) is not a part of ddp_runner; did you mean "
      "ddp_runner.models.convnet.ConvNet?"),

@@ -233,11 +233,11 @@ def test_a_secret_is_in_no_file_however_a_rank_ends(tmp_path: Path) -> None:
     assert end.exit_code == 2
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
-    jobs = {when: record(tmp_path / "sweep" / f"+model.when={when}") for when in WAYS}
+    jobs = {when: record(tmp_path / "sweep" / f"model.when={when}") for when in WAYS}
     errors = {when: fields["error"] for when, fields in jobs.items() if fields["error"]}
     assert errors.keys() == set(WAYS) - {"print"}
     assert all("${oc.env:MY_SECRET}" in error["sentence"] for error in errors.values())
-    log = rank_log(tmp_path / "sweep" / "+model.when=print", 1)
+    log = rank_log(tmp_path / "sweep" / "model.when=print", 1)
     assert log.count("I have ${oc.env:MY_SECRET}") == 2
 
 

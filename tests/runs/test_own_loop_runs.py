@@ -86,7 +86,7 @@ def test_a_killed_gan_resumes_bit_for_bit(whole: CommandResult, tmp_path: Path) 
     saved = checkpoint_steps(run)[-1]
     assert 23 <= saved <= 28
     again = run_command(
-        f"resume={run}", "allowed_targets=[examples.gan]", folder=tmp_path, environ=HERE
+        f"resume={run}", "allowed_targets=[examples]", folder=tmp_path, environ=HERE
     )
     assert again.exit_code == 0, again.stderr
     assert f"step-{saved:08d}, step {saved}" in again.stdout
@@ -129,7 +129,7 @@ def test_a_stopped_gan_goes_on(tmp_path: Path) -> None:
     run = stopped.run_dir
     fields = record(run)
     assert (fields["status"], [fields["step"]]) == ("preempted", checkpoint_steps(run)[-1:])
-    assert f'resume={run} "allowed_targets=[examples.gan]"' in stopped.stdout
+    assert f'resume={run} "allowed_targets=[examples]"' in stopped.stdout
     again = run_command(*command, folder=tmp_path, environ=HERE)
     assert again.exit_code == 0, again.stderr
     assert f"step {fields['step']}" in rank_log(run).partition("resumed from")[2]

@@ -1,5 +1,6 @@
 """The training step: the ordinary one, steps of a user's own, and what they count."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.first_batch import try_first_batch, warnings_of
-from ddp_runner.train.losses import mse
+from ddp_runner.train.losses import cross_entropy, mse
 from ddp_runner.train.step import supervised
 
 OWN = "allowed_targets=[own_steps]"
@@ -286,3 +287,22 @@ def test_an_evaluation_divides_by_the_tokens() -> None:
     assert 0.0 <= first["eval/hits"] <= 1.0
     words = sum(len(Sentences(10)[index][0]) for index in range(10))
     assert first["eval/hits"] * words == pytest.approx(round(first["eval/hits"] * words), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["module", "function"])
+@pytest.mark.parametrize("count", ["samples", "tokens"])
+def test_what_a_loss_ignores_does_not_count(kind: str, count: str) -> None:
+    """Whatever its index, such as 255 of a segmentation; the metrics see -100 there."""
+    images, masks = torch.randn(2, 1, 3, 3), torch.arange(18).reshape(2, 3, 3) % 4
+    masks[0, 0, 0] = masks[1, 2, 2] = 255
+    usual = masks.masked_fill(masks == 255, -100)
+    settings: dict[str, Any] = {"reduction": "sum", "ignore_index": 255}
+    loss: Any = torch.nn.CrossEntropyLoss(**settings)
+    if kind == "function":
+        loss = partial(torch.nn.functional.cross_entropy, **settings)
+    model = torch.nn.Conv2d(1, 4, 1)
+    ours = supervised(model, (images, masks), loss=loss, count=count)
+    expected = supervised(model, (images, usual), loss=cross_entropy, count=count)
+    assert int(ours.count) == int(expected.count) == (2 if count == "samples" else 16)
+    assert torch.equal(ours.loss_sum, expected.loss_sum)
+    assert torch.equal(ours.targets, usual)
