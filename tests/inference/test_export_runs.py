@@ -93,9 +93,9 @@ def test_a_model_that_cannot_be_traced_fails_the_export_and_not_the_training(
     assert end.exit_code == 0, end.stderr
     left = record(tmp_path / RUN)
     assert left["status"] == "completed"
-    assert "torch cannot make a program of model=toy" in left["warnings"][-1]
+    assert "torch cannot make a program of model=branching" in left["warnings"][-1]
     assert (tmp_path / RUN / "model.safetensors").exists()
     end = run_command(
         "task=export", f"resume={RUN}", "checkpoint.export=[torch_export]", *own, folder=tmp_path
     )
-    assert "torch cannot make a program of model=toy" in error_line(end)
+    assert "torch cannot make a program of model=branching" in error_line(end)

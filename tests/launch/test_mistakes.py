@@ -68,8 +68,14 @@ def test_the_next_attempt_ends_before_torch_is_imported(tmp_path: Path) -> None:
     assert (end.exit_code, end.stdout, end.stderr) == (2, "False\n", "")
 
 
+ON_ONE_RANK = (
+    *("dataset._target_=odd.Odd", "dataset.num_samples=8", "dataset.eval_samples=8"),
+    *("dataset.input_size=10", "dataset.target_size=5", "dataset.seed=0"),
+)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("keys", [("train.epochs=-3",), ("dataset._target_=odd.Odd",)], ids=str)
+@pytest.mark.parametrize("keys", [("train.epochs=-3",), ON_ONE_RANK], ids=["all", "one"])
 def test_torchrun_prints_a_mistake_once(keys: tuple[str, ...], tmp_path: Path) -> None:
     """Found by every rank before torch, or by rank 1 alone, whose output goes to its log."""
     (tmp_path / "odd.py").write_text(ODD)

@@ -25,7 +25,7 @@ from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.compose import register
-from ddp_runner.cli.hydra_adapter import GRID_SWEEPER
+from ddp_runner.cli.hydra_adapter import GRID_SWEEPER, ROOT_CONFIG
 from ddp_runner.config.schema import CONFIG_DIR
 from hydra_plugins.ddp_runner_launcher import SweepLauncher
 from hydra_plugins.ddp_runner_sweeper import GridSweeper
@@ -95,7 +95,7 @@ def test_a_batch_is_handed_over_whole() -> None:
         launcher.setup(
             hydra_context=SimpleNamespace(config_loader=loader),
             task_function=Batches(),
-            config=loader.load_configuration("config", ["model=toy"], RunMode.MULTIRUN),
+            config=loader.load_configuration(ROOT_CONFIG, ["model=toy"], RunMode.MULTIRUN),
         )
         results = launcher.launch([["seed=5"], ["seed=6"]], initial_job_idx=3)
     assert [one.return_value for one in results] == [5.0, "it failed"]
