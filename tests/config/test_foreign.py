@@ -3,16 +3,14 @@
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from threading import Thread
 from typing import Any
 
 import pytest
-import yaml
 from commands import run_command
-from configs import LAPTOP, config_error, resolved
+from configs import LAPTOP, config_error, frozen_text
 from run_folders import record
 
 import ddp_runner
@@ -40,37 +38,26 @@ def server() -> Iterator[tuple[int, list[str]]]:
     """Give the port of a server on loopback, and the requests that it has got so far."""
     asked = list[str]()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_error(404)
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            """Note the request's path, whatever its method, and answer that nothing is there."""
+            asked.append(self.rfile.readline().split()[1].decode())
+            self.wfile.write(b"HTTP/1.0 404 Not Found\r\nContent-Length: 0\r\n\r\n")
 
-        do_HEAD = do_GET  # noqa: N815
-
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        thread = Thread(target=httpd.serve_forever)
+    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = Thread(target=listener.serve_forever)
         thread.start()
         try:
-            yield httpd.server_port, asked
+            yield listener.server_address[1], asked
         finally:
-            httpd.shutdown()
+            listener.shutdown()
             thread.join()
 
 
 def foreign_run(folder: Path, changes: dict[str, Any]) -> Path:
     """Make a run folder with these dotted keys in its config; return its path."""
-    frozen = asdict(resolved(*TOY)[0])
-    for key, value in changes.items():
-        owner = frozen
-        *groups, last = key.split(".")
-        for group in groups:
-            owner = owner[group]
-        owner[last] = value
     (folder / ".hydra").mkdir(parents=True)
-    RunDir(folder).config.write_text(yaml.safe_dump(frozen))
+    RunDir(folder).config.write_text(frozen_text(changes, *TOY))
     write_run_record(folder, status="preempted")
     return folder
 

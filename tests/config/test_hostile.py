@@ -8,15 +8,13 @@ import re
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from commands import run_command
-from configs import config_error, resolved
+from configs import config_error, frozen_text, resolved
 from omegaconf import OmegaConf
 
 from ddp_runner.checkpoint.manifest import MANIFEST, manifest_text
@@ -100,14 +98,7 @@ def hostile_run(folder: Path, changes: dict[str, Any]) -> Path:
     (folder / "hubconf.py").write_text(f"open({str(mark)!r}, 'w')\ndef m(**keys): pass\n")
     (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
     torch.save(Touch(mark), folder / "evil.pt")
-    frozen = asdict(resolved(*TOY)[0])
-    for key, value in changes.items():
-        *groups, last = key.split(".")
-        owner = frozen
-        for group in groups:
-            owner = owner[group]
-        owner[last] = value
-    text = yaml.safe_dump(frozen).replace("MARK", str(mark)).replace("FOLDER", str(folder))
+    text = frozen_text(changes, *TOY).replace("MARK", str(mark)).replace("FOLDER", str(folder))
     (folder / ".hydra").mkdir()
     (folder / ".hydra" / "config.yaml").write_text(text)
     return mark

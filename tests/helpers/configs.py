@@ -1,12 +1,15 @@
 """Compose, resolve and write configs, in the test's own process."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from dataclasses import asdict
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -101,6 +104,15 @@ def config_error(*overrides: str, hardware: Hardware = LAPTOP, env: DistEnv | No
         assert "\n" not in str(answer)
         return str(answer)
     raise AssertionError(f"{overrides} is valid")
+
+
+def frozen_text(changes: Mapping[str, Any], *overrides: str) -> str:
+    """Return the config of a run as its folder holds it, with these dotted keys changed."""
+    frozen = asdict(resolved(*overrides)[0])
+    for key, value in changes.items():
+        *groups, last = key.split(".")
+        reduce(getitem, groups, frozen)[last] = value
+    return yaml.safe_dump(frozen)
 
 
 def write_experiment(folder: Path, name: str, *overrides: str) -> None:
