@@ -45,7 +45,8 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
             raise UserError(
                 f"{key} needs {package}, which is not installed; pip install 'ddp-runner[{extra}]'"
             )
-    for key, target in foreign_targets(asdict(config)).items():
+    # A config that may name no other code names none.
+    for key, target in foreign_targets(asdict(config) if config.allowed_targets else {}).items():
         if importlib.util.find_spec(package := package_of(target)) is None:
             raise UserError(
                 f"{key} ({target}) cannot be imported: there is no package {package}; install it, "

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import PACKAGE, Config, leaves
+from ddp_runner.config.schema import LIST_GROUPS, PACKAGE, RUNNER_KEYS, Config, leaves
 from ddp_runner.errors import UserError, nearest
 
 # Modules of this package that a config may name parts of, and what a part is in each.
@@ -39,6 +39,8 @@ TORCH: Mapping[str, str] = {
     "torch.optim.lr_scheduler": "LRScheduler",
     "torchvision.transforms.v2": "Transform",
 }
+# Where a config names code; the schema has the other keys.
+PLACES = (*RUNNER_KEYS, *LIST_GROUPS, "loop", "user")
 FUNCTIONS = ("model.loss", "train.step")  # keys whose plain value is such a name, too
 LOSSES, TORCH_LOSSES = "ddp_runner.train.losses", "torch.nn.functional"
 TORCH_LOSS_NAMES = (
@@ -54,16 +56,16 @@ def validate_targets(config: Config) -> None:
     Raises:
         UserError: a name is not allowed or does not exist, or a text would be resolved again.
     """
-    values = list(leaves(asdict(config)))
-    for key, value in values:
+    tree = asdict(config)
+    for key, value in leaves(tree):
         if "${" in str(value):
             # Written to the run's config, it would be resolved when the run is resumed.
             raise UserError(
                 f"{key} still holds an interpolation (${{) after the config was resolved; write it "
                 "without a backslash before the $, or leave it out"
             )
-    needed = [package_of(name) for name in foreign_targets(asdict(config)).values()]
-    for key, name in _named(asdict(config)):
+    needed = [package_of(name) for name in foreign_targets(tree).values()]
+    for key, name in _named(tree):
         validate_name(name, key=key, allowed=config.allowed_targets, needed=needed)
 
 
@@ -73,10 +75,15 @@ def given_targets(given: DictConfig) -> list[str]:
     They are the user's own, who may run anything. A config that comes with a run is not among
     them: see ``allowed_targets``.
     """
-    tree: Any = OmegaConf.to_container(given, resolve=False)
+    tree: dict[str, Any] = {"task": given.task, "train": {}}
+    for owner, key in [*((tree, one) for one in PLACES), (tree["train"], "step")]:
+        with suppress(Exception):  # an interpolation; whatever is wrong with it is reported later
+            node = (given if owner is tree else given.train)[key]
+            is_config = OmegaConf.is_config(node)
+            owner[key] = OmegaConf.to_container(node, resolve=False) if is_config else node
     found = dict[str, None]()
     for key, written in _named(tree):
-        with suppress(Exception):  # an interpolation; whatever is wrong with it is reported later
+        with suppress(Exception):  # likewise
             name = str(OmegaConf.select(given, key) if "${" in str(written) else written)
             is_of_torch = name.startswith("torch.") and key not in (*FUNCTIONS, "task")
             if _is_foreign(name) or (is_of_torch and name.rpartition(".")[0] not in TORCH):
@@ -86,6 +93,8 @@ def given_targets(given: DictConfig) -> list[str]:
 
 def given_packages(given: DictConfig) -> list[str]:
     """Return what to write as ``allowed_targets`` where only a run's own config has these names."""
+    if not given.allowed_targets:
+        return []  # ``with_resumed`` has put into it what this command names
     own = given_targets(given)
     packages = [one for one in given.allowed_targets if one not in own]
     packages += [

@@ -5,6 +5,7 @@ Nothing is imported: the answer comes before torch, and from code that nobody ha
 
 import ast
 import importlib.util
+import sys
 from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
@@ -110,18 +111,24 @@ def source_keywords(name: str) -> frozenset[str] | None:
 
 def _named(name: str) -> frozenset[str] | None:
     first, *rest = name.split(".")
-    places, source = [PACKAGE], None
-    if first != PACKAGE.name:
-        spec = importlib.util.find_spec(first)
-        if spec is None:
-            raise _UnknownError
-        places = [Path(one) for one in spec.submodule_search_locations or ()]
-        source = Path(spec.origin) if spec.origin else None
+    source, places = _package(first, tuple(sys.path))
     while rest and (inner := _submodule(places, rest[0])) is not None:
         (source, places), rest = inner, rest[1:]
     if len(rest) != 1 or source is None or source.suffix != ".py":
         raise _UnknownError
     return _keywords(source, rest[0], name)
+
+
+@cache
+def _package(name: str, path: tuple[str, ...]) -> tuple[Path | None, list[Path]]:
+    """Return the file of a package, and the folders of its submodules; `path` is sys.path."""
+    if name == PACKAGE.name:
+        return None, [PACKAGE]
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise _UnknownError
+    source = Path(spec.origin) if spec.origin else None
+    return source, [Path(one) for one in spec.submodule_search_locations or ()]
 
 
 def _submodule(places: list[Path], name: str) -> tuple[Path | None, list[Path]] | None:

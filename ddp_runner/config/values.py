@@ -30,6 +30,7 @@ from ddp_runner.errors import UserError, in_yaml, nearest
 from ddp_runner.host.hardware import memory_bytes
 from ddp_runner.metric_names import LISTED
 
+SMALL_BYTES = 2**26  # of a dataset that fits any machine
 MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
 POSITIVE = (
     "train.epochs", "train.max_steps", "train.log_every_steps", "train.eval_every_steps",
@@ -226,6 +227,8 @@ def _validate_memory(config: Config) -> None:
     else:
         sample_bytes = 4 * (sizes.get("input_size", 0) + sizes.get("target_size", 0))
     count = sizes.get("num_samples", 0) + sizes.get("eval_samples", 0)
+    if count * sample_bytes < SMALL_BYTES:
+        return  # without asking the machine for each job of a sweep
     needed, memory = (size / 2**30 for size in (count * sample_bytes, memory_bytes()))
     if needed > memory:
         raise UserError(
