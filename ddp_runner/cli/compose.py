@@ -182,8 +182,9 @@ def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
 
 def _keep_options(raw: DictConfig, node: HydraConf, command: CommandLine) -> list[str]:
     words, choices = _written(node, command), node.runtime.choices
+    said = list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
     replace_targets(raw, words, folders=command.folders)
-    return list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
+    return said
 
 
 def _choices(node: HydraConf, config: Config) -> dict[str, str]:

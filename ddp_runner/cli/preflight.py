@@ -12,7 +12,7 @@ from typing import Any
 from ddp_runner.checkpoint.manifest import MANIFEST
 from ddp_runner.config.allowed_targets import foreign_targets, package_of
 from ddp_runner.config.inference import SAMPLE
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import Config, leaves
 from ddp_runner.config.tracking import MODULES, validate_servers
 from ddp_runner.data.tokenizer import tokenizer_file
 from ddp_runner.dist_env import DistEnv
@@ -23,8 +23,9 @@ MODEL_FILE = "config.json"  # of a folder of trained weights
 BERT = "ddp_runner.models.bert.Bert"
 SOURCES = "ddp_runner.data.sources"
 HF_DATASET = f"{SOURCES}.hf_dataset.HFDataset"
-FOLDERS = (f"{SOURCES}.image_folder.ImageFolder", f"{SOURCES}.shards.Shards")
+TORCH_DATASET = f"{SOURCES}.torch_dataset.TorchDataset"
 TEXT = f"{SOURCES}.text.Text"
+SPLITS = ("train", "eval")
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
@@ -57,12 +58,13 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
         _validate_hf(dataset)
     else:
         _validate_paths(dataset.get("path"), data_root)
-    if dataset.get("_target_") in FOLDERS:
-        folder = data_root / str(dataset.get("folder"))
-        if not folder.is_dir():
+    folder, keys = dataset.get("folder"), dict(leaves(dataset))
+    if dataset.get("_target_") == TORCH_DATASET and folder is not None:
+        place = data_root / str(folder)
+        if not place.exists() and True not in (keys.get(f"{one}.download") for one in SPLITS):
             raise UserError(
-                f"dataset.folder ({dataset.get('folder')}): there is no folder "
-                f"{folder.absolute()}; give one under data_root, or an absolute one"
+                f"dataset.folder ({folder}): there is no folder {place.absolute()}; give one under "
+                "data_root"
             )
     if (name := model.get("pretrained")) is not None and not Path(str(name), MODEL_FILE).is_file():
         raise UserError(

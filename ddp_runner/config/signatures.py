@@ -109,14 +109,28 @@ def source_keywords(name: str) -> frozenset[str] | None:
         return None  # the rank that imports it reports what is wrong with it
 
 
+def source_file(name: str) -> Path | None:
+    """Return the file of the module that a dotted name is in; None: it is not known."""
+    try:
+        return _module(name)[0]
+    except (_UnknownError, ImportError, ValueError):
+        return None
+
+
 def _named(name: str) -> frozenset[str] | None:
+    source, rest = _module(name)
+    if len(rest) != 1 or source is None or source.suffix != ".py":
+        raise _UnknownError
+    return _keywords(source, rest[0], name)
+
+
+def _module(name: str) -> tuple[Path | None, list[str]]:
+    """Return the file of the module that a name is in, and the name's words within it."""
     first, *rest = name.split(".")
     source, places = _package(first, tuple(sys.path))
     while rest and (inner := _submodule(places, rest[0])) is not None:
         (source, places), rest = inner, rest[1:]
-    if len(rest) != 1 or source is None or source.suffix != ".py":
-        raise _UnknownError
-    return _keywords(source, rest[0], name)
+    return source, rest
 
 
 @cache

@@ -1,18 +1,28 @@
 """Builds the dataset of a resolved config, alike for every task."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config, leaves
+from ddp_runner.config.signatures import source_file
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
-from ddp_runner.data.sources.shared import DOWNLOAD_LOCK
+from ddp_runner.data.sources.torch_dataset import Deferred, TorchDataset
+from ddp_runner.errors import UserError, typed
+from ddp_runner.files import file_sha256
 from ddp_runner.seeds import seed_all
+
+TORCH_DATASET = f"{TorchDataset.__module__}.{TorchDataset.__name__}"
+DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache
+DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision would wait for ever
 
 
 def build_dataset(config: Config, *, log: Callable[[str], None]) -> Dataset:
@@ -26,31 +36,65 @@ def build_source(config: Config) -> Source | TensorSource:
     """Return what opens the config's dataset.
 
     Its parts, such as train and eval, are each built with the same random numbers. So a function
-    that splits samples at random gives both the two sides of one split.
+    that splits samples at random gives both the two sides of one split. Those of a
+    ``TorchDataset`` are built when it needs them.
 
     Raises:
         UserError: it cannot be built.
     """
-    with _alone_to_download(config):
-        found: Source | TensorSource = make(
-            "dataset",
-            config.dataset,
-            kind=Source | TensorSource,
-            allowed=config.allowed_targets,
-            before_each=partial(seed_all, config.seed, "dataset"),
-        )
+    settings = dict(config.dataset)
+    if settings.get("_target_") == TORCH_DATASET:
+        for name in ("train", "eval"):
+            given = settings.get(name)
+            if isinstance(given, Mapping) and "_target_" in given:
+                build = partial(_build, config, f"dataset.{name}", given)
+                settings[name] = Deferred({"keys": given, "code": _code(given)}, build)
+    found: Source | TensorSource = _build(config, "dataset", settings, kind=Source | TensorSource)
     return found
 
 
+def _build(config: Config, key: str, settings: Mapping[str, Any], **kind: Any) -> Any:
+    """Build what a key names; what may download files, as torchvision's, by one rank at a time.
+
+    Samples that are prepared are those of all runs, so they do not follow from this run's seed.
+    """
+    seed = 0 if config.dataset.get("prepare") is True else config.seed
+    seed_each = partial(seed_all, seed, "dataset")
+    downloads = any(
+        one.rpartition(".")[2] == "download" and value is True for one, value in leaves(settings)
+    )
+    with _alone_to_download(Path(config.data_root)) if downloads else ExitStack():
+        try:
+            return make(
+                key, settings, allowed=config.allowed_targets, before_each=seed_each, **kind
+            )
+        except UserError as error:
+            cause = error.__cause__
+            if not downloads or cause is None or isinstance(cause, TypeError):
+                raise
+            place = Path(config.data_root, config.dataset.get("folder") or "").absolute()
+            raise UserError(
+                f"{key} ({settings.get('_target_')}) can be neither read in {place} nor "
+                f"downloaded: {typed(cause)}; put whole files there, name the folder above in "
+                "data_root, connect to the network once, or use dataset=digits, which is bundled"
+            ) from error
+
+
+def _code(settings: Mapping[str, Any]) -> list[str]:
+    """Return digests of the files whose classes and functions make the samples."""
+    named = [str(value) for key, value in leaves(settings) if key.endswith("_target_")]
+    return [file_sha256(path) for name in named if (path := source_file(name)) is not None]
+
+
 @contextmanager
-def _alone_to_download(config: Config) -> Iterator[None]:
-    """Let one rank after the other build a dataset that may download files, as torchvision's do."""
-    downloads = [key for key, value in leaves(config.dataset) if value is True]
+def _alone_to_download(root: Path) -> Iterator[None]:
+    """Let one process of all machines that share a folder download into it; the others wait."""
     with ExitStack() as held:
-        if any(key.endswith(".download") for key in downloads):
-            root = Path(config.data_root)
-            # A folder that cannot be written or locked is not locked: a download fails there.
-            with suppress(OSError, RuntimeError):
-                root.mkdir(parents=True, exist_ok=True)
-                held.enter_context(FileLock(root / DOWNLOAD_LOCK))
+        # A folder that cannot be written or locked is not locked: a download fails there.
+        with suppress(OSError, RuntimeError):
+            root.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(root / DOWNLOAD_LOCK))
+        held.callback(socket.setdefaulttimeout, socket.getdefaulttimeout())
+        socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
+        held.enter_context(redirect_stdout(sys.stderr))
         yield

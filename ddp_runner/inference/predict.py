@@ -98,9 +98,9 @@ def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
     """Return by split what a user calls the samples; nothing if the dataset has only numbers."""
     config = model.setup.config
     source = build_source(config)
-    if not isinstance(source, NamedSamples):
+    names = source.sample_names(Path(config.data_root)) if isinstance(source, NamedSamples) else {}
+    if not names:
         return {}
-    names = source.sample_names(Path(config.data_root))
     counts = {name: num_samples(split) for name, split in model.splits.items()}
     found = {name: len(names[name]) for name in counts} if counts.keys() <= {*names} else None
     if found != counts:

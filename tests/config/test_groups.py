@@ -10,7 +10,6 @@ import torch
 import yaml
 from commands import WATCH_TORCH, run_command
 from configs import config_error, resolved
-from real_data import require
 from texts import write_reviews
 from tiers import first_of, named
 
@@ -77,9 +76,9 @@ def test_each_option_composes_by_its_own_command_and_builds(option: str, tmp_pat
     if "lr_lambda" in config.scheduler:
         return  # needs a function of the user's
     schedule = build_schedule(config, optimizer, total_steps=1000, steps_per_epoch=10)
+    if config.dataset.get("folder"):
+        return  # needs files: see the tests of their datasets
     source = make("dataset", config.dataset)
-    if "folder" in config.dataset:
-        return  # needs files: see the test with real data
     if config.dataset.get("path") is not None:
         write_reviews(tmp_path / config.dataset["path"])
     dataset = load_dataset(source, data_root=tmp_path, log=print)
@@ -91,18 +90,6 @@ def test_each_option_composes_by_its_own_command_and_builds(option: str, tmp_pat
     schedule.step()
     schedule.evaluated({"eval/loss": 1.0})
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-
-
-@pytest.mark.real_data
-@pytest.mark.parametrize(
-    "path", [one for one in CONFIG_DIR.glob("dataset/*.yaml") if "folder:" in one.read_text()]
-)
-def test_each_dataset_of_files_loads(path: Path, data_root: Path) -> None:
-    """A dataset that is read from files has as many classes as its YAML says."""
-    settings = yaml.safe_load(path.read_text())
-    require(data_root / settings["folder"])
-    dataset = load_dataset(make("dataset", settings), data_root=data_root, log=print)
-    assert int(dataset.train.targets.max()) + 1 == settings["num_classes"]
 
 
 def test_the_command_line_wins_over_the_experiment_and_that_over_the_model() -> None:

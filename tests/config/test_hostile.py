@@ -206,9 +206,9 @@ FOREIGN = (
     ),
     *(
         "ddp_runner.tracking.run_record.subprocess.run",
-        "ddp_runner.data.sources.shared.fetch_missing",
+        "ddp_runner.data.sources.shared.files_digest",
     ),
-    *("ddp_runner.data.sources.shared.sys.exit", "ddp_runner.data.cache.FileLock"),
+    *("ddp_runner.data.sources.shared.os.system", "ddp_runner.data.cache.FileLock"),
     *("ddp_runner.models.bert.import_module", "ddp_runner.models.bert._pretrained"),
     *(
         "ddp_runner.models.torchvision_models.Mapping",

@@ -14,7 +14,9 @@ from train_states import MNIST_NET, NO_DROPOUT, TOLERANCES, Trace, build, compos
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.data.augmentation import FlipAndCrop
+from ddp_runner.data.build import build_source
 from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.dataset import TensorSource
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.evaluation import evaluate
@@ -106,16 +108,18 @@ def test_evaluation_sees_the_images_as_they_are() -> None:
 @pytest.mark.parametrize("name", ["digits", "fake_images", "mnist", "cifar10", "image_folder"])
 def test_every_image_dataset_can_be_augmented(name: str) -> None:
     """Two keys switch it on, null switches it off, and the dataset gets it."""
-    settings = resolved(f"dataset={name}", *ON)[0].dataset
     tensors = {
         f"{split}_{part}": torch.zeros(1)
         for split in ("train", "eval")
         for part in ("inputs", "targets")
     }
-    source = make("dataset", settings)
-    assert source.dataset(tensors).augmentation == FlipAndCrop(True, 3)
-    off = make("dataset", resolved(f"dataset={name}", "dataset.augmentation=null")[0].dataset)
-    assert off.dataset(tensors).num_randoms == 0
+    found = []
+    for words in (ON, ("dataset.augmentation=null",)):
+        source = build_source(resolved(f"dataset={name}", *words)[0])
+        assert isinstance(source, TensorSource)
+        found.append(source.dataset(tensors))
+    assert found[0].augmentation == FlipAndCrop(True, 3)
+    assert found[1].num_randoms == 0
 
 
 def test_the_prepared_cache_does_not_depend_on_it(tmp_path: Path) -> None:

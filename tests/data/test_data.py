@@ -1,20 +1,16 @@
 """The same global batch at every world size; each sample once; sources; caches."""
 
-import gzip
 import json
 import os
 import shutil
-import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.error import URLError
 
 import pytest
 import torch
 import yaml
-from real_data import require, write_tiny_mnist
 from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
@@ -24,8 +20,6 @@ from ddp_runner.data import cache as prepared
 from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
 from ddp_runner.data.cache import FORMAT_VERSION, load_dataset
 from ddp_runner.data.dataset import Dataset, splits
-from ddp_runner.data.sources import shared
-from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages
 from ddp_runner.data.sources.offline import FakeImages
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.errors import UserError
@@ -457,170 +451,8 @@ def test_a_cache_that_only_others_may_write_to_serves(
         load_dataset(Counting("c"), data_root=tmp_path, log=pytest.fail)
 
 
-def test_the_digest_is_that_of_the_samples_alone(tmp_path: Path) -> None:
-    """A copy of the files has the same digest; one changed label has another."""
-    raw = write_tiny_mnist(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    os.utime(tmp_path / "b" / "MNIST" / "raw" / "t10k-labels-idx1-ubyte", (1, 1))
-    first, copied = (load_dataset(TINY, data_root=tmp_path / x, log=print) for x in "ab")
-    assert first.digest is not None
-    assert first.digest == copied.digest
-    (raw / "t10k-labels-idx1-ubyte").write_bytes(struct.pack(">2I", LABELS_MAGIC, 3) + bytes(3))
-    os.utime(raw / "t10k-labels-idx1-ubyte", (2, 2))
-    assert load_dataset(TINY, data_root=tmp_path / "a", log=print).digest != first.digest
-
-
 def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, cache: Path) -> None:
     """The fix is another folder. Root ignores permissions, so the test puts a file in the way."""
     cache.write_text("a file")
     with pytest.raises(UserError, match="DDP_RUNNER_CACHE"):
         load_dataset(Counting("c"), data_root=tmp_path, log=print)
-
-
-TINY = IdxImages("tiny", folder="MNIST", mean=0.5, std=0.5)
-
-
-def test_idx_files_are_read_and_followed(tmp_path: Path) -> None:
-    """Images are uint8 NCHW; a changed file gets a new cache."""
-    raw = write_tiny_mnist(tmp_path)
-    data = load_dataset(TINY, data_root=tmp_path, log=print)
-    assert (data.train.inputs.shape, data.train.inputs.dtype) == ((6, 1, 28, 28), torch.uint8)
-    assert data.train.inputs.flatten()[:7].tolist() == [0, 1, 2, 3, 4, 5, 0]
-    assert (data.eval.targets.dtype, data.eval.targets.tolist()) == (torch.int64, [0, 1, 2])
-    labels = raw / "t10k-labels-idx1-ubyte"
-    labels.write_bytes(struct.pack(">2I", LABELS_MAGIC, 3) + bytes([9, 8, 7]))
-    os.utime(labels, (1, 1))
-    again = load_dataset(TINY, data_root=tmp_path, log=print)
-    assert again.eval.targets.tolist() == [9, 8, 7]
-
-
-def test_gzipped_idx_files_are_read_as_they_are(tmp_path: Path) -> None:
-    """Debian's package installs them so; if both exist, the plain file counts."""
-    raw = write_tiny_mnist(tmp_path)
-    plain = load_dataset(TINY, data_root=tmp_path, log=print)
-    for path in raw.glob("*ubyte"):
-        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
-        path.unlink()
-    gzipped = load_dataset(TINY, data_root=tmp_path, log=print)
-    assert torch.equal(gzipped.train.inputs, plain.train.inputs)
-    assert torch.equal(gzipped.eval.targets, plain.eval.targets)
-    (raw / "t10k-labels-idx1-ubyte").write_bytes(
-        struct.pack(">2I", LABELS_MAGIC, 3) + bytes([9, 8, 7])
-    )
-    both = load_dataset(TINY, data_root=tmp_path, log=print)
-    assert both.eval.targets.tolist() == [9, 8, 7]
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "plain", "folder"])
-def test_a_damaged_gzipped_file_is_named(damage: str, tmp_path: Path) -> None:
-    """A truncated, altered or plain file, or a folder: one line with the path."""
-    plain = write_tiny_mnist(tmp_path) / "t10k-images-idx3-ubyte"
-    path, content = plain.with_name(f"{plain.name}.gz"), gzip.compress(plain.read_bytes())
-    flipped = bytearray(content)
-    flipped[len(content) // 2] ^= 1
-    plain.unlink()
-    if damage == "folder":
-        path.mkdir()
-    else:
-        path.write_bytes({"cut": content[:-20], "flipped": flipped, "plain": b"abc"}[damage])
-    with pytest.raises(UserError) as caught:
-        load_dataset(TINY, data_root=tmp_path, log=print)
-    assert str(caught.value).startswith(f"{path} cannot be read (")
-    assert "\n" not in str(caught.value)
-
-
-def test_machines_that_share_a_folder_download_into_it_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each has its own cache; one downloads, the others wait for its last file."""
-
-    def download(*args: object) -> str:
-        with (tmp_path / "downloads").open("a") as file:
-            file.write("x")
-        for path in sorted(write_tiny_mnist(tmp_path / "elsewhere").iterdir()):
-            threading.Event().wait(0.1)
-            shutil.copy(path, tmp_path / "MNIST" / "raw")
-        return ""
-
-    monkeypatch.setattr(shared, "_download", download)
-    paths = TINY._files(tmp_path)
-    children = []
-    for number in range(3):
-        child = os.fork()
-        if child == 0:  # leave by os._exit alone: pytest must not go on twice
-            try:
-                if number:  # as if it had waited: the first file is there already
-                    while not paths[0].parent.exists() or not any(paths[0].parent.glob("t10k*")):
-                        threading.Event().wait(0.01)
-                shared.fetch_missing(
-                    paths, name="tiny", torchvision_class="MNIST", data_root=tmp_path
-                )
-                os._exit(0 if all(path.exists() for path in paths) else 1)
-            finally:
-                os._exit(2)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
-    assert (tmp_path / "downloads").read_text() == "x"
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        (
-            "train-images-idx3-ubyte",
-            struct.pack(">4I", IMAGES_MAGIC, 6, 28, 28) + bytes(4000),
-            "has 4016 bytes, expected 4720",
-        ),
-        ("t10k-images-idx3-ubyte", b"\0\0\x08\x03", "has 4 bytes, expected at least 16"),
-        ("t10k-images-idx3-ubyte", b"\x1f\x8b\x08\x08" * 9, "0x1f8b0808, expected 0x00000803"),
-        (
-            "train-labels-idx1-ubyte",
-            struct.pack(">2I", LABELS_MAGIC, 5) + bytes(5),
-            "has 5 labels, expected 6",
-        ),
-    ],
-)
-def test_damaged_idx_file_is_named(file: str, content: bytes, message: str, tmp_path: Path) -> None:
-    """The line has the file, the expected and the found value."""
-    path = write_tiny_mnist(tmp_path) / file
-    path.write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        load_dataset(TINY, data_root=tmp_path, log=print)
-    assert str(path) in str(caught.value)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_missing_files_without_network_say_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The line has the folder, the missing file, ways to get it, and the bundled dataset."""
-
-    def no_network(*args: object, **kwargs: object) -> None:
-        print("Downloading")  # as some releases of torchvision do
-        raise URLError("Name or service not known")
-
-    monkeypatch.setattr("torchvision.datasets.mnist.download_and_extract_archive", no_network)
-    raw = write_tiny_mnist(tmp_path)
-    (raw / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(UserError) as caught:
-        load_dataset(TINY, data_root=tmp_path, log=print)
-    message = str(caught.value)
-    for part in (str(raw), "t10k-labels-idx1-ubyte", "service not known", "dataset=digits"):
-        assert part in message
-    assert "train-labels-idx1-ubyte" not in message.split(" not found")[0]
-    assert "\n" not in message
-    assert "Downloading" not in capsys.readouterr().out
-
-
-@pytest.mark.real_data
-@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
-def test_real_images_have_the_yamls_statistics(name: str, data_root: Path) -> None:
-    """The real files load, and their mean and std are those in the YAML."""
-    source = make("dataset", yaml.safe_load((CONF / f"{name}.yaml").read_text()))
-    require(data_root / source.folder)
-    data = load_dataset(source, data_root=data_root, log=print)
-    assert (len(data.train), len(data.eval)) == (60000, 10000)
-    pixels = data.train.inputs.float() / 255
-    assert float(pixels.mean()) == pytest.approx(source.mean, abs=1e-4)
-    assert float(pixels.std()) == pytest.approx(source.std, abs=1e-4)

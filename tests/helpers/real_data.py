@@ -1,11 +1,10 @@
 """Find real datasets, and write a tiny MNIST."""
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC
 
 
 def require(path: Path) -> Path:
@@ -20,8 +19,16 @@ def write_tiny_mnist(data_root: Path) -> Path:
     raw = data_root / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for prefix, count in (("train", 6), ("t10k", 3)):
-        header = struct.pack(">4I", IMAGES_MAGIC, count, 28, 28)
-        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + bytes(range(count)) * 784)
-        header = struct.pack(">2I", LABELS_MAGIC, count)
-        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(range(count)))
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(idx_images(bytes(range(count)) * 784))
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_labels(range(count)))
     return raw
+
+
+def idx_images(pixels: bytes) -> bytes:
+    """Return an IDX file of images of 28x28: http://yann.lecun.com/exdb/mnist/."""
+    return struct.pack(">4I", 0x803, len(pixels) // 784, 28, 28) + pixels
+
+
+def idx_labels(labels: Sequence[int]) -> bytes:
+    """Return an IDX file of labels."""
+    return struct.pack(">2I", 0x801, len(labels)) + bytes(labels)

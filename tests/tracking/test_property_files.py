@@ -3,9 +3,7 @@
 Where a format has no checksum, other content that is valid is read, and is of the right types.
 """
 
-import gzip
 import json
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +32,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.sources.csv_rows import read_rows
-from ddp_runner.data.sources.mnist import IMAGES_MAGIC, LABELS_MAGIC, IdxImages, read_idx
+from ddp_runner.data.sources.offline import FakeImages
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.ledger import JOURNAL, LEDGER, UNFINISHED, Entry, Ledger
 from ddp_runner.sweep.results import sweep_table
@@ -365,30 +363,6 @@ def test_the_choices_of_a_run_are_options_or_none(content: bytes) -> None:
         assert implied in ([], ["model=toy"])
 
 
-IMAGES = struct.pack(">4I", IMAGES_MAGIC, 2, 3, 4) + bytes(range(24))
-LABELS = struct.pack(">2I", LABELS_MAGIC, 5) + bytes(range(5))
-GZIPPED = gzip.compress(IMAGES, mtime=0)
-
-
-@given(st.one_of(faulty(IMAGES), faulty(LABELS), faulty(GZIPPED)), st.booleans(), st.booleans())
-@examples(300)
-def test_an_idx_file_is_bytes_of_its_sizes_or_rejected(
-    content: bytes, is_gzipped: bool, is_labels: bool
-) -> None:
-    """Gzipped or not, of labels or of images; what gzip's checksum covers is as it was."""
-    magic = LABELS_MAGIC if is_labels else IMAGES_MAGIC
-    with folder() as here:
-        path = here / ("file.gz" if is_gzipped else "file")
-        path.write_bytes(content)
-        with rejected_in_one_line(path):
-            tensor = read_idx(path, magic=magic, published={})
-            assert tensor.dtype == torch.uint8
-            assert tensor.ndim == magic & 0xFF
-            assert tensor.numel() > 0
-            plain = gzip.decompress(content) if is_gzipped else content
-            assert bytes(tensor.flatten().tolist()) == plain[4 + 4 * tensor.ndim :]
-
-
 TEXTS = 'label,review\r\n1,"a ""good"" one,\nyes"\r\n0,好 bad\r\n1.0,\r\n,x\r\n0,last\r\n'
 ENCODINGS = (
     "utf-8",
@@ -442,25 +416,13 @@ def test_a_csv_file_gives_texts_and_classes_or_is_rejected(
             assert all(type(label) is int and label in range(2) for label in rows.labels)
 
 
-TINY = IdxImages(name="tiny", folder="MNIST", mean=0.1, std=0.3)
-
-
-def write_images(data_root: Path) -> None:
-    """Write four IDX files of a few images."""
-    raw = data_root / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for prefix, count in (("train", 3), ("t10k", 2)):
-        header = struct.pack(">4I", IMAGES_MAGIC, count, 4, 4)
-        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + bytes(range(count)) * 16)
-        header = struct.pack(">2I", LABELS_MAGIC, count)
-        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(range(count)))
+TINY = FakeImages("tiny", 3, 2, channels=1, height=4, width=4, num_classes=3, seed=0)
 
 
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[Path, bytes]]]:
     """The folder of a dataset's files, and what its cache holds, which each example damages."""
     root = tmp_path_factory.mktemp("cached")
-    write_images(root)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("DDP_RUNNER_CACHE", str(root / "cache"))
         load_dataset(TINY, data_root=root, log=lambda _: None)

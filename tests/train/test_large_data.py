@@ -18,9 +18,9 @@ PICTURES = (
     "dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=1",
     "train.log_every_steps=1", f"train.max_steps={NUM_STEPS}",
 )  # fmt: skip
-PREPARED = ("dataset.prepared=true",)
-FILES = ("dataset.prepared=false", "dataset.num_workers=0")
-WORKERS = ("dataset.prepared=false", "dataset.num_workers=1")
+PREPARED = ("dataset.prepare=true",)
+FILES = ("dataset.prepare=false", "dataset.num_workers=0")
+WORKERS = ("dataset.prepare=false", "dataset.num_workers=1")
 
 
 def loops(env: DistEnv, plans: list[list[tuple[Config, int]]], folders: list[Path]) -> list[Trace]:
