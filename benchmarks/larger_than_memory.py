@@ -31,9 +31,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
+from torchvision.datasets import ImageFolder
 
-from ddp_runner.data.pictures import PictureDecoder, PictureFiles
-from ddp_runner.data.sources.picture_folders import find_pictures
+from ddp_runner.data.pictures import fitted, upright
 from ddp_runner.host.hardware import CGROUPS, own_groups
 from ddp_runner.seeds import derive
 
@@ -263,8 +263,11 @@ def plain(args: argparse.Namespace) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     root = args.folder / "pictures"
-    found = find_pictures(root, num_classes=NUM_CLASSES, eval_fraction=None)
-    dataset = PictureFiles(found["train"], PictureDecoder(3, SIZE, SIZE))
+    dataset = ImageFolder(
+        root / "train",
+        partial(fitted, height=SIZE, width=SIZE),
+        loader=partial(upright, channels=3),
+    )
     # The order of the runner's first epoch.
     sampler = DistributedSampler(dataset, seed=derive(SEED, "order", 0))
     loader = DataLoader(dataset, batch_size=args.batch, sampler=sampler, num_workers=args.workers)
