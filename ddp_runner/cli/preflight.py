@@ -23,7 +23,7 @@ MODEL_FILE = "config.json"  # of a folder of trained weights
 BERT = "ddp_runner.models.bert.Bert"
 SOURCES = "ddp_runner.data.sources"
 HF_DATASET = f"{SOURCES}.hf_dataset.HFDataset"
-FOLDERS = (f"{SOURCES}.image_folder.ImageFolder", f"{SOURCES}.shards.Shards")
+FOLDERS = (f"{SOURCES}.image_folder.ImageFolder",)
 TEXT = f"{SOURCES}.text.Text"
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
