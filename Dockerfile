@@ -11,7 +11,7 @@ COPY . /src
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
 
 FROM docker.io/library/python:${PYTHON}-slim
-ARG EXTRAS=text,streams,hf,shards,metrics
+ARG EXTRAS=text,streams,hf,metrics
 # Torch in a layer of its own: it has almost the size of the image, and changes less often.
 RUN pip install --no-cache-dir "torch>=2.11" torchvision
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \

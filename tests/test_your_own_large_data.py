@@ -1,13 +1,12 @@
 """The page about data larger than memory: its files and commands run as they stand."""
 
 import math
-import runpy
 from pathlib import Path
 
 import pytest
 from commands import run_command
 from pages import commands, write_files
-from pictures import write_folders
+from pictures import write_folders, write_shards
 from run_folders import metrics, record
 
 pytestmark = pytest.mark.full
@@ -15,13 +14,11 @@ pytestmark = pytest.mark.full
 PAGE = "docs/your_own_large_data.md"
 
 
-def test_each_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two ranks, with pictures in folders, and with the shards that the page's script writes."""
-    assert set(write_files(PAGE, tmp_path)) >= {"make_shards.py", "my_package/decode.py"}
+def test_each_command_of_the_page_runs(tmp_path: Path) -> None:
+    """On two ranks: with pictures in folders, and with shards, copied and streamed."""
+    assert set(write_files(PAGE, tmp_path)) >= {"my_package/pets.py"}
     write_folders(tmp_path / "data" / "pets", num_train=30, num_eval=6)
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path("make_shards.py")
-    assert len(list(Path("data/pet_shards").glob("*.tar"))) == 2
+    write_shards(tmp_path / "data" / "pet_shards", num_train=30, num_eval=6)
     assert len(commands(PAGE)) == 3
     for number, words in enumerate(commands(PAGE)):
         run = tmp_path / f"run{number}"
@@ -29,7 +26,11 @@ def test_each_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monke
             *words,
             *("world_size=2", "batch.per_rank=5", "dataset.num_workers=1", f"hydra.run.dir={run}"),
             folder=tmp_path,
-            environ={"PYTHONPATH": str(tmp_path), "DDP_RUNNER_DATA_ROOT": None},
+            environ={
+                "PYTHONPATH": str(tmp_path),
+                "DDP_RUNNER_DATA_ROOT": None,
+                "HF_HOME": str(tmp_path / "hf"),
+            },
         )
         assert done.exit_code == 0, done.stderr
         losses = [line["eval/loss"] for line in metrics(run) if "eval/loss" in line]

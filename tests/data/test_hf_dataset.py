@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 import torch
 from configs import config_error
+from pictures import write_shards
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -164,13 +165,42 @@ def test_a_stream_of_rows_goes_on_from_each_state(
     """By the library's own state of its files, also where it reads many rows at once."""
     split = opened(data_root, kind, streaming=True, columns=["number", "x"], shuffle_buffer=4).train
     assert isinstance(split, StreamSplit)
-    part = Part(2, rank=num_ranks - 1, num_ranks=num_ranks, seed=0, epoch=1)
-    whole = [batch.data["number"].tolist() for batch in split.open(part)]
+    assert_goes_on(split, Part(2, rank=num_ranks - 1, num_ranks=num_ranks, seed=0, epoch=1))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_stream_of_tar_shards_goes_on_from_each_state(
+    num_ranks: int, tmp_path: Path, offline: Path
+) -> None:
+    """With three shards, enough for the ranks or too few; nothing is copied."""
+    write_shards(tmp_path, num_train=23, num_eval=4)
+    files = {"train": "train-*.tar", "test": "val-*.tar"}
+    split = opened(tmp_path, "webdataset", data_files=files, columns=["__key__"], streaming=True)
+    assert isinstance(split.train, StreamSplit)
+    found = [
+        key
+        for rank in range(num_ranks)
+        for batch in assert_goes_on(split.train, Part(2, rank=rank, num_ranks=num_ranks, seed=0))
+        for key in batch
+    ]
+    assert sorted(found) == [f"{number:06d}" for number in range(23)]
+    assert not any(offline.rglob("*.arrow"))
+
+
+def assert_goes_on(split: StreamSplit, part: Part) -> list[list[Any]]:
+    """Assert that a rank's stream goes on from each place; return its batches' first column."""
+    whole = [first_column(batch.data) for batch in split.open(part)]
     for taken in range(len(whole) + 1):
         stream = split.open(part)
-        before = [next(stream).data["number"].tolist() for _ in range(taken)]
-        after = [batch.data["number"].tolist() for batch in split.open(part, state=stream.state())]
+        before = [first_column(next(stream).data) for _ in range(taken)]
+        after = [first_column(batch.data) for batch in split.open(part, state=stream.state())]
         assert before + after == whole
+    return whole
+
+
+def first_column(batch: Mapping[str, Any]) -> list[Any]:
+    """Return the values of a batch's first column."""
+    return list(next(iter(batch.values())))
 
 
 WRONG = {

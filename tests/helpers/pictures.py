@@ -35,11 +35,11 @@ def write_shards(root: Path, *, num_train: int, num_eval: int, per_shard: int = 
                 for number in range(first, min(first + per_shard, count)):
                     picture = io.BytesIO()
                     noise(number if split == "train" else -1 - number).save(picture, "png")
-                    add(shard, f"{number:06d}.png", picture.getvalue())
-                    add(shard, f"{number:06d}.cls", str(number % 3).encode())
+                    _add(shard, f"{number:06d}.png", picture.getvalue())
+                    _add(shard, f"{number:06d}.cls", str(number % 3).encode())
 
 
-def add(shard: tarfile.TarFile, name: str, content: bytes) -> None:
+def _add(shard: tarfile.TarFile, name: str, content: bytes) -> None:
     """Add a file to a tar."""
     member = tarfile.TarInfo(name)
     member.size = len(content)

@@ -2,11 +2,14 @@
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from pictures import write_folders, write_shards
 from ranks import run_ranks
-from train_states import Trace, compose_config, run_loop
+from torch import Tensor
+from train_states import TOLERANCES, Trace, compose_config, run_loop
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
@@ -52,15 +55,35 @@ def test_both_ways_give_the_same_losses(tmp_path: Path) -> None:
     assert_same_runs(run_ranks(loops, 2, plans, folders)[0])
 
 
-def test_shards_resume_exactly(tmp_path: Path) -> None:
-    """Bit for bit, with two ranks, workers, shards of unequal sizes and a stop amid an epoch."""
+def columns(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the brightness of a picture's ten columns, turned around by chance, and its class."""
+    means = (row["png"] / 255).mean(dim=(0, 1))
+    return (means.flip(0) if torch.rand(()) < 0.5 else means), row["cls"].float().expand(5)
+
+
+def test_shards_train_alike_at_each_world_size_and_resume_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resume bit for bit, with two ranks, workers and a stop amid an epoch."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     write_shards(tmp_path / "tars", num_train=27, num_eval=7)
-    keys = (*PICTURES, f"data_root={tmp_path}", "dataset=shards", "dataset.folder=tars")
-    alone, workers = (
-        compose_config(*keys, f"dataset.num_workers={number}", world_size=2) for number in (0, 1)
+    keys = (
+        "model=toy", "batch.global_size=8", "optimizer.lr=0.05", "train.log_every_steps=1",
+        f"data_root={tmp_path}", "dataset=hf_dataset", "dataset.path=webdataset",
+        "dataset.data_files={train: tars/train-*.tar, test: tars/val-*.tar}",
+        f"dataset.transform={{_target_:{__name__}.columns,_partial_:true}}",
+        f"allowed_targets=[{__name__}]",
+    )  # fmt: skip
+    single, alone, workers = (
+        compose_config(*keys, f"dataset.num_workers={number}", world_size=world_size)
+        for world_size, number in ((1, 0), (2, 0), (2, 1))
     )
     plans = [[(alone, NUM_STEPS)], [(alone, MIDDLE), (workers, NUM_STEPS)]]
-    assert_same_runs(run_ranks(loops, 2, plans, [tmp_path / "whole", tmp_path / "parts"])[0])
+    traces = run_ranks(loops, 2, plans, [tmp_path / "whole", tmp_path / "parts"])[0]
+    assert_same_runs(traces)
+    ((other,),) = run_ranks(loops, 1, [[(single, NUM_STEPS)]], [tmp_path / "single"])
+    expected, found = torch.tensor(traces[0].losses), torch.tensor(other.losses)
+    torch.testing.assert_close(found, expected, **TOLERANCES[torch.float32])
 
 
 def assert_same_runs(traces: list[Trace]) -> None:

@@ -17,7 +17,10 @@ from ddp_runner.errors import UserError, typed
 
 NEEDS_HF_EXTRA = 'dataset={} needs datasets {} or later; write pip install "ddp-runner[hf]"'
 FIRST_VERSION = (5, 2)  # earlier ones unpickle the files of a dataset, which runs any code
-FORMATS = ("arrow", "csv", "json", "parquet", "text", "imagefolder", "audiofolder", "videofolder")
+FORMATS = (
+    "arrow", "csv", "json", "parquet", "text", "imagefolder", "audiofolder", "videofolder",
+    "webdataset",
+)  # fmt: skip
 SAVED = ("dataset_dict.json", "state.json")  # save_to_disk writes one of them
 MOST_SHARDS = 64  # of a saved dataset that is streamed; more readers than shards read everything
 
