@@ -245,4 +245,7 @@ def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
         return {}
     content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     own: dict[str, Any] = content.get(group, content)
+    for base in content.get("defaults", ()):
+        if isinstance(base, str):  # another option of the group, in which a key may be null
+            own = {**own, **_yaml_values(group, base)}
     return own

@@ -285,10 +285,7 @@ def test_transforms_see_the_whole_picture(tmp_path: Path) -> None:
 
     def with_crops(*words: str) -> Dataset:
         config = resolved(*PETS, "dataset.num_classes=3", *words)[0]
-        config.dataset["train"]["transform"] = {
-            "_target_": f"{v2}.Compose",
-            "transforms": transforms,
-        }
+        config.dataset["train"]["transform"]["transforms"] = transforms
         return build_dataset(config, log=lambda _: None)
 
     seen = []

@@ -184,7 +184,7 @@ def test_both_splits_are_normalised_or_neither_is(
     """Pixels of 8 bits are, floats are not: a model would be evaluated on other pixels."""
     write_folders(tmp_path / "pets", num_train=4, num_eval=4)
     sides = [
-        f"dataset.{split}_transform={{_target_:{__name__}.{one},_partial_:true}}"
+        f"dataset.{split}.transform.transforms=[{{_target_:{__name__}.{one},_partial_:true}}]"
         for split, one in zip(("train", "eval"), transforms, strict=True)
         if one is not None
     ]
