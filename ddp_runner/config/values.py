@@ -246,6 +246,8 @@ def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
     content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     own: dict[str, Any] = content.get(group, content)
     for base in content.get("defaults", ()):
-        if isinstance(base, str):  # another option of the group, in which a key may be null
-            own = {**own, **_yaml_values(group, base)}
+        if isinstance(base, str):  # another option of the group; what is null in one may be null
+            inherited = _yaml_values(group, base)
+            nulls = {key: None for key, value in inherited.items() if value is None}
+            own = {**inherited, **own, **nulls}
     return own

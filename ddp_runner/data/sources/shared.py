@@ -5,12 +5,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Augmentation, Dataset, TensorSource, splits
+from ddp_runner.data.dataset import Dataset, TensorSource, splits
+from ddp_runner.data.streams import AnySplit
 from ddp_runner.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from ddp_runner.errors import UserError, os_errors
 
@@ -18,29 +19,16 @@ KEPT_FILE = f"tokenizer/{TOKENIZER_FILE}"  # in the run's folder
 KEPT = f"file:{KEPT_FILE}"  # the key of the tensor with its bytes
 
 
-class _ImageSource(TensorSource, Protocol):
-    """A source of images with classes: its facts are those of the ``Dataset``."""
-
-    @property
-    def num_classes(self) -> int: ...
-    @property
-    def mean(self) -> float | Sequence[float]: ...
-    @property
-    def std(self) -> float | Sequence[float]: ...
-    @property
-    def augmentation(self) -> Augmentation | None: ...
+def image_dataset(source: Any, tensors: Mapping[str, Tensor]) -> Dataset:
+    """Return the dataset of a source's tensors; its pixels are to be normalised."""
+    return with_facts(source, *splits(tensors))
 
 
-def image_dataset(source: _ImageSource, tensors: Mapping[str, Tensor]) -> Dataset:
-    """Return the dataset of a source of images; its inputs are to be normalised."""
-    return Dataset(
-        source.name,
-        *splits(tensors),
-        num_classes=source.num_classes,
-        mean=source.mean,
-        std=source.std,
-        augmentation=source.augmentation,
-    )
+def with_facts(source: Any, train: AnySplit, evaluation: AnySplit) -> Dataset:
+    """Return the dataset of two splits, with those of its facts that are fields of the source."""
+    names = ("name", "num_classes", "mean", "std", "augmentation")
+    facts = {name: getattr(source, name) for name in names}
+    return Dataset(train=train, eval=evaluation, **facts)
 
 
 def require_at_least(source: TensorSource, **least: int) -> None:

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
-from ddp_runner.data.dataset import Augmentation, Dataset, splits
+from ddp_runner.data.dataset import Augmentation, Dataset
 from ddp_runner.data.loader import Collate, LoaderSplit
 from ddp_runner.data.loading import Loading
 from ddp_runner.data.sources.shared import (
     files_digest,
+    image_dataset,
     require_at_least,
     require_eval_fraction,
     shuffled_split,
+    with_facts,
 )
 from ddp_runner.data.splits import AbsentSplit, Piece
 from ddp_runner.data.streams import AnySplit
@@ -110,7 +112,7 @@ class TorchDataset:
         """
         if self.prepare:
             return None
-        found = self._dataset(*self._splits().values())
+        found = with_facts(self, *self._splits().values())
         if self.folder is None:
             return found
         return replace(found, digest=f"files:{files_digest(data_root / self.folder)}")
@@ -138,9 +140,7 @@ class TorchDataset:
             tensors[f"{name}_inputs"], tensors[f"{name}_targets"] = _prepared(split)
         return tensors
 
-    def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Return the dataset of prepared samples, which stay memory-mapped."""
-        return self._dataset(*splits(tensors))
+    dataset = image_dataset  # of prepared samples, which stay memory-mapped
 
     def sample_names(self, data_root: Path) -> dict[str, list[str]]:
         """Return the files of each split, if they are an ImageFolder's, by their paths below it."""
@@ -153,17 +153,6 @@ class TorchDataset:
                 base = data_root / self.folder if self.folder else whole.root
                 names[name] = [os.path.relpath(files[number][0], base) for number in numbers]
         return names
-
-    def _dataset(self, train: AnySplit, evaluation: AnySplit) -> Dataset:
-        return Dataset(
-            self.name,
-            train,
-            evaluation,
-            num_classes=self.num_classes,
-            mean=self.mean,
-            std=self.std,
-            augmentation=self.augmentation,
-        )
 
     def _splits(self) -> dict[str, AnySplit]:
         loading, found = Loading.of(self), dict[str, AnySplit]()
