@@ -27,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.types import TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_runner.config.load import as_written
 from ddp_runner.config.schema import CONFIG_DIR
@@ -134,8 +134,10 @@ def job_composer(loader: ConfigLoader, common: DictConfig) -> Callable[[Sequence
 def opened(composed: DictConfig) -> Iterator[tuple[DictConfig, HydraConf]]:
     """Give a composed config without its ``hydra`` node, and that node; see ``opened_node``."""
     with opened_node(composed) as node:
-        keys = [str(key) for key in composed if key != "hydra"]
-        yield OmegaConf.masked_copy(composed, keys), node
+        raw = pickle.loads(pickle.dumps(composed))  # OmegaConf's own copy takes twice as long
+        with open_dict(raw):
+            del raw["hydra"]
+        yield raw, node
 
 
 @contextmanager
