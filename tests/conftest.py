@@ -38,7 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files: of those that begin last, one would run alone at the end."""
-    longest = ("test_parity.py", "test_exact_resume.py", "test_new_project.py", "test_runs.py")
+    longest = {
+        *("test_exact_resume.py", "test_meetings.py", "test_new_project.py", "test_parity.py"),
+        *("test_restarts.py", "test_runs.py", "test_slurm.py", "test_your_own.py"),
+    }
     items.sort(key=lambda item: item.path.name not in longest)
 
 

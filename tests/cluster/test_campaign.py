@@ -43,6 +43,7 @@ def test_disturbed_runs_end_as_undisturbed_runs(short_temp: Path) -> None:
     assert [(seen.was_reached, seen.wrong) for _, seen in result] == [(True, [])] * 3
 
 
+@pytest.mark.slow
 def test_the_campaign_notices_an_altered_weight(short_temp: Path) -> None:
     """By a fault that leads to other weights than expected, bit for bit."""
     run, calls = undisturbed(short_temp / "run", SETTINGS["2 hosts"])

@@ -113,6 +113,7 @@ def test_machines_with_different_numbers_of_tasks_are_rejected_in_one_line(
     assert not run_dirs(tmp_path)
 
 
+@pytest.mark.slow
 def test_preempted_jobs_of_an_array_go_on_with_their_own_runs_bit_for_bit(
     cluster: Slurm, tmp_path: Path, slow: SlowModels, undisturbed: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_scancel_saves_and_leaves_no_process(
     wait_for(lambda: all(len(host.pids()) == 1 for host in cluster.network.hosts))  # slurmd
 
 
+@pytest.mark.slow
 def test_srun_can_start_our_launcher_on_each_machine(
     cluster: Slurm, tmp_path: Path, slow: SlowModels, undisturbed: Path
 ) -> None:

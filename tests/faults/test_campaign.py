@@ -19,14 +19,13 @@ from kill_campaign import NUM_STEPS, campaign, uninterrupted
 
 pytestmark = pytest.mark.full
 
-FEW = ("ps", "fsdp")
 
-
-def test_killed_runs_end_as_uninterrupted_runs(short_temp: Path) -> None:
-    """In each mode every checkpoint loads, every resume is exact, and nothing is left."""
-    result = campaign(short_temp, kills=len(FEW), seed=1, jobs=1, modes=FEW, log=print)
+@pytest.mark.parametrize("mode", ["fsdp", pytest.param("ps", marks=pytest.mark.slow)])
+def test_killed_runs_end_as_uninterrupted_runs(short_temp: Path, mode: str) -> None:
+    """Every checkpoint loads, every resume is exact, and nothing is left."""
+    result = campaign(short_temp, kills=1, seed=1, jobs=1, modes=(mode,), log=print)
     assert result.failures == []
-    assert sum(result.kills.values()) >= len(FEW)
+    assert sum(result.kills.values()) >= 1
 
 
 def change_weight(run: Path) -> None:

@@ -301,7 +301,7 @@ def request_stop(signum: int, where: At | Call) -> tuple[Fault, ...]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["SIGQUIT", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGUSR2", pytest.param("SIGQUIT", marks=pytest.mark.slow)])
 def test_a_run_stopped_by_a_signal_resumes(tmp_path: Path, uninterrupted: Path, name: str) -> None:
     """It saves its last step and exits with 128 + the signal; no step is lost or taken twice."""
     signum = signal.Signals[name]
@@ -373,7 +373,7 @@ def test_a_kill_while_a_resume_freezes_its_config_leaves_a_run_that_resumes(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [7, 11])
+@pytest.mark.parametrize("number", [7, pytest.param(11, marks=pytest.mark.slow)])
 def test_a_kill_while_a_new_run_freezes_its_config_leaves_no_run(
     tmp_path: Path, uninterrupted: Path, number: int
 ) -> None:

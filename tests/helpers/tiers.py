@@ -6,12 +6,22 @@ from typing import Any
 import pytest
 
 
-def first_of(cases: Iterable[Any], *, num_quick: int = 1) -> list[Any]:
-    """Return the cases of a table for ``parametrize``: all but the first are marked `full`."""
+def first_of(cases: Iterable[Any], *, num_quick: int = 1, num_full: int | None = None) -> list[Any]:
+    """Return the cases of a table for ``parametrize``: all but the first are marked `full`.
+
+    Those after the first `num_quick` and the next `num_full`, if that is given, are `slow` as well.
+    """
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
-            marks=[] if number < num_quick else [pytest.mark.full],
+            marks=[
+                *([] if number < num_quick else [pytest.mark.full]),
+                *(
+                    [pytest.mark.slow]
+                    if num_full is not None and number >= num_quick + num_full
+                    else []
+                ),
+            ],
         )
         for number, case in enumerate(cases)
     ]
@@ -26,14 +36,21 @@ def only(quick: str, cases: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def named(cases: Iterable[str], *, quick: Iterable[str]) -> list[Any]:
-    """Return the names of a table for ``parametrize``: all but the quick ones are marked `full`."""
-    names, default = list(cases), set(quick)
-    assert default <= set(names)
-    return [
-        pytest.param(name, id=name, marks=[] if name in default else [pytest.mark.full])
+def named(cases: Iterable[str], *, quick: Iterable[str], slow: Iterable[str] = ()) -> list[Any]:
+    """Return the names of a table for ``parametrize``: all but the quick ones are marked `full`.
+
+    The `slow` ones are marked so as well.
+    """
+    names, default, late = list(cases), set(quick), set(slow)
+    assert default | late <= set(names)
+    marks = {
+        name: [
+            *([] if name in default else [pytest.mark.full]),
+            *([pytest.mark.slow] if name in late else []),
+        ]
         for name in names
-    ]
+    }
+    return [pytest.param(name, id=name, marks=marks[name]) for name in names]
 
 
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:

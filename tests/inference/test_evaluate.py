@@ -1,13 +1,15 @@
 """task=evaluate equals the run's own evaluation, and leaves the run as it was."""
 
 import hashlib
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import own_metrics
 import pytest
-from commands import TORCHRUN, error_line, run_command
+from commands import background, error_line, free_port, run_command, wait_for_end
 from run_folders import metrics, record
-from tiers import only
+from tiers import first_of
 
 SHORT = (
     "train.epochs=2",
@@ -19,14 +21,14 @@ SHORT = (
 )
 RUN, EVALUATION = "run", "evaluation"
 MODES = {
-    "single": ("model=toy", "parallelism=single"),
     "2 ranks, averaged weights": ("model=toy", "world_size=2", "ema.decay=0.5"),
+    "single": ("model=toy", "parallelism=single"),
     "3 ranks, bf16, BatchNorm, classes": (
         *("model=mnist_net", "dataset=fake_images", "world_size=3", "train.precision=bf16"),
     ),
-    "dp": ("model=toy", "parallelism=dp"),
     "ddp_mp": ("model=toy_mp", "parallelism=ddp_mp", "world_size=2"),
     "ps": ("model=toy", "parallelism=ps", "world_size=3"),
+    "dp": ("model=toy", "parallelism=dp"),  # on CPUs as single
 }
 
 
@@ -35,6 +37,17 @@ def train(folder: Path, *args: str) -> Path:
     end = run_command(*SHORT, *args, f"hydra.run.dir={RUN}", folder=folder)
     assert end.exit_code == 0, end.stderr
     return folder / RUN
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks, to be copied."""
+    return train(tmp_path_factory.mktemp("trained"), "model=toy", "world_size=2")
+
+
+def copied(trained: Path, folder: Path) -> Path:
+    """Copy a run into a folder, and return the copy."""
+    return Path(shutil.copytree(trained, folder / RUN))
 
 
 def evaluated(folder: Path, *args: str, name: str = EVALUATION) -> dict[str, float]:
@@ -70,7 +83,9 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("args", only("2 ranks, averaged weights", MODES))
+@pytest.mark.parametrize(
+    "args", first_of([(args,) for args in MODES.values()], num_full=4), ids=MODES
+)
 def test_an_evaluation_equals_the_last_one_of_the_run(
     args: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -103,19 +118,21 @@ def test_best_weights_are_evaluated_unless_others_are_asked_for(tmp_path: Path) 
 
 
 @pytest.mark.full
-def test_an_unfinished_run_is_evaluated_at_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_evaluated_at_its_newest_checkpoint(
+    trained: Path, tmp_path: Path
+) -> None:
     """Without an export the newest checkpoint is taken."""
-    run_dir = train(tmp_path, "model=toy", "world_size=2")
+    run_dir = copied(trained, tmp_path)
     (run_dir / "model.safetensors").unlink()
     assert of_evaluation(evaluated(tmp_path)) == own_evaluations(run_dir)[-1]
 
 
 @pytest.mark.full
 def test_the_train_split_and_both_splits_are_evaluated_by_any_number_of_ranks(
-    tmp_path: Path,
+    trained: Path, tmp_path: Path
 ) -> None:
     """Each sample counts once, whoever computes it."""
-    train(tmp_path, "model=toy", "world_size=2")
+    copied(trained, tmp_path)
     losses = {
         (split, ranks): evaluated(
             tmp_path,
@@ -135,9 +152,9 @@ def test_the_train_split_and_both_splits_are_evaluated_by_any_number_of_ranks(
 
 
 @pytest.mark.full
-def test_another_dataset_is_evaluated_with_its_own_keys(tmp_path: Path) -> None:
+def test_another_dataset_is_evaluated_with_its_own_keys(trained: Path, tmp_path: Path) -> None:
     """Other keys of the dataset count, and data that do not fit are named."""
-    train(tmp_path, "model=toy", "world_size=2")
+    copied(trained, tmp_path)
     other = evaluated(tmp_path, "dataset.eval_samples=8", "seed=0", name="fewer")
     assert other["eval/loss"] != evaluated(tmp_path)["eval/loss"]
     end = run_command("task=evaluate", f"resume={RUN}", "dataset=digits", folder=tmp_path)
@@ -165,9 +182,11 @@ def test_the_last_run_is_never_an_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_an_evaluation_that_is_resumed_is_done_again_in_its_folder(tmp_path: Path) -> None:
+def test_an_evaluation_that_is_resumed_is_done_again_in_its_folder(
+    trained: Path, tmp_path: Path
+) -> None:
     """A requeued evaluation takes its own folder and leaves one line."""
-    train(tmp_path, "model=toy", "world_size=2")
+    copied(trained, tmp_path)
     first = evaluated(tmp_path)
     end = run_command(f"resume={EVALUATION}", folder=tmp_path)
     assert end.exit_code == 0, end.stderr
@@ -176,15 +195,27 @@ def test_an_evaluation_that_is_resumed_is_done_again_in_its_folder(tmp_path: Pat
 
 
 @pytest.mark.full
-def test_ranks_of_torchrun_evaluate(tmp_path: Path) -> None:
-    """The same under another launcher."""
-    run_dir = train(tmp_path, "model=toy", "world_size=2")
-    end = run_command(
-        *("-m", "ddp_runner", "task=evaluate", f"resume={RUN}", f"hydra.run.dir={EVALUATION}"),
-        folder=tmp_path,
-        program=TORCHRUN,
-    )
-    assert end.exit_code == 0, end.stderr
+def test_ranks_of_another_launcher_evaluate(trained: Path, tmp_path: Path) -> None:
+    """With the variables that torchrun sets."""
+    run_dir = copied(trained, tmp_path)
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where |= {"LOCAL_WORLD_SIZE": "2"}
+    keys = ("task=evaluate", f"resume={run_dir}", f"hydra.run.dir={tmp_path / EVALUATION}")
+    with ExitStack() as stack:
+        folders = [tmp_path / f"rank-{rank}" for rank in (0, 1)]
+        ranks = [
+            stack.enter_context(
+                background(
+                    *keys,
+                    folder=folder,
+                    environ={**where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+            )
+            for rank, folder in enumerate(folders)
+        ]
+        for rank, folder in zip(ranks, folders, strict=True):
+            end = wait_for_end(rank, folder)
+            assert end.exit_code == 0, end.stderr
     assert of_evaluation(metrics(tmp_path / EVALUATION)[0]) == own_evaluations(run_dir)[-1]
 
 

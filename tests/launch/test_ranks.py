@@ -107,7 +107,7 @@ if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
 """
 
 
-@pytest.mark.parametrize("number", first_of([2, 1]))
+@pytest.mark.parametrize("number", first_of([2, 1], num_full=0))
 def test_a_server_that_is_killed_while_ranks_start_is_named(tmp_path: Path, number: int) -> None:
     """In the sentence of a server that is killed later; a second one ends like the first."""
     (tmp_path / "sitecustomize.py").write_text(KILL.replace("NUMBER", str(number)))

@@ -39,6 +39,7 @@ def test_two_of_three_wait_until_they_are_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.slow  # as root, test_machines.py loses a launcher, and test_restarts.py resumes on two
 def test_a_run_of_two_launchers_resumes_after_one_was_killed(tmp_path: Path) -> None:
     """The other one names what it has lost; the resume is the same command for both."""
     port, keys = free_port(), (*EQUAL, "launch.nnodes=2")

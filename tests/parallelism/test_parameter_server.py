@@ -126,7 +126,7 @@ def test_a_stopped_run_goes_on_where_it_stood(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_a_lost_trainer_is_named_and_the_group_restarts(tmp_path: Path, mode: str) -> None:
     """From the last checkpoint, with all trainers, as in every other mode."""
     keys = (f"parallelism.mode={mode}", "launch.max_restarts=1", "checkpoint.every_steps=10")

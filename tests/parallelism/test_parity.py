@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from modes import smallest_world
 from omegaconf import DictConfig, OmegaConf
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -99,6 +100,9 @@ def ways() -> list[Any]:
         several = [way for way in found if way[0] == mode and way[2] == "toy" and way[1] > 1]
         quick.add(next(iter(several or (way for way in found if way[0] == mode))))
     marks = {way: [] if way in quick else [pytest.mark.full] for way in found}
+    for way in found:  # the larger model once in each mode; toy is trained by all numbers of ranks
+        if way not in quick and way[2] == "mnist_net" and way[1] != smallest_world(way[0]):
+            marks[way].append(pytest.mark.slow)
     return [pytest.param(*way, marks=marks[way]) for way in found]
 
 

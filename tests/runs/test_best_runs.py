@@ -203,7 +203,14 @@ def test_a_run_starts_from_what_another_left(starts: CommandResult) -> None:
 @pytest.mark.full
 def test_the_demo_saves_every_fourth_step(sweep: CommandResult) -> None:
     """It keeps three checkpoints, as its YAML says."""
-    assert checkpoint_steps(run_dir(sweep, "checkpoint_demo")) == [12, 16, 20]
+    folder = run_dir(sweep, "checkpoint_demo")
+    assert checkpoint_steps(folder) == [12, 16, 20]
+    fields = record(folder)
+    assert (fields["status"], fields["parallelism"], fields["world_size"]) == (
+        "completed",
+        "ddp",
+        2,
+    )
 
 
 @pytest.mark.full
@@ -252,8 +259,14 @@ def test_the_experiment_by_f1_keeps_three_and_loads_the_best(sweep: CommandResul
     folder = run_dir(sweep, "best_by_f1")
     scores = {line["step"]: line["eval/f1"] for line in metrics(folder) if "eval/f1" in line}
     best = max(scores, key=lambda step: scores[step])
+    fields = record(folder)
+    assert (fields["status"], fields["parallelism"], fields["world_size"]) == (
+        "completed",
+        "ddp",
+        2,
+    )
     assert scores[best] >= 0.95
     assert set(checkpoint_steps(folder)) == {*sorted(scores)[-3:], best}
-    assert record(folder)["metrics"]["best/f1"] == scores[best]
+    assert fields["metrics"]["best/f1"] == scores[best]
     newest = checkpoint_dir(folder, max(scores))
     assert set(MONITORS) <= set(read_manifest(newest).metrics)

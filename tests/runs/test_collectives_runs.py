@@ -2,14 +2,17 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import TORCHRUN, CommandResult, background, run_command, wait_for, wait_for_end
+from commands import CommandResult, background, run_command, wait_for, wait_for_end
 from configs import write_experiment
 from run_folders import last_step, metrics, rank_log, record, scalars, tensorboard_scalars
+from torch import Tensor
 
+from ddp_runner.collectives import operations
 from ddp_runner.collectives.operations import OPERATIONS
 from ddp_runner.config.measuring import OPS
 
@@ -23,17 +26,17 @@ TINY = (
     "collectives.warmup_steps=1",
     "collectives.steps=3",
 )
-# The runner, but rank 1 does not receive broadcasts.
-LOSING_A_BROADCAST = """
-import os, runpy
-from dataclasses import replace
-from ddp_runner.collectives import operations
-if os.environ["RANK"] == "1":
+
+
+def lose_a_broadcast() -> None:
+    """Let rank 1 receive no broadcast."""
     right = operations.OPERATIONS["broadcast"]
-    bind = lambda source, target, op: right.bind(source.clone(), target, op)
+
+    def bind(source: Tensor, target: Tensor, op: Any) -> Any:
+        is_lost = os.environ["RANK"] == "1"
+        return right.bind(source.clone() if is_lost else source, target, op)
+
     operations.OPERATIONS["broadcast"] = replace(right, bind=bind)
-runpy.run_module("ddp_runner", run_name="__main__", alter_sys=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -126,15 +129,9 @@ def test_the_table_of_a_sweep_shows_a_bandwidth(sweep: CommandResult) -> None:
 
 
 def test_a_wrong_result_fails_the_run(tmp_path: Path) -> None:
-    """Under torchrun, with a broadcast that rank 1 does not receive."""
-    script = tmp_path / "losing.py"
-    script.write_text(LOSING_A_BROADCAST)
-    end = run_command(
-        *TINY,
-        "collectives.ops=[all_gather,broadcast]",
-        folder=tmp_path,
-        program=(*TORCHRUN, str(script)),
-    )
+    """With a broadcast that rank 1 does not receive."""
+    keys = (*TINY, "world_size=2", "collectives.ops=[all_gather,broadcast]")
+    end = run_command(*keys, folder=tmp_path, prepare=lose_a_broadcast)
     assert end.exit_code != 0
     fields = record(end.run_dir)
     assert (fields["status"], fields["error"]["kind"]) == ("failed", "crash")

@@ -69,7 +69,9 @@ def test_a_sweep_is_in_mlflow(server: MlflowServer, tmp_path: Path) -> None:
         assert files["config.yaml"] == (folder / ".hydra" / "config.yaml").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["nobody listens", "nobody answers"])
+@pytest.mark.parametrize(
+    "kind", ["nobody answers", pytest.param("nobody listens", marks=pytest.mark.slow)]
+)
 def test_a_server_that_is_not_there_costs_a_warning(kind: str, tmp_path: Path) -> None:
     """The run completes; the end waits for the time that the YAML gives, and no longer."""
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, nobody reads

@@ -93,6 +93,7 @@ def test_a_killed_gan_resumes_bit_for_bit(whole: CommandResult, tmp_path: Path) 
     assert_same(run, whole.run_dir)
 
 
+@pytest.mark.slow  # what it goes on with is shown above; how ranks start anew knows no task
 def test_a_restarted_gan_equals_an_undisturbed_one(whole: CommandResult, tmp_path: Path) -> None:
     """A rank was killed; all ranks go on from the last checkpoint, in new processes."""
     fault = Fault(partial(send_signal, signal.SIGKILL), At(rank=1, step=30, of="own step"))

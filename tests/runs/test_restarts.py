@@ -55,7 +55,11 @@ def test_torchrun_restarts_a_run_in_its_own_folder_beside_an_equal_one(tmp_path:
     assert record(theirs)["status"] == "completed"
     assert "resumed from" not in rank_log(theirs)
 
-    again = run_command(*command, f"hydra.run.dir={ours}", folder=tmp_path, program=alone)
+    of_torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    again = run_command(
+        *EQUAL, f"hydra.run.dir={ours}", folder=tmp_path, environ=of_torchrun | meeting
+    )
     assert again.exit_code != 0
     assert f"error: {ours} already holds a run; give another folder" in again.stderr
     assert record(ours)["status"] == "completed"

@@ -7,7 +7,7 @@ an epoch, and losses that differ by rounding alone.
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import pairwise
@@ -333,6 +333,21 @@ def figures(trace: Trace, *, after: int) -> list[dict[str, float]]:
     ]
 
 
+# Cases that `all` or MIXED contain, and that go together as they go alone: one process resumes each
+# of them alone, at a fraction of the cost. Elsewhere they show which part of `all` is at fault.
+CONTAINED = {"accumulation", "augmentation", "bf16", "adam", "warm-up", "plateau"}
+# What several ranks or shards add to these is in `all` and MIXED as well; ddp has them alone.
+OF_RANKS = {"plain", "dropout", "batch norm"}
+SLOW = {
+    "ddp": CONTAINED | {"step", "one cycle"},  # as in one process: each rank has its schedule
+    "ps": CONTAINED | OF_RANKS,
+    "fsdp": OF_RANKS,
+    "tp": OF_RANKS,
+    "hsdp": OF_RANKS,
+    "fsdp_tp": OF_RANKS,
+}
+
+
 def ways() -> Iterator[Any]:
     """Yield each group with each of its cases; by default all that a step depends on at once."""
     for group in GROUPS:
@@ -343,6 +358,8 @@ def ways() -> Iterator[Any]:
                 and group not in ("dp", "ddp_mp", "tp")
             )
             marks = [] if is_quick else [pytest.mark.full]
+            if case in SLOW.get(group, ()):
+                marks.append(pytest.mark.slow)
             yield pytest.param(group, case, marks=marks)
 
 
@@ -402,12 +419,17 @@ SYNCHRONOUS = [group for group in GROUPS if group not in ("asynchronous", "dp")]
 
 
 def elsewhere(
-    env: DistEnv, config: Config, folder: Path, sources: list[str], target: str
+    env: DistEnv,
+    config: Config,
+    folder: Path,
+    sources: list[str],
+    target: str,
+    steps: Sequence[int] = tuple(PLACES.values()),
 ) -> dict[tuple[str, int], Life]:
     """Go on from the checkpoints that other groups have left; by group and step. Collective."""
     lives = {}
     for source in sources:
-        for step in PLACES.values():
+        for step in steps:
             place = folder / f"{source} to {target}" / str(step)
             move(env, step, folder / source, place)
             lives[source, step] = live(env, config, place)
@@ -452,16 +474,26 @@ def sources_of(target: str) -> list[str]:
     return [group for group in SYNCHRONOUS if group not in MESHES or GROUPS[group][1] == 2]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("target", SYNCHRONOUS)
+def targets() -> Iterator[Any]:
+    """Yield each group with both places; between two epochs one of each kind of group."""
+    for target in SYNCHRONOUS:
+        for place in PLACES:
+            is_slow = place == "between two epochs" and target not in ("ddp", "fsdp", "ps")
+            marks = [pytest.mark.full, *([pytest.mark.slow] if is_slow else [])]
+            yield pytest.param(target, place, marks=marks)
+
+
+@pytest.mark.parametrize(("target", "place"), list(targets()))
 def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
-    target: str, left: tuple[Path, dict[str, list[Life]]]
+    target: str, place: str, left: tuple[Path, dict[str, list[Life]]]
 ) -> None:
     """From one group to another: losses to rounding, and each sample once an epoch."""
     folder, sources = left
     config, whole = config_of(target, *SHARED), sources["single"][0]
     ranks = run_ranks(
-        elsewhere, GROUPS[target][1], config, folder, sources_of(target), target, timeout_s=600
+        elsewhere,
+        *(GROUPS[target][1], config, folder, sources_of(target), target, [PLACES[place]]),
+        timeout_s=600,
     )
     tolerances = TOLERANCES[torch.float32]
     for (source, step), first in ranks[0].items():

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiers import only
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_states import TOY, Trace, build, compose_config, run_loop
@@ -186,7 +185,25 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", only("a codebook, ddp", {name: name for name in WAYS}))
+def ways() -> list[Any]:
+    """Return the ways: by default one, and of what a mode does as another does, one case each.
+
+    On CPUs dp is one process; hsdp shards as fsdp does, over a mesh of four.
+    """
+    alike = {"dp", "hsdp"}
+    return [
+        pytest.param(
+            name,
+            marks=[
+                *([] if name == "a codebook, ddp" else [pytest.mark.full]),
+                *([pytest.mark.slow] if mode in alike and case != "a codebook" else []),
+            ],
+        )
+        for name, (case, mode) in WAYS.items()
+    ]
+
+
+@pytest.mark.parametrize("way", ways())
 def test_a_state_that_training_changes_is_the_same_whatever_interrupts_it(
     way: str, tmp_path: Path
 ) -> None:
