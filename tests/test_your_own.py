@@ -31,7 +31,7 @@ def test_each_command_of_a_page_runs(page: str, number: int, tmp_path: Path) -> 
         *commands(page)[number],
         "world_size=2",
         folder=tmp_path,
-        environ={"PYTHONPATH": str(tmp_path)},
+        environ={"PYTHONPATH": str(tmp_path), "DDP_RUNNER_DATA_ROOT": None},
     )
     assert done.exit_code == 0, done.stderr
     lines = metrics(done.run_dir)
