@@ -14,6 +14,7 @@ from ddp_runner.config.allowed_targets import foreign_targets, package_of
 from ddp_runner.config.inference import SAMPLE
 from ddp_runner.config.schema import Config, leaves
 from ddp_runner.config.tracking import MODULES, validate_servers
+from ddp_runner.config.values import TORCH_DATASET
 from ddp_runner.data.tokenizer import tokenizer_file
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -23,9 +24,7 @@ MODEL_FILE = "config.json"  # of a folder of trained weights
 BERT = "ddp_runner.models.bert.Bert"
 SOURCES = "ddp_runner.data.sources"
 HF_DATASET = f"{SOURCES}.hf_dataset.HFDataset"
-TORCH_DATASET = f"{SOURCES}.torch_dataset.TorchDataset"
 TEXT = f"{SOURCES}.text.Text"
-SPLITS = ("train", "eval")
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
@@ -61,7 +60,10 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
     folder, keys = dataset.get("folder"), dict(leaves(dataset))
     if dataset.get("_target_") == TORCH_DATASET and folder is not None:
         place = data_root / str(folder)
-        if not place.exists() and True not in (keys.get(f"{one}.download") for one in SPLITS):
+        if not place.exists() and True not in (
+            keys.get("train.download"),
+            keys.get("eval.download"),
+        ):
             raise UserError(
                 f"dataset.folder ({folder}): there is no folder {place.absolute()}; give one under "
                 "data_root"

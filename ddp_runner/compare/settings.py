@@ -5,7 +5,7 @@ from typing import Any
 
 from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import RUNNER_KEYS
-from ddp_runner.errors import UserError, counted, printable
+from ddp_runner.errors import UserError, counted, nearest, printable
 
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if all runs agree
 GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES = ("batch.global_size", "batch.per_rank")
@@ -56,7 +56,7 @@ def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
         shown.discard(BATCH_PER_RANK)
     elif "world_size" in varied:
         shown -= set(BATCH_SIZES)  # strong or weak scaling: `same_keys` has the constant size
-    if all(setting["num_devices"] == setting["world_size"] for setting in settings):
+    if all(setting.get("num_devices") == setting.get("world_size") for setting in settings):
         shown.discard("num_devices")
     return tuple(sorted({*shown, *ALWAYS_SHOWN}, key=_column_order))
 
@@ -73,17 +73,21 @@ def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
     """Return the keys of which each value goes with one value of `over`; that is one of them.
 
     Raises:
-        UserError: all settings have one value of it.
+        UserError: it is no key, or all settings have one value of it.
     """
+    keys = dict.fromkeys(key for setting in settings for key in setting)
+    named = {title_of(key): key for key in keys} | {key: key for key in keys}
+    if over not in named:
+        hint = f"did you mean {meant}?" if (meant := nearest(over, named)) else "see run.json"
+        raise UserError(f"--over ({over}) is no key of these runs; {hint}")
 
     def pattern(key: str) -> list[int]:
         first = dict[str, int]()  # where each value comes first
         return [first.setdefault(repr(one.get(key)), place) for place, one in enumerate(settings)]
 
-    wanted = pattern(over)
+    wanted = pattern(named[over])
     if not any(wanted):
         raise UserError(f"--over ({over}) is equal in all runs; name a key in which they differ")
-    keys = dict.fromkeys(key for setting in settings for key in setting)
     return tuple(key for key in keys if pattern(key) == wanted)
 
 

@@ -40,8 +40,8 @@ TORCH: Mapping[str, str] = {
     "torch.optim.lr_scheduler": "LRScheduler",
     "torchvision.transforms.v2": "Transform",
 }
-# Of torchvision's datasets those of our YAMLs. They read files of fixed names, or pictures, and
-# unpickle only what has the published MD5.
+# Of torchvision's datasets those of our YAMLs. They read pictures, plain data, or tensors without
+# code, and unpickle only what has the published MD5.
 DATASETS = ("MNIST", "FashionMNIST", "CIFAR10", "CIFAR100", "ImageFolder")
 # Where a config names code; the schema has the other keys.
 PLACES = (*RUNNER_KEYS, *LIST_GROUPS, "loop", "user")

@@ -39,7 +39,9 @@ POSITIVE = (
     "batch.eval_per_rank", "checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.keep",
     "launch.nnodes", "launch.nproc_per_node", "launch.shutdown_timeout_s", "sweep.max_failures",
     "sweep.parallel_jobs", "model.num_stages", "optimizer.lr", "dataset.num_samples",
-    "dataset.prefetch_factor", "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
+    "dataset.prefetch_factor", "dataset.channels", "dataset.height", "dataset.width",
+    "dataset.num_classes", "dataset.eval_fraction",
+    "parallelism.devices_per_rank", "parallelism.needs.devices_per_rank",
     "parallelism.needs.max_ranks", "parallelism.needs.model_ranks",
     "parallelism.needs.num_replicas", "parallelism.needs.min_ranks", "inference.top_k",
     "inference.num_tokens", "parallelism.num_replicas", "parallelism.tensor_parallel_size",
@@ -61,6 +63,7 @@ LEAST = dict.fromkeys(NOT_NEGATIVE, 0) | {
 LARGEST = dict.fromkeys(  # a year, and threads: beyond them the libraries overflow
     ("backend.timeout_s", "launch.join_timeout_s", "launch.shutdown_timeout_s"), 31_536_000
 ) | {"train.num_threads": 4096}
+TORCH_DATASET = "ddp_runner.data.sources.torch_dataset.TorchDataset"
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "train.precision": ("fp32", "tf32", "bf16", "fp16"),
     "backend.name": ("auto", "gloo", "nccl", "mpi"),
@@ -111,7 +114,10 @@ def validate_values(config: Config) -> None:
     _validate_numbers(values)
     for group in RUNNER_KEYS:
         keys = getattr(config, group)
-        _validate_kind(group, keys, _yaml_values(group, str(keys.get("name"))))
+        usual = _yaml_values(group, str(keys.get("name")))
+        if keys["_target_"] == TORCH_DATASET and not usual:  # in a YAML of the user's
+            usual = {"defaults": [], **_yaml_values(group, "torch_dataset")}
+        _validate_kind(group, keys, usual)
     _validate_kind("dataset.shuffle", config.dataset.get("shuffle", True), True)
     for name, keys in config.trackers.items():
         usual = _yaml_values("trackers", str(name)).get(name, {})
@@ -156,7 +162,8 @@ def _validate_kind(key: str, value: Any, default: Any) -> None:
             raise UserError(f"{key} ({value}) is a group of keys; write {key}.KEY=VALUE")
         for name, usual in default.items():
             inner = value.get(name, usual)
-            is_left_out = inner is None and isinstance(usual, Mapping)
+            # What an option inherits may be null for another that inherits the same.
+            is_left_out = inner is None and (isinstance(usual, Mapping) or "defaults" in default)
             if name not in ("name", "loss", "reshard_after_forward") and not is_left_out:
                 _validate_kind(f"{key}.{name}", inner, usual)
         return
@@ -246,8 +253,6 @@ def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
     content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     own: dict[str, Any] = content.get(group, content)
     for base in content.get("defaults", ()):
-        if isinstance(base, str):  # another option of the group; what is null in one may be null
-            inherited = _yaml_values(group, base)
-            nulls = {key: None for key, value in inherited.items() if value is None}
-            own = {**inherited, **own, **nulls}
+        if isinstance(base, str):  # another option of the group
+            own = {**_yaml_values(group, base), **own}
     return own

@@ -22,9 +22,10 @@ class FlipAndCrop:
     crop_padding: int  # pixels on each side; 0: no shift
 
     def __post_init__(self) -> None:
-        if self.crop_padding < 0:
+        if not isinstance(self.horizontal_flip, bool) or self.crop_padding < 0:
             raise UserError(
-                f"dataset.augmentation.crop_padding ({self.crop_padding}) must be 0 or greater"
+                f"dataset.augmentation.crop_padding ({self.crop_padding}) must be 0 or greater, "
+                f"and horizontal_flip ({self.horizontal_flip}) true or false"
             )
 
     @property

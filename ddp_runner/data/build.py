@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from ddp_runner.config.instantiate import make
+from ddp_runner.config.instantiate import find, make
 from ddp_runner.config.schema import Config, leaves
 from ddp_runner.config.signatures import source_file
 from ddp_runner.data.cache import load_dataset
@@ -20,7 +20,6 @@ from ddp_runner.errors import UserError, typed
 from ddp_runner.files import file_sha256
 from ddp_runner.seeds import seed_all
 
-TORCH_DATASET = f"{TorchDataset.__module__}.{TorchDataset.__name__}"
 DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache
 DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision would wait for ever
 
@@ -43,12 +42,14 @@ def build_source(config: Config) -> Source | TensorSource:
         UserError: it cannot be built.
     """
     settings = dict(config.dataset)
-    if settings.get("_target_") == TORCH_DATASET:
+    kind = find(settings["_target_"], key="dataset._target_", allowed=config.allowed_targets)
+    if isinstance(kind, type) and issubclass(kind, TorchDataset):
         for name in ("train", "eval"):
             given = settings.get(name)
             if isinstance(given, Mapping) and "_target_" in given:
                 build = partial(_build, config, f"dataset.{name}", given)
-                settings[name] = Deferred({"keys": given, "code": _code(given)}, build)
+                keys = {"keys": given, "collate_fn": settings.get("collate_fn")}
+                settings[name] = Deferred(given, {**keys, "code": _code(keys)}, build)
     found: Source | TensorSource = _build(config, "dataset", settings, kind=Source | TensorSource)
     return found
 
@@ -70,27 +71,34 @@ def _build(config: Config, key: str, settings: Mapping[str, Any], **kind: Any) -
             )
         except UserError as error:
             cause = error.__cause__
-            if not downloads or cause is None or isinstance(cause, TypeError):
+            is_own = str(error).startswith(f"{key} (") and not isinstance(cause, TypeError)
+            if not (downloads and is_own and cause):  # else it is of a part of it
                 raise
             place = Path(config.data_root, config.dataset.get("folder") or "").absolute()
             raise UserError(
                 f"{key} ({settings.get('_target_')}) can be neither read in {place} nor "
-                f"downloaded: {typed(cause)}; put whole files there, name the folder above in "
-                "data_root, connect to the network once, or use dataset=digits, which is bundled"
+                f"downloaded: {typed(cause)}; put whole files there, or remove them and connect to "
+                "the network once, or use dataset=digits, which is bundled"
             ) from error
 
 
 def _code(settings: Mapping[str, Any]) -> list[str]:
-    """Return digests of the files whose classes and functions make the samples."""
+    """Return digests of the files whose classes and functions make the samples.
+
+    They may build on other modules of their folder, and a package on any below it.
+    """
     named = [str(value) for key, value in leaves(settings) if key.endswith("_target_")]
-    return [file_sha256(path) for name in named if (path := source_file(name)) is not None]
+    files = set[Path]()
+    for path in filter(None, map(source_file, named)):
+        files |= {*path.parent.glob("**/*.py" if path.name == "__init__.py" else "*.py")}
+    return [file_sha256(path) for path in sorted(files) if path.is_file()]
 
 
 @contextmanager
 def _alone_to_download(root: Path) -> Iterator[None]:
     """Let one process of all machines that share a folder download into it; the others wait."""
     with ExitStack() as held:
-        # A folder that cannot be written or locked is not locked: a download fails there.
+        # A folder that cannot be written or locked, as with another user's lock, is not locked.
         with suppress(OSError, RuntimeError):
             root.mkdir(parents=True, exist_ok=True)
             held.enter_context(FileLock(root / DOWNLOAD_LOCK))

@@ -135,8 +135,13 @@ def _prepare(source: TensorSource, data_root: Path, log: Callable[[str], None]) 
             log(f"dataset {source.name}: rebuilding the cache in {folder} ({fault})")
         else:
             log(f"dataset {source.name}: preparing it, once, in {root}")
-        tensors = validate_tensors(source.name, source.build(data_root))
-        folder, fingerprint = _identity(source, data_root)  # again: build may have downloaded files
+        for _ in range(3):  # files may be downloaded, or added, while they are read
+            tensors = validate_tensors(source.name, source.build(data_root))
+            before, (folder, fingerprint) = fingerprint, _identity(source, data_root)
+            if fingerprint == before:
+                break
+        else:
+            raise UserError(f"the files of dataset={source.name} change again and again; wait")
         try:
             _write(folder, tensors, fingerprint)
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError

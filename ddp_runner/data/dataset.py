@@ -187,23 +187,16 @@ def validate_tensors(name: str, tensors: object) -> Mapping[str, Tensor]:
     Raises:
         UserError: a key is missing, or its value is not a tensor.
     """
-    if not isinstance(tensors, Mapping):
-        raise UserError(
-            f"the build of dataset={name} returned a {type(tensors).__name__}; it must return a "
-            f"mapping with {', '.join(KEYS)}"
-        )
+    found: Mapping[str, Any] = tensors if isinstance(tensors, Mapping) else {}
     for key in KEYS:
-        if key not in tensors:
+        if not isinstance(value := found.get(key), Tensor):
+            what = f"no {key}" if value is None else f"a {type(value).__name__} as {key}"
             raise UserError(
-                f"the build of dataset={name} returned no {key}, only {', '.join(tensors)}; it "
-                f"must return {', '.join(KEYS)}"
+                f"the build of dataset={name} returned {what if found else type(tensors).__name__};"
+                f" it must return a mapping with {', '.join(KEYS)}, each one tensor with a sample "
+                "in each row"
             )
-        if not isinstance(tensors[key], Tensor):
-            raise UserError(
-                f"the build of dataset={name} returned a {type(tensors[key]).__name__} as {key}; "
-                "it must be one tensor with a sample in each row"
-            )
-    return tensors
+    return found
 
 
 def validate_dataset(name: str, dataset: object) -> Dataset:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -22,22 +22,12 @@ from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_g
 Collate = Callable[[list[Any]], Any]  # samples -> batch
 
 
-class MapDataset(Protocol):
-    """What a map-style dataset must have, as torch.utils.data.Dataset describes it."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Return a sample: a tree of tensors and numbers, or whatever collate_fn takes."""
-
-
 @dataclass(frozen=True)
 class LoaderSplit:
     """The samples of a map-style dataset; a batch is what `collate_fn` returns."""
 
     name: str  # in messages: "train", "eval"
-    dataset: MapDataset
+    dataset: Any  # with __len__ and __getitem__, as torch.utils.data.Dataset describes it
     collate_fn: Collate = default_collate
     num_workers: int = 0  # processes that load; 0: the rank loads by itself
     prefetch_factor: int = 2  # batches that each worker loads ahead
@@ -115,7 +105,7 @@ class _Fetcher(Dataset[Any]):
     loaded again, and from then on each sample seeds this generator.
     """
 
-    def __init__(self, name: str, dataset: MapDataset, collate_fn: Collate, *, sends: bool) -> None:
+    def __init__(self, name: str, dataset: Any, collate_fn: Collate, *, sends: bool) -> None:
         self._name, self._dataset, self._collate_fn = name, dataset, collate_fn
         self._fetch_many = getattr(dataset, "__getitems__", None)
         self._sends = sends  # to another process

@@ -37,8 +37,11 @@ class Loading:
                     f"dataset.{key} ({getattr(self, key)}) must be {smallest} or greater"
                 )
         for key in ("collate_fn", "transform"):
-            fix = f"{{_target_: my_package.{key}, _partial_: true}}"
-            require_function(key, getattr(self, key), fix=fix)
+            if (given := getattr(self, key)) is not None and not callable(given):
+                raise UserError(
+                    f"dataset.{key} ({given}) cannot be called; write "
+                    f"{{_target_: my_package.{key}, _partial_: true}}"
+                )
 
     @classmethod
     def of(cls, source: Any) -> "Loading":
@@ -91,16 +94,6 @@ class Loading:
             persistent_workers=self.persistent_workers,
             pin_memory=self.pin_memory,
         )
-
-
-def require_function(key: str, function: object, *, fix: str) -> None:
-    """Reject a key of a dataset that is neither null nor a function.
-
-    Raises:
-        UserError: it cannot be called; the message says to write `fix`.
-    """
-    if function is not None and not callable(function):
-        raise UserError(f"dataset.{key} ({function}) cannot be called; write {fix}")
 
 
 @dataclass(frozen=True)

@@ -284,8 +284,26 @@ def test_folds_are_averaged_and_the_best_is_a_setting(tmp_path: Path) -> None:
     text = as_text(comparison)
     assert "0.8500 ± 0.07071 over 2 runs (ddp, 1 rank, optimizer.lr 0.2)" in text
     assert f"its models: {tmp_path}/0.2-1/model.safetensors" in text
-    with pytest.raises(UserError, match=r"--over \(model.name\) is equal in all runs"):
-        compared(tmp_path, over="model.name")
+    for over in ("model.name", "model"):
+        with pytest.raises(UserError, match=rf"--over \({over}\) is equal in all runs"):
+            compared(tmp_path, over=over)
+    with pytest.raises(
+        UserError, match=r"--over \(dataset.train.flod\) is no .*dataset.train.fold"
+    ):
+        compared(tmp_path, over="dataset.train.flod")
+
+
+@pytest.mark.parametrize("over", ["world_size", "num_devices"])
+def test_world_sizes_can_be_averaged(over: str, tmp_path: Path) -> None:
+    """Both numbers of ranks and of devices are left out, one of which tells the other."""
+    for world_size, loss in ((1, 1.0), (2, 3.0)):
+        write_run(
+            tmp_path / str(world_size),
+            config={"world_size": world_size},
+            lines=lines_of([2.0, loss]),
+        )
+    (row,) = compared(tmp_path, over=over, each=False).rows
+    assert len(row.runs) == 2
 
 
 def test_a_key_that_repeats_another_is_named_with_it(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ INVALID = [
     ("model=toy dataset.num_samples=1e9",
      "dataset.num_samples (1000000000.0) must be a whole number"),
     ("model=toy dataset.num_samples=2.5", "dataset.num_samples (2.5) must be a whole number"),
-    ("dataset=fake_images dataset.height=-1", "dataset.height (-1) must be 0 or greater"),
+    ("dataset=fake_images dataset.height=-1", "dataset.height (-1) must be greater than 0"),
     ("dataset.augmentation=3",
      "dataset.augmentation (3) is a group of keys; write dataset.augmentation.KEY=VALUE"),
     ("~optimizer._target_",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from configs import config_error
 from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
@@ -286,11 +287,11 @@ def test_fake_images_can_be_learnt() -> None:
     assert (nearest == data["eval_targets"]).float().mean() > 0.9
 
 
-def test_size_below_one_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["num_samples", "height", "num_classes"])
+def test_size_below_one_is_rejected(key: str) -> None:
     """The message names the key and the value."""
-    source = FakeImages("f", 0, 1, 1, 8, 8, 2, seed=0)
-    with pytest.raises(UserError, match=r"dataset\.num_samples \(0\)"):
-        load_dataset(source, data_root=tmp_path, log=print)
+    answer = config_error("dataset=fake_images", f"dataset.{key}=0")
+    assert answer.startswith(f"dataset.{key} (0) must be greater than 0")
 
 
 @dataclass(frozen=True)

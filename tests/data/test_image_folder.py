@@ -203,7 +203,10 @@ def dangling(root: Path) -> None:
         (no_eval, "cannot be built: [Errno 2] No such file or directory: 'data/pets/val'"),
         (other_classes, "dataset.train and dataset.eval differ: dog, hound is in only one of them"),
         (empty_class, "Found no valid file for the classes dog"),
-        (third_class, "dataset.train has 3 classes, and dataset.num_classes is 2; write dataset.n"),
+        (
+            third_class,
+            "dataset=image_folder has 3 classes, and dataset.num_classes is 2; write dat",
+        ),
         (dangling, "data/pets cannot be read (No such file or directory)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -239,6 +242,34 @@ def test_pictures_in_their_files_are_the_prepared_ones(num_workers: int, root: P
         assert inputs.is_contiguous()
         assert torch.equal(inputs, of_prepared.inputs)
         assert torch.equal(targets, of_prepared.targets)
+
+
+def test_pictures_behind_a_link_and_outside_the_folder_are_followed(
+    root: Path, tmp_path: Path
+) -> None:
+    """The training pictures are on another disk, those of the evaluation in another folder."""
+    (root / "train").rename(tmp_path / "disk")
+    (root / "train").symlink_to(tmp_path / "disk")
+    (root / "val").rename(tmp_path / "test")
+    words = (f"dataset.eval.root={tmp_path / 'test'}",)
+
+    def sizes() -> tuple[int, int, object]:
+        data: Any = built(*words)
+        return len(data.train), len(data.eval), built(*words, "dataset.prepare=false").digest
+
+    before = sizes()
+    assert before[:2] == (5, 2)
+    save(tmp_path / "disk" / "cat" / ".hidden.png", RED)
+    save(tmp_path / "test" / "cat" / "9.png", RED)
+    after = sizes()
+    assert after[:2] == (6, 3)
+    assert after[2] != before[2]
+
+
+def test_two_channels_are_a_mistake_of_the_key_and_not_of_the_picture(root: Path) -> None:
+    """The line does not ask to remove it."""
+    with pytest.raises(UserError, match=r"dataset.channels \(2\) must be 1 \(grey\) or 3"):
+        built("dataset.channels=2", "dataset.std=0.5")
 
 
 def test_workers_default_to_the_threads_of_the_rank(root: Path) -> None:

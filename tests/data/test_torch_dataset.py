@@ -56,6 +56,11 @@ class Growing(Numbers):
         return torch.zeros(1 if index < 256 else 2), 0
 
 
+class Kinds(Numbers):
+    def __getitem__(self, index):
+        return torch.zeros(1), 0 if index < 256 else 0.5
+
+
 class Items(Numbers):
     def __getitem__(self, index):
         return {"input": torch.zeros(1)}
@@ -95,7 +100,7 @@ def built(*words: str, log: Callable[[str], None] = lambda _: None) -> Dataset:
 def own(package: str, train: str = "Numbers", **keys: object) -> list[str]:
     """Return the words of a dataset of one's own, which is to be prepared."""
     words = {
-        "train": f"{{_target_:{package}.{train},size:300}}",
+        "train": train if train[0] == "{" else f"{{_target_:{package}.{train},size:300}}",
         "eval": f"{{_target_:{package}.Numbers,size:5,first:100}}",
         **{"folder": "files", "prepare": True, "num_classes": 3},
     } | keys
@@ -146,6 +151,60 @@ def test_what_the_samples_follow_from_prepares_them_anew(package: str, tmp_path:
     assert not prepares()
 
 
+def test_all_that_makes_the_samples_is_followed(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collate_fn, another module of a package, a subclass of the source, files amid a build."""
+    code = "import torch\n\n\ndef {}(samples):\n    return torch.full((len(samples),), {}), {}\n"
+    zeros = "torch.zeros(len(samples)).long()"
+    (tmp_path / "parts_of_mine").mkdir()
+    (tmp_path / "parts_of_mine" / "__init__.py").write_text("from parts_of_mine.how import a, b\n")
+    how = tmp_path / "parts_of_mine" / "how.py"
+    how.write_text(code.format("a", 1.0, zeros) + code.format("b", 2.0, zeros))
+
+    def value(*words: str, **keys: object) -> float:
+        data: Any = built(*own(package, **keys), *words)
+        return float(data.train.inputs[0])
+
+    a, b = ({"collate_fn": f"{{_target_:parts_of_mine.{one},_partial_:true}}"} for one in "ab")
+    assert (value(**a), value(**b)) == (1.0, 2.0)
+    how.write_text(code.format("a", 3.0, zeros) + code.format("b", 2.0, zeros))
+    for name in ("parts_of_mine", "parts_of_mine.how"):
+        monkeypatch.delitem(sys.modules, name)
+    assert value(**a) == 3.0
+    (tmp_path / "sources_of_mine.py").write_text(
+        "from ddp_runner.data.sources.torch_dataset import TorchDataset\n\n\n"
+        "class Mine(TorchDataset):\n    pass\n"
+    )
+    mine = "dataset._target_=sources_of_mine.Mine"
+    firsts = [f"{{_target_:{package}.Numbers,size:9,first:{one}}}" for one in (5, 6)]
+    assert [value(mine, train=one) for one in firsts] == [5.0, 6.0]
+
+    def added(split: Any, room: float) -> Any:
+        Path("data", "files", f"{len(list(Path('data/files').iterdir()))}").touch()
+        return prepared(split, room)
+
+    prepared = torch_dataset._prepared
+    monkeypatch.setattr(torch_dataset, "_prepared", added)
+    with pytest.raises(UserError, match="change again and again"):
+        value(train=f"{{_target_:{package}.Numbers,size:8}}")
+
+
+def test_classes_that_others_number_are_left_to_them(package: str, tmp_path: Path) -> None:
+    """A target_transform makes others; a dataset may name none; a builtin has no source."""
+    target = "{_target_:builtins.bool,_partial_:true}"
+    write_tiny_mnist(tmp_path / "data")
+    words = (f"++dataset.{one}.target_transform={target}" for one in ("train", "eval"))
+    keys = ("dataset.num_classes=2", "dataset.prepare=false", "allowed_targets=[builtins]")
+    assert built("dataset=mnist", *words, *keys).num_classes == 2
+    builtin = "{_target_:builtins.tuple,_args_:[[1,2,3]]}"
+    data = built(*own(package, train=builtin, prepare=False), "allowed_targets=[builtins]")
+    assert isinstance(data.train, LoaderSplit)
+    with (tmp_path / f"{package}.py").open("a") as file:
+        file.write("\n\nNumbers.class_to_idx = None\n")
+    built(*own(package))
+
+
 def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) -> None:
     """Each sample is in one part; another fraction or seed makes another split."""
     splits = []
@@ -163,22 +222,42 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
     ("train", "keys", "message"),
     [
         ("Draws", {}, "the train samples draw random numbers, and prepared they would be the same"),
-        ("Growing", {}, r"samples from 256 on have the shape \(2,\), and the first \(1,\)"),
+        ("Growing", {}, r"from 256 on are \(2,\) of float32, and the first \(1,\) of float32"),
+        ("Kinds", {}, r"from 256 on are \(\) of float64, and the first \(\) of int64; let all be"),
         ("Items", {}, r"becomes a batch of type dict, and only pairs of tensors \(input, target\)"),
-        ("Stream", {}, "dataset.train has no numbered samples to prepare"),
-        ("Stream", {"eval_fraction": 0.1, "eval": "null"}, "and dataset.train is a Stream; name"),
+        ("Stream", {}, "a stream has no samples to prepare"),
+        (
+            "Stream",
+            {"eval_fraction": 0.1, "eval": "null"},
+            "dataset.train is a Stream, which dataset.eval_fr",
+        ),
         ("Numbers", {"eval_fraction": 0.1}, r"there is a dataset.eval; write dataset.eval=null"),
         ("Numbers", {"folder": "null"}, "so needs dataset.folder; name the folder under data_root"),
         ("Numbers", {"eval_fraction": 1.5, "eval": "null"}, r"\(1.5\) must be between 0 and 1"),
         ("Numbers", {"eval": "null"}, "dataset.eval has no _target_"),
         ("Numbers", {"num_classes": 2}, "2 classes are numbered from 0 to 1"),
-        ("Numbers", {"channels": 0}, r"dataset.channels \(0\) must be at least 1"),
+        ("Draws", {"prepare": False, "eval": "null", "eval_fraction": 0.1}, "dataset.train draws"),
+        ("Numbers", {"channels": 0}, r"dataset.channels \(0\) must be greater than 0"),
         (
             "Numbers",
             {"channels": 1, "mean": "[1,2]"},
             r"dataset.mean \(\[1, 2\]\) must be one number",
         ),
-        ("Numbers", {"augmentation": FLIP}, "normalised pictures, and dataset.mean is null"),
+        (
+            "Numbers",
+            {"augmentation": "flip", "mean": 0},
+            r"dataset.augmentation \(flip\) must be a",
+        ),
+        (
+            "Numbers",
+            {"augmentation": FLIP.replace("true", "maybe"), "mean": 0},
+            r"p \(maybe\) true or",
+        ),
+        (
+            "Numbers",
+            {"augmentation": FLIP},
+            "of pictures that dataset.mean and dataset.std normalise",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -194,9 +273,14 @@ def test_samples_larger_than_memory_are_found_before_they_are_loaded(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The line has both sizes and the key."""
-    monkeypatch.setattr(torch_dataset, "memory_bytes", lambda: 2 * 300 * (4 + 8) - 1)
-    with pytest.raises(UserError, match=r"the 300 train samples take 0\.0 GiB.*prepare=false"):
-        built(*own(package))
+    for num_fitting, name in (
+        (299, "300 train"),
+        (304, "5 eval"),
+    ):  # half of the memory is for both
+        memory = 2 * num_fitting * (4 + 8)
+        monkeypatch.setattr(torch_dataset, "memory_bytes", lambda memory=memory: memory)
+        with pytest.raises(UserError, match=rf"the {name} samples take 0\.0 GiB, and half of"):
+            built(*own(package))
 
 
 def test_mnist_is_torchvisions_and_followed(tmp_path: Path) -> None:
@@ -213,6 +297,31 @@ def test_mnist_is_torchvisions_and_followed(tmp_path: Path) -> None:
     changed = built("dataset=mnist")
     assert changed.eval.targets.tolist() == [9, 8, 7]  # type: ignore[union-attr]
     assert changed.digest != data.digest
+
+
+def test_a_mistake_in_a_transform_is_no_missing_file(tmp_path: Path) -> None:
+    """It is told as such, though the dataset may be downloaded."""
+    write_tiny_mnist(tmp_path / "data")
+    bad = "[{_target_:torchvision.transforms.v2.Resize,size:[1,2,3]}]"
+    with pytest.raises(UserError, match=r"dataset.train.transform.* cannot be built") as caught:
+        built("dataset=mnist", f"dataset.train.transform.transforms={bad}")
+    assert "downloaded" not in str(caught.value)
+
+
+def test_the_evaluation_keeps_its_own_transform(tmp_path: Path) -> None:
+    """A training transform that draws at random does not reach it."""
+    write_tiny_mnist(tmp_path / "data")
+    crop = "{_target_:torchvision.transforms.v2.RandomCrop,size:28,padding:9}"
+    both = f"[{crop},{{_target_:torchvision.transforms.v2.PILToTensor}}]"
+    words = ("dataset.prepare=false", f"dataset.train.transform.transforms={both}")
+    data: Any = built("dataset=mnist", *words)
+    seen = {"train": [], "eval": []}
+    for name, found in seen.items():
+        for epoch in range(3):
+            ((inputs, _),) = getattr(data, name).load([Piece(range(3), epoch)], seed=0)
+            found.append(inputs)
+    assert all(torch.equal(one, seen["eval"][0]) for one in seen["eval"])
+    assert not all(torch.equal(one, seen["train"][0]) for one in seen["train"])
 
 
 def test_grey_pixels_are_repeated_for_a_model_with_colours() -> None:
@@ -240,7 +349,7 @@ def test_a_damaged_or_missing_file_says_where_and_what_to_do(
     path.write_bytes(content) if content else path.unlink()
     with pytest.raises(UserError) as caught:
         built("dataset=mnist")
-    for part in (f"can be neither read in {path.parent} nor", message, "dataset=digits"):
+    for part in (f"can be neither read in {path.parents[1]} nor", message, "dataset=digits"):
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -56,8 +56,8 @@ def changed(**tensors: Any) -> dict[str, Any]:
 
 
 INVALID: dict[str, tuple[Any, str]] = {
-    "no eval targets": (Own(changed(eval_targets=None)), "returned no eval_targets, only "),
-    "nothing": (Own(None), "returned a NoneType; it must return a mapping with train_inputs, "),
+    "no eval targets": (Own(changed(eval_targets=None)), "returned no eval_targets; it must"),
+    "nothing": (Own(None), "returned NoneType; it must return a mapping with train_inputs, "),
     "dict inputs": (Own(changed(train_inputs={"ids": 1})), "returned a dict as train_inputs"),
     "no Dataset": (Own(GOOD, made=GOOD), "dataset=own made a dict; its method dataset"),
     "fewer targets": (

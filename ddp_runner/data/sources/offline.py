@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from ddp_runner.data.dataset import Augmentation, Dataset, splits
-from ddp_runner.data.sources import shared
+from ddp_runner.data.sources.shared import image_dataset
 
 TRAIN_DIGITS = 1437  # of 1797: four fifths
 DIGIT_SIZE = 28  # pixels, as in MNIST
@@ -40,12 +40,7 @@ class Digits:
         }
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Scale and split the scans into uint8 ``(n, channels, 28, 28)``; the split is fixed.
-
-        Raises:
-            UserError: channels is below 1, or num_classes below 10.
-        """
-        shared.require_at_least(self, channels=1, num_classes=10)
+        """Scale and split the scans into uint8 ``(n, channels, 28, 28)``; the split is fixed."""
         from sklearn.datasets import load_digits  # slow to import, and needed only here
 
         scans = load_digits()
@@ -59,7 +54,7 @@ class Digits:
             tensors |= {f"{split}_inputs": images[part], f"{split}_targets": targets[part]}
         return tensors
 
-    dataset = shared.image_dataset
+    dataset = image_dataset
 
 
 @dataclass(frozen=True)
@@ -84,13 +79,7 @@ class FakeImages:
         return {key: value for key, value in asdict(self).items() if key != "augmentation"}
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Draw both splits, uint8 ``(n, channels, height, width)``.
-
-        Raises:
-            UserError: a size is below 1.
-        """
-        shared.require_at_least(self, num_samples=1, eval_samples=1, channels=1, height=1, width=1)
-        shared.require_at_least(self, num_classes=1)
+        """Draw both splits, uint8 ``(n, channels, height, width)``."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def half_range(count: int) -> Tensor:
@@ -105,7 +94,7 @@ class FakeImages:
             tensors[f"{split}_targets"] = targets
         return tensors
 
-    dataset = shared.image_dataset
+    dataset = image_dataset
 
 
 @dataclass(frozen=True)
@@ -123,12 +112,7 @@ class RandomRegression:
         """Return None: drawing the numbers is cheaper than reading them."""
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Draw both splits.
-
-        Raises:
-            UserError: a size is below 1.
-        """
-        shared.require_at_least(self, num_samples=1, eval_samples=1, input_size=1, target_size=1)
+        """Draw both splits."""
         generator = torch.Generator().manual_seed(self.seed)
         tensors = {}
         for split, num_samples in (("train", self.num_samples), ("eval", self.eval_samples)):

@@ -20,13 +20,13 @@ from ddp_runner.data.loading import Loading
 from ddp_runner.data.sources.shared import (
     files_digest,
     image_dataset,
-    require_at_least,
     require_eval_fraction,
     shuffled_split,
     with_facts,
 )
 from ddp_runner.data.splits import AbsentSplit, Piece
 from ddp_runner.data.streams import AnySplit
+from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import memory_bytes
 from ddp_runner.seeds import generator_states, moved
@@ -39,7 +39,8 @@ FALSE = "write dataset.prepare=false"
 class Deferred:
     """A dataset of the config that is built when it is needed."""
 
-    facts: Mapping[str, object]  # what its samples follow from: its keys, the source of its class
+    keys: Mapping[str, Any]
+    facts: Mapping[str, object]  # what its samples follow from, as JSON: keys and source code
     build: Callable[[], Any]
 
 
@@ -76,8 +77,6 @@ class TorchDataset:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        given = [key for key in ("channels", "height", "width") if getattr(self, key) is not None]
-        require_at_least(self, **dict.fromkeys(given, 1))
         for key in ("mean", "std"):
             value = getattr(self, key)
             if isinstance(value, Sequence) and len(value) != (self.channels or len(value)):
@@ -85,10 +84,12 @@ class TorchDataset:
                     f"dataset.{key} ({list(value)}) must be one number, or one for each of "
                     f"dataset.channels ({self.channels})"
                 )
-        if self.augmentation is not None and self.mean is None:
+        changes = self.augmentation
+        if changes is not None and (self.mean is None or not callable(changes)):
             raise UserError(
-                "dataset.augmentation changes normalised pictures, and dataset.mean is null; write "
-                "dataset.mean=0 dataset.std=1, or leave the augmentation to the transforms"
+                f"dataset.augmentation ({changes}) must be a mapping with a _target_, of pictures "
+                "that dataset.mean and dataset.std normalise; write dataset.mean=0 dataset.std=1, "
+                "or leave it to the transforms"
             )
         if self.prepare and self.folder is None:
             raise UserError(
@@ -99,9 +100,8 @@ class TorchDataset:
             require_eval_fraction(self.eval_fraction)
             if self.eval is not None:
                 raise UserError(
-                    f"dataset.eval_fraction ({self.eval_fraction}) splits off a part of "
-                    "dataset.train, and there is a dataset.eval; write dataset.eval=null, or leave "
-                    "the fraction out"
+                    f"dataset.eval_fraction ({self.eval_fraction}) is a part of dataset.train, and "
+                    "there is a dataset.eval; write dataset.eval=null, or leave the fraction out"
                 )
 
     def open(self, data_root: Path) -> Dataset | None:
@@ -112,16 +112,22 @@ class TorchDataset:
         """
         if self.prepare:
             return None
-        found = with_facts(self, *self._splits().values())
-        if self.folder is None:
-            return found
-        return replace(found, digest=f"files:{files_digest(data_root / self.folder)}")
+        train, rest = self._splits().values()
+        if self.eval_fraction is not None and _first(rest)[1]:
+            raise UserError(
+                "dataset.train draws random numbers, and the part of it that dataset.eval_fraction "
+                "evaluates would be another each time; name a dataset.eval without these transforms"
+            )
+        digest = None if self.folder is None else f"files:{'-'.join(self._digests(data_root))}"
+        return replace(with_facts(self, train, rest), digest=digest)
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Return the keys of the two, their source, and the files with their times."""
-        given = [getattr(one, "facts", None) for one in (self.train, self.eval)]
-        files = files_digest(data_root / str(self.folder), with_times=True)
+        given = [
+            one.facts if isinstance(one, Deferred) else None for one in (self.train, self.eval)
+        ]
         split = [self.eval_fraction, self.split_seed, self.num_classes]
+        files = self._digests(data_root, with_times=True)
         return {"given": given, "split": split, "files": files}
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
@@ -131,13 +137,10 @@ class TorchDataset:
             UserError: they are no pairs of tensors of one shape, are drawn at random, do not fit in
                 memory, or one cannot be loaded.
         """
-        tensors = {}
+        tensors, room = dict[str, Tensor](), memory_bytes() / 2
         for name, split in self._splits().items():
-            if isinstance(split, AbsentSplit):
-                split.load()
-            if not isinstance(split, LoaderSplit):
-                raise UserError(f"dataset.{name} has no numbered samples to prepare; {FALSE}")
-            tensors[f"{name}_inputs"], tensors[f"{name}_targets"] = _prepared(split)
+            room -= sum(one.nbytes for one in tensors.values())
+            tensors[f"{name}_inputs"], tensors[f"{name}_targets"] = _prepared(split, room)
         return tensors
 
     dataset = image_dataset  # of prepared samples, which stay memory-mapped
@@ -146,13 +149,21 @@ class TorchDataset:
         """Return the files of each split, if they are an ImageFolder's, by their paths below it."""
         names = {}
         for name, dataset in self._built().items():
-            part = dataset.indices if isinstance(dataset, Subset) else None
-            whole = dataset if part is None else dataset.dataset
-            if (files := getattr(whole, "samples", None)) and hasattr(whole, "root"):
-                numbers = range(len(files)) if part is None else part
-                base = data_root / self.folder if self.folder else whole.root
+            is_part = isinstance(dataset, Subset)
+            if files := getattr(dataset.dataset if is_part else dataset, "imgs", None):
+                numbers = dataset.indices if is_part else range(len(files))
+                base = data_root / (self.folder or "")
                 names[name] = [os.path.relpath(files[number][0], base) for number in numbers]
         return names
+
+    def _digests(self, data_root: Path, *, with_times: bool = False) -> list[str]:
+        """Return the digests of the folder, and of what train and eval read elsewhere."""
+        places = [folder := data_root / str(self.folder)]
+        for one in (self.train, self.eval):
+            root = Path(one.keys.get("root", folder) if isinstance(one, Deferred) else folder)
+            if not (root.is_relative_to(folder) or folder.is_relative_to(root)):
+                places.append(root)
+        return [files_digest(place, with_times=with_times) for place in places]
 
     def _splits(self) -> dict[str, AnySplit]:
         loading, found = Loading.of(self), dict[str, AnySplit]()
@@ -161,6 +172,7 @@ class TorchDataset:
                 found[name] = AbsentSplit(
                     f"dataset.{name} has no _target_; name your Dataset: "
                     f"dataset.{name}={{_target_:my_package.MyDataset}}"
+                    + (", or write dataset.eval_fraction=0.1" if name == "eval" else "")
                 )
             else:
                 found[name] = loading.split(name, dataset)
@@ -177,37 +189,44 @@ class TorchDataset:
             if isinstance(dataset, Deferred):
                 both[name] = dataset.build()
         # An ImageFolder numbers its classes by their names, so a missing one moves the others.
-        classes = {name: set(getattr(one, "class_to_idx", ())) for name, one in both.items()}
-        for name, found in classes.items():
-            if found and self.num_classes not in (None, len(found)):
-                raise UserError(
-                    f"dataset.{name} has {len(found)} classes, and dataset.num_classes is "
-                    f"{self.num_classes}; write dataset.num_classes={len(found)}"
-                )
-        if all(classes.values()) and (only := classes["train"] ^ classes["eval"]):
+        named = [one for one in both.values() if getattr(one, "target_transform", None) is None]
+        classes = [set(getattr(one, "class_to_idx", None) or ()) for one in named]
+        if len(classes) == 2 and all(classes) and (only := classes[0] ^ classes[1]):
             raise UserError(
                 f"the classes of dataset.train and dataset.eval differ: {', '.join(sorted(only))} "
                 "is in only one of them; give both the same classes"
             )
+        for found in filter(None, classes):
+            if self.num_classes not in (None, len(found)):
+                raise UserError(
+                    f"dataset={self.name} has {len(found)} classes, and dataset.num_classes is "
+                    f"{self.num_classes}; write dataset.num_classes={len(found)}"
+                )
         train = both["train"]
         if self.eval_fraction is None:
             return both
         if isinstance(train, IterableDataset) or not hasattr(train, "__len__"):
-            raise UserError(
-                "dataset.eval_fraction splits numbered samples, and dataset.train is a "
-                f"{type(train).__name__}; name another in dataset.eval"
-            )
+            kind = f"dataset.train is a {type(train).__name__}, which dataset.eval_fraction"
+            raise UserError(f"{kind} cannot split; name another in dataset.eval")
         parts = shuffled_split(
             len(train), self.eval_fraction, seed=self.split_seed, noun="samples", place=self.name
         )
         return {name: Subset(train, numbers) for name, numbers in parts.items()}
 
 
-def _prepared(split: LoaderSplit) -> list[Tensor]:
-    """Return the inputs and the targets of a split, each in one tensor."""
+def _first(split: AnySplit) -> tuple[Any, bool]:
+    """Return a batch of the first sample, and whether that draws random numbers."""
+    if not isinstance(split, LoaderSplit):
+        raise UserError(getattr(split, "fix", f"a stream has no samples to prepare; {FALSE}"))
     before = generator_states()
-    first = next(replace(split, num_workers=0).load([Piece(range(1))], seed=0))
-    if moved(before):
+    return next(replace(split, num_workers=0).load([Piece(range(1))], seed=0)), bool(moved(before))
+
+
+def _prepared(split: AnySplit, room: float) -> list[Tensor]:
+    """Return the inputs and the targets of a split, each in one tensor; `room` is in bytes."""
+    first, draws = _first(split)
+    assert isinstance(split, LoaderSplit)
+    if draws:
         raise UserError(
             f"the {split.name} samples draw random numbers, and prepared they would be the same in "
             f"each epoch; {FALSE}, or leave that to dataset.augmentation"
@@ -218,22 +237,21 @@ def _prepared(split: LoaderSplit) -> list[Tensor]:
             f"a {split.name} sample becomes a batch of type {type(first).__name__}, and only pairs "
             f"of tensors (input, target) are prepared; {FALSE}"
         )
-    needed, memory = sum(one.nbytes for one in first) * len(split), memory_bytes()
-    if needed > memory / 2:
+    needed = sum(one.nbytes for one in first) * len(split)
+    if needed > room:
         raise UserError(
-            f"the {len(split):,} {split.name} samples take {needed / 2**30:.1f} GiB, more than "
-            f"half of the {memory / 2**30:.1f} GiB of memory; {FALSE}, or make them smaller"
+            f"the {len(split):,} {split.name} samples take {needed / 2**30:.1f} GiB, and half of "
+            f"the memory leaves {room / 2**30:.1f} GiB; {FALSE}, or make them smaller"
         )
     whole = [torch.empty((len(split), *one.shape[1:]), dtype=one.dtype) for one in first]
     starts = range(0, len(split), PREPARED_AT_ONCE)
     pieces = [Piece(range(start, min(start + PREPARED_AT_ONCE, len(split)))) for start in starts]
     for start, batch in zip(starts, split.load(pieces, seed=0), strict=True):
         for tensor, part in zip(whole, batch, strict=True):
-            if part.shape[1:] != tensor.shape[1:]:
+            if (part.shape[1:], part.dtype) != (tensor.shape[1:], tensor.dtype):
                 raise UserError(
-                    f"the {split.name} samples from {start} on have the shape "
-                    f"{tuple(part.shape[1:])}, and the first {tuple(tensor.shape[1:])}; let "
-                    f"the transform give all one shape, or {FALSE}"
+                    f"the {split.name} samples from {start} on are {shape_of(part[0])}, and the "
+                    f"first {shape_of(tensor[0])}; let all be alike, or {FALSE}"
                 )
             tensor[start : start + len(part)] = part
     return whole
