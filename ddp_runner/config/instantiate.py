@@ -46,6 +46,8 @@ def make(
     own = [key for key in keys if not key.startswith("_")]
     hint = f"its keys are {', '.join(own)}" if own else "it was given no keys"
     hint += "".join(f", {key} is null" for key in own if keys[key] is None)
+    if group == "model" and None in keys.values():
+        hint += " (a key such as in_channels follows dataset.channels, which a dataset may give)"
     keys |= arguments
     if partial:
         keys["_partial_"] = True

@@ -1,9 +1,8 @@
 """Builds the dataset of a resolved config, alike for every task."""
 
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,10 +82,7 @@ def _build(config: Config, key: str, settings: Mapping[str, Any], **kind: Any) -
 
 
 def _code(settings: Mapping[str, Any]) -> list[str]:
-    """Return digests of the files whose classes and functions make the samples.
-
-    They may build on other modules of their folder, and a package on any below it.
-    """
+    """Return digests of the files whose classes make the samples, and of those beside or below."""
     named = [str(value) for key, value in leaves(settings) if key.endswith("_target_")]
     files = set[Path]()
     for path in filter(None, map(source_file, named)):
@@ -104,5 +100,4 @@ def _alone_to_download(root: Path) -> Iterator[None]:
             held.enter_context(FileLock(root / DOWNLOAD_LOCK))
         held.callback(socket.setdefaulttimeout, socket.getdefaulttimeout())
         socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
-        held.enter_context(redirect_stdout(sys.stderr))
         yield

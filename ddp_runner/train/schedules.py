@@ -55,8 +55,8 @@ class Schedule:
             self.scheduler.step()
         except ValueError as error:  # OneCycleLR past its end
             raise UserError(
-                f"{type(self.scheduler).__name__}: {one_line(error)}; a resumed run "
-                "keeps its schedule: start anew for more steps"
+                f"{type(self.scheduler).__name__}: {one_line(error)}; give the scheduler all steps "
+                "of the run, or start anew, since a resumed run keeps its schedule"
             ) from error
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.data.splits import IGNORED
+from ddp_runner.data.splits import IGNORED, validate_classes
 from ddp_runner.data.trees import first_tensor, shape_of, to_device
 from ddp_runner.errors import UserError
 
@@ -80,7 +80,12 @@ def supervised(
         )
     ignored = _ignored_by(loss)
     counted = len(labels) if count == "samples" else labels.ne(ignored).sum()
-    loss_sum = loss(outputs, expected)
+    try:
+        loss_sum = loss(outputs, expected)
+    except IndexError:  # a class that is none; on a GPU CUDA ends the process
+        if produced is not None and produced.ndim > 1:
+            validate_classes(labels, num_classes=produced.shape[1])
+        raise
     if ignored != IGNORED and isinstance(expected, Tensor):  # the metrics know -100 alone
         expected = expected.masked_fill(expected == ignored, IGNORED)
     return Step(loss_sum, counted, outputs=outputs, targets=expected)

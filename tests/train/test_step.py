@@ -306,3 +306,13 @@ def test_what_a_loss_ignores_does_not_count(kind: str, count: str) -> None:
     assert int(ours.count) == int(expected.count) == (2 if count == "samples" else 16)
     assert torch.equal(ours.loss_sum, expected.loss_sum)
     assert torch.equal(ours.targets, usual)
+
+
+def test_a_class_that_is_none_is_one_line() -> None:
+    """Also where it comes later than the first batch, in data that are loaded sample by sample."""
+    batch = (torch.zeros(3, 2), torch.tensor([0, 1, 2]))
+    with pytest.raises(UserError, match="targets go from 0 to 2; 2 classes are numbered from 0 to"):
+        supervised(nn.Linear(2, 2), batch, loss=cross_entropy)
+    batch = (torch.zeros(3, dtype=torch.int64) + 9, torch.tensor([0, 1, 0]))
+    with pytest.raises(IndexError):  # of the inputs: no fault of the classes
+        supervised(nn.Embedding(2, 2), batch, loss=cross_entropy)
