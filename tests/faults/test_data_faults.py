@@ -77,7 +77,7 @@ def test_a_damaged_or_missing_file_is_reported(row: str, tmp_path: Path) -> None
     )
     assert part in sentence
     if row in ("truncated", "no_network"):
-        assert f"can be neither read in {raw} nor downloaded: " in sentence
+        assert f"can be neither read in {raw.parent} nor downloaded: " in sentence
         assert "or use dataset=digits, which is bundled" in sentence
 
 
