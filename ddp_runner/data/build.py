@@ -48,7 +48,7 @@ def build_source(config: Config) -> Source | TensorSource:
             if isinstance(given, Mapping) and "_target_" in given:
                 build = partial(_build, config, f"dataset.{name}", given)
                 keys = {"keys": given, "collate_fn": settings.get("collate_fn")}
-                settings[name] = Deferred(given, {**keys, "code": _code(keys)}, build)
+                settings[name] = Deferred({**keys, "code": _code(keys)}, build)
     found: Source | TensorSource = _build(config, "dataset", settings, kind=Source | TensorSource)
     return found
 

@@ -233,7 +233,11 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
             "dataset.train is a Stream, which dataset.eval_fr",
         ),
         ("Numbers", {"eval_fraction": 0.1}, r"there is a dataset.eval; write dataset.eval=null"),
-        ("Numbers", {"folder": "null"}, "so needs dataset.folder; name the folder under data_root"),
+        (
+            "Numbers",
+            {"folder": "null"},
+            "needs dataset.folder, to prepare anew what has changed; name the",
+        ),
         ("Numbers", {"eval_fraction": 1.5, "eval": "null"}, r"\(1.5\) must be between 0 and 1"),
         ("Numbers", {"eval": "null"}, "dataset.eval has no _target_"),
         ("Numbers", {"num_classes": 2}, "2 classes are numbered from 0 to 1"),

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def files_digest(place: Path, *, with_times: bool = False) -> str:
     """
     digest = hashlib.sha256()
     with os_errors(f"{place.absolute()} cannot be read", fix="make it readable, or remove it"):
-        for path in sorted(_files(place)) if place.exists() else ():
+        for path in sorted(_files(str(place))) if place.exists() else ():
             stat = Path(path).stat()  # of a dangling link it fails
             time = stat.st_mtime_ns if with_times else None
             name = path.removeprefix(str(place))
@@ -103,14 +103,13 @@ def files_digest(place: Path, *, with_times: bool = False) -> str:
     return digest.hexdigest()
 
 
-def _files(place: Path) -> Iterator[str]:
+def _files(place: str) -> Iterator[str]:
     """Yield the files below a folder; of a million pathlib would make objects for a minute."""
-    for folder, _, names in os.walk(place, onerror=_raise, followlinks=True):
-        yield from (f"{folder}{os.sep}{name}" for name in names)
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error
+    for entry in os.scandir(place):
+        if entry.is_dir():
+            yield from _files(entry.path)
+        else:
+            yield entry.path
 
 
 def tokenizer_stamps(folder: str) -> dict[str, object]:

@@ -39,8 +39,7 @@ FALSE = "write dataset.prepare=false"
 class Deferred:
     """A dataset of the config that is built when it is needed."""
 
-    keys: Mapping[str, Any]
-    facts: Mapping[str, object]  # what its samples follow from, as JSON: keys and source code
+    facts: Mapping[str, Any]  # what its samples follow from, as JSON: its keys, source code
     build: Callable[[], Any]
 
 
@@ -88,13 +87,12 @@ class TorchDataset:
         if changes is not None and (self.mean is None or not callable(changes)):
             raise UserError(
                 f"dataset.augmentation ({changes}) must be a mapping with a _target_, of pictures "
-                "that dataset.mean and dataset.std normalise; write dataset.mean=0 dataset.std=1, "
-                "or leave it to the transforms"
+                "that dataset.mean and dataset.std normalise; write dataset.mean=0 dataset.std=1"
             )
         if self.prepare and self.folder is None:
             raise UserError(
-                "dataset.prepare=true prepares anew what has changed, and so needs dataset.folder; "
-                "name the folder under data_root of the files that the samples come from"
+                "dataset.prepare=true needs dataset.folder, to prepare anew what has changed; name "
+                "the folder under data_root that the samples come from"
             )
         if self.eval_fraction is not None:
             require_eval_fraction(self.eval_fraction)
@@ -160,7 +158,9 @@ class TorchDataset:
         """Return the digests of the folder, and of what train and eval read elsewhere."""
         places = [folder := data_root / str(self.folder)]
         for one in (self.train, self.eval):
-            root = Path(one.keys.get("root", folder) if isinstance(one, Deferred) else folder)
+            root = Path(
+                one.facts["keys"].get("root", folder) if isinstance(one, Deferred) else folder
+            )
             if not (root.is_relative_to(folder) or folder.is_relative_to(root)):
                 places.append(root)
         return [files_digest(place, with_times=with_times) for place in places]
