@@ -94,7 +94,7 @@ def supervised(
 def _ignored_by(loss: Callable[..., Any]) -> int:
     """Return the target that a loss leaves out."""
     if isinstance(loss, partial):
-        return int(loss.keywords.get("ignore_index", IGNORED))
+        return int(loss.keywords.get("ignore_index", _ignored_by(loss.func)))
     return int(getattr(loss, "ignore_index", IGNORED))
 
 

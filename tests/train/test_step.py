@@ -289,7 +289,7 @@ def test_an_evaluation_divides_by_the_tokens() -> None:
     assert first["eval/hits"] * words == pytest.approx(round(first["eval/hits"] * words), abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["module", "function"])
+@pytest.mark.parametrize("kind", ["module", "function", "named module"])
 @pytest.mark.parametrize("count", ["samples", "tokens"])
 def test_what_a_loss_ignores_does_not_count(kind: str, count: str) -> None:
     """Whatever its index, such as 255 of a segmentation; the metrics see -100 there."""
@@ -300,6 +300,8 @@ def test_what_a_loss_ignores_does_not_count(kind: str, count: str) -> None:
     loss: Any = torch.nn.CrossEntropyLoss(**settings)
     if kind == "function":
         loss = partial(torch.nn.functional.cross_entropy, **settings)
+    elif kind == "named module":  # a config names an object of the user's
+        loss = partial(loss)
     model = torch.nn.Conv2d(1, 4, 1)
     ours = supervised(model, (images, masks), loss=loss, count=count)
     expected = supervised(model, (images, usual), loss=cross_entropy, count=count)
