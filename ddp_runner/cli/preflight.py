@@ -14,7 +14,6 @@ from ddp_runner.config.allowed_targets import foreign_targets, package_of
 from ddp_runner.config.inference import SAMPLE
 from ddp_runner.config.schema import Config, leaves
 from ddp_runner.config.tracking import MODULES, validate_servers
-from ddp_runner.config.values import TORCH_DATASET
 from ddp_runner.data.tokenizer import tokenizer_file
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -57,17 +56,8 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
         _validate_hf(dataset)
     else:
         _validate_paths(dataset.get("path"), data_root)
-    folder, keys = dataset.get("folder"), dict(leaves(dataset))
-    if dataset.get("_target_") == TORCH_DATASET and folder is not None:
-        place = data_root / str(folder)
-        if not place.exists() and True not in (
-            keys.get("train.download"),
-            keys.get("eval.download"),
-        ):
-            raise UserError(
-                f"dataset.folder ({folder}): there is no folder {place.absolute()}; give one under "
-                "data_root"
-            )
+    if dataset.keys() >= {"prepare", "shuffle_buffer"}:  # a TorchDataset, or a subclass
+        _validate_torch_dataset(dataset, data_root)
     if (name := model.get("pretrained")) is not None and not Path(str(name), MODEL_FILE).is_file():
         raise UserError(
             f"model.pretrained ({name}): there is no {MODEL_FILE} in {Path(str(name)).absolute()}; "
@@ -120,6 +110,44 @@ def _validate_paths(given: Any, data_root: Path) -> None:
                 f"dataset.path ({path}): there is no file {(data_root / str(path)).absolute()}; "
                 "give a path under data_root, or an absolute one"
             )
+
+
+def _validate_torch_dataset(dataset: Mapping[str, Any], data_root: Path) -> None:
+    """Reject keys of a ``TorchDataset`` that exclude each other, and a folder that is not there."""
+    channels, mean = dataset.get("channels"), dataset.get("mean")
+    for key in ("mean", "std"):
+        value = dataset.get(key)
+        if isinstance(value, list) and len(value) != (channels or len(value)):
+            raise UserError(
+                f"dataset.{key} ({value}) must be one number, or one for each of dataset.channels "
+                f"({channels})"
+            )
+    changes = dataset.get("augmentation")
+    if changes is not None and (mean is None or not isinstance(changes, Mapping)):
+        raise UserError(
+            f"dataset.augmentation ({changes}) must be a mapping with a _target_, of pictures that "
+            "dataset.mean and dataset.std normalise; write dataset.mean=0 dataset.std=1"
+        )
+    fraction, folder = dataset.get("eval_fraction"), dataset.get("folder")
+    if fraction is not None and not 0 < fraction < 1:
+        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1; use 0.1")
+    if fraction is not None and dataset.get("eval") is not None:
+        raise UserError(
+            f"dataset.eval_fraction ({fraction}) is a part of dataset.train, and there is a "
+            "dataset.eval; write dataset.eval=null, or leave the fraction out"
+        )
+    if dataset["prepare"] and folder is None:
+        raise UserError(
+            "dataset.prepare=true needs dataset.folder, to prepare anew what has changed; name the "
+            "folder under data_root that the samples come from"
+        )
+    place, keys = data_root / str(folder), dict(leaves(dataset))
+    downloads = True in (keys.get("train.download"), keys.get("eval.download"))
+    if folder is not None and not place.exists() and not downloads:
+        raise UserError(
+            f"dataset.folder ({folder}): there is no folder {place.absolute()}; give one under "
+            "data_root"
+        )
 
 
 def _validate_hf(dataset: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from configs import resolved
 from real_data import idx_images, idx_labels, require, write_tiny_mnist
 from torch import Tensor
 
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.data.build import build_dataset, build_source
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.loader import LoaderSplit
@@ -95,7 +96,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def built(*words: str, log: Callable[[str], None] = lambda _: None) -> Dataset:
     """Return the dataset of a command."""
-    return build_dataset(resolved("data_root=data", *words)[0], log=log)
+    config, _ = resolved("data_root=data", *words)
+    validate_files(config)
+    return build_dataset(config, log=log)
 
 
 def own(package: str, train: str = "Numbers", **keys: object) -> list[str]:

@@ -20,7 +20,6 @@ from ddp_runner.data.loading import Loading
 from ddp_runner.data.sources.shared import (
     files_digest,
     image_dataset,
-    require_eval_fraction,
     shuffled_split,
     with_facts,
 )
@@ -49,7 +48,8 @@ class TorchDataset:
 
     Each is anything with ``__len__`` and ``__getitem__``, or a stream: a torch ``IterableDataset``,
     or anything with ``__iter__`` alone. A sample may be any tree of tensors and numbers, or
-    whatever `collate_fn` makes a batch of. Prepared samples are pairs of tensors or numbers.
+    whatever `collate_fn` makes a batch of. Prepared samples are pairs of tensors or numbers. What
+    the keys exclude of each other is validated before ranks start: ``cli/preflight.py``.
     """
 
     name: str
@@ -74,33 +74,6 @@ class TorchDataset:
     channels: int | None = None
     height: int | None = None
     width: int | None = None
-
-    def __post_init__(self) -> None:
-        for key in ("mean", "std"):
-            value = getattr(self, key)
-            if isinstance(value, Sequence) and len(value) != (self.channels or len(value)):
-                raise UserError(
-                    f"dataset.{key} ({list(value)}) must be one number, or one for each of "
-                    f"dataset.channels ({self.channels})"
-                )
-        changes = self.augmentation
-        if changes is not None and (self.mean is None or not callable(changes)):
-            raise UserError(
-                f"dataset.augmentation ({changes}) must be a mapping with a _target_, of pictures "
-                "that dataset.mean and dataset.std normalise; write dataset.mean=0 dataset.std=1"
-            )
-        if self.prepare and self.folder is None:
-            raise UserError(
-                "dataset.prepare=true needs dataset.folder, to prepare anew what has changed; name "
-                "the folder under data_root that the samples come from"
-            )
-        if self.eval_fraction is not None:
-            require_eval_fraction(self.eval_fraction)
-            if self.eval is not None:
-                raise UserError(
-                    f"dataset.eval_fraction ({self.eval_fraction}) is a part of dataset.train, and "
-                    "there is a dataset.eval; write dataset.eval=null, or leave the fraction out"
-                )
 
     def open(self, data_root: Path) -> Dataset | None:
         """Return the datasets as splits; None: they are to be prepared.
