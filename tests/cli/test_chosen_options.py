@@ -128,6 +128,11 @@ def test_an_experiment_gives_way_to_the_command_line_as_well(own: str) -> None:
          {"name": "adadelta", "_target_": "torch.optim.Adadelta", "rho": 0.5}),
         ("optimizer._target_=torch.optim.RMSprop optimizer.centered=true optimizer.name=x",
          "optimizer", {"name": "x", "_target_": "torch.optim.RMSprop", "centered": True}),
+        ("model=convnet dataset=digits optimizer=adam optimizer._target_=torch.optim.RMSprop",
+         "optimizer", {"name": "rmsprop", "_target_": "torch.optim.RMSprop"}),
+        ("model=convnet dataset=image_folder dataset.folder=. data_root=. "
+         "dataset.train.loader={_target_:builtins.open,mode:rb}", "dataset.train.loader",
+         {"_target_": "builtins.open", "mode": "rb"}),
         ("optimizer._target_=torch.optim.SGD optimizer.lr=3", "optimizer",
          {"lr": 3, "momentum": 0.9}),
         ("dataset=part dataset.train={_target_:mine.Other,size:3} +dataset.train.seed=4",
