@@ -84,7 +84,8 @@ def supervised(
         loss_sum = loss(outputs, expected)
     except IndexError:  # a class that is none; on a GPU CUDA ends the process
         if produced is not None and produced.ndim > 1:
-            validate_classes(labels, num_classes=produced.shape[1])
+            known = labels.masked_fill(labels == ignored, IGNORED)
+            validate_classes(known, num_classes=produced.shape[1])
         raise
     if ignored != IGNORED and isinstance(expected, Tensor):  # the metrics know -100 alone
         expected = expected.masked_fill(expected == ignored, IGNORED)

@@ -315,6 +315,9 @@ def test_a_class_that_is_none_is_one_line() -> None:
     batch = (torch.zeros(3, 2), torch.tensor([0, 1, 2]))
     with pytest.raises(UserError, match="targets go from 0 to 2; 2 classes are numbered from 0 to"):
         supervised(nn.Linear(2, 2), batch, loss=cross_entropy)
+    own = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=255)
+    with pytest.raises(UserError, match="targets go from 0 to 7"):  # 255 is not at fault
+        supervised(nn.Linear(2, 2), (torch.zeros(3, 2), torch.tensor([0, 255, 7])), loss=own)
     batch = (torch.zeros(3, dtype=torch.int64) + 9, torch.tensor([0, 1, 0]))
     with pytest.raises(IndexError):  # of the inputs: no fault of the classes
         supervised(nn.Embedding(2, 2), batch, loss=cross_entropy)
