@@ -97,7 +97,7 @@ class TensorSplit:
 
     def near(self, device: torch.device, *, most_bytes: float) -> "TensorSplit":
         """Return the split on a GPU if it is small enough, else as it is."""
-        if device.type != "cuda" or self.inputs.nbytes + self.targets.nbytes > most_bytes:
+        if device.type == "cpu" or self.inputs.nbytes + self.targets.nbytes > most_bytes:
             return self
         return TensorSplit(self.inputs.to(device), self.targets.to(device))
 
@@ -135,7 +135,7 @@ class TokenSplit:
 
     def near(self, device: torch.device, *, most_bytes: float) -> "TokenSplit":
         """Return the split on a GPU if it is small enough, else as it is."""
-        if device.type != "cuda" or self.tokens.nbytes > most_bytes:
+        if device.type == "cpu" or self.tokens.nbytes > most_bytes:
             return self
         return TokenSplit(self.tokens.to(device), self.length)
 

@@ -230,7 +230,9 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
         model=model,
         optimizer=optimizer,
         schedule=schedule,
-        scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
+        scaler=torch.amp.GradScaler(
+            setup.devices[0].type, enabled=config.train.precision == "fp16"
+        ),
         setup=setup,
         gradients=OwnGradients(),
         ema=ema,

@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from ddp_runner.device import peak_memory_gib
 from ddp_runner.distributed import add_over_ranks, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
-from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.train.clipping import gradient_norm
 from ddp_runner.train.flops import measure_peaks
 from ddp_runner.train.skew import table

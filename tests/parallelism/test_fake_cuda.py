@@ -21,11 +21,11 @@ from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import TensorSplit
+from ddp_runner.device import peak_memory_gib
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.mode import rank_devices
-from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import build as building
 from ddp_runner.train import export
