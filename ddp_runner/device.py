@@ -6,6 +6,7 @@ module, such as ``torch.cuda``. docs/accelerators.md says what has run on what.
 
 import resource
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -97,7 +98,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     The values must not change until the copy is done, unless they are copied to pinned memory
     first, as those of pageable memory are. Torch uses that memory again once its copy is done.
     """
-    if not has_streams(device) or not tensor.numel():
+    if tensor.device == device or not has_streams(device) or not tensor.numel():
         return tensor.to(device)
     stream, current = _copy_stream(device), torch.accelerator.current_stream(device)
     with stream:
@@ -105,6 +106,19 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     current.wait_stream(stream)
     copied.record_stream(current)
     return copied
+
+
+def values_of(scalars: Sequence[Tensor]) -> list[float]:
+    """Return the values of scalars; the host waits once for each device that they are on."""
+    by_device = defaultdict[torch.device, list[int]](list)
+    for index, one in enumerate(scalars):
+        by_device[one.device].append(index)
+    values = [0.0] * len(scalars)
+    for indices in by_device.values():
+        found = torch.stack([scalars[index] for index in indices]).tolist()
+        for index, value in zip(indices, found, strict=True):
+            values[index] = value
+    return values
 
 
 def seed_devices(seed: int) -> None:
