@@ -83,7 +83,9 @@ def _build(built: Path) -> None:
         done = subprocess.run(
             command, env={**os.environ, **changed}, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, f"the simulated GPU does not build:\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, (
+            f"the simulated GPU does not build:\n{done.stdout}{done.stderr}"
+        )
         (Path(folder) / built.name).replace(built)
 
 

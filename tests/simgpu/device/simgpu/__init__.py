@@ -4,6 +4,10 @@ torch imports this package itself, at the end of its own import, when the folder
 PYTHONPATH. See the README of tests/simgpu.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 
 def waits() -> dict[str, int]:
     """Return how often the host has waited for a stream, by the cause."""
@@ -31,6 +35,25 @@ def set_delay_us(delay_us: int) -> None:
     from simgpu.native import library
 
     library.set_delay_us(delay_us)
+
+
+def pinned_bytes() -> int:
+    """Return the bytes of pinned memory that tensors or copies under way hold."""
+    from simgpu.native import library
+
+    return library.pinned_bytes()
+
+
+@contextmanager
+def held(stream: Any) -> Iterator[None]:
+    """Let a stream stand still in the block; what waits for it there waits for ever."""
+    from simgpu.native import library
+
+    hold = library.hold(stream.device_index, stream.stream_id)
+    try:
+        yield
+    finally:
+        hold.release()
 
 
 def _autoload() -> None:

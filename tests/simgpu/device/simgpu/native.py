@@ -11,7 +11,9 @@ import torch
 def _load() -> ModuleType:
     path = os.environ.get("SIMGPU_LIBRARY")
     if not path:
-        raise RuntimeError("SIMGPU_LIBRARY names no library: tests/helpers/simgpu_build.py builds it")
+        raise RuntimeError(
+            "SIMGPU_LIBRARY names no library: tests/helpers/simgpu_build.py builds it"
+        )
     torch.utils.rename_privateuse1_backend("simgpu")
     loader = ExtensionFileLoader("_simgpu", path)
     spec = spec_from_loader("_simgpu", loader)

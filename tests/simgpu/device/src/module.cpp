@@ -22,6 +22,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("watch", [](pybind11::object function) {
     simgpu::watch(function.is_none() ? nullptr : function.ptr());
   });
+  m.def("pinned_bytes", simgpu::pinned_bytes);
+  pybind11::class_<simgpu::Mark, simgpu::MarkPtr>(m, "Hold")
+      .def("release", &simgpu::Mark::finish);
+  m.def("hold", [](int device, c10::StreamId stream) {
+    auto mark = std::make_shared<simgpu::Mark>();
+    simgpu::let_wait(device, stream, mark);
+    return mark;
+  });
   m.def("default_generator", [](int device) { return simgpu::default_generator(device); });
   m.def("drain", simgpu::drain, Unlocked());
   m.def("make_simccl", simgpu::make_simccl, Unlocked());

@@ -244,6 +244,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   using torch::CppFunction;
+  // Else torch would look for a mask's shape, and then find no room for it in the result.
+  m.impl("index.Tensor", CppFunction::makeFromBoxedFunction<&simgpu::any_operator>());
   m.impl("convolution_overrideable", CppFunction::makeFromBoxedFunction<&simgpu::convolution>());
   m.impl("convolution_backward_overrideable",
          CppFunction::makeFromBoxedFunction<&simgpu::convolution_backward>());

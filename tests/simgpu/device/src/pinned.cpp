@@ -2,13 +2,20 @@
 // A block that is freed while copies use it is given back when the last of them is done.
 #include "simgpu.h"
 
+#include <atomic>
 #include <cstring>
 
 namespace simgpu {
 namespace {
+std::atomic<long> bytes_held{0};
+
 struct PinnedBlock { // freed with its last holder: the tensor, or a copy
-  PinnedBlock(size_t size) : size(size), start((char*)std::aligned_alloc(64, (size + 63) / 64 * 64)) {}
+  explicit PinnedBlock(size_t size)
+      : size(size), start((char*)std::aligned_alloc(64, (size + 63) / 64 * 64)) {
+    bytes_held += size;
+  }
   ~PinnedBlock() {
+    bytes_held -= size;
     std::memset(start, 0xff, size); // who still reads it reads NaN
     std::free(start);
   }
@@ -67,6 +74,10 @@ std::shared_ptr<void> hold_pinned(const void* address) {
   if (next == blocks().held.begin()) return nullptr;
   const auto& block = (--next)->second;
   return (const char*)address < block->start + block->size ? block : nullptr;
+}
+
+long pinned_bytes() {
+  return bytes_held;
 }
 
 bool is_pinned(const void* address) {

@@ -70,9 +70,11 @@ void raise_error() {
   if (!error) return;
   try {
     std::rethrow_exception(error);
-  } catch (const std::exception& e) {
+  } catch (const c10::Error& e) {
     TORCH_CHECK(false, "simgpu: asynchronous error of an earlier task: ",
-                std::string(e.what()).substr(0, 300));
+                e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    TORCH_CHECK(false, "simgpu: asynchronous error of an earlier task: ", e.what());
   }
 }
 } // namespace simgpu

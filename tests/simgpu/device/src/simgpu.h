@@ -92,6 +92,7 @@ void set_memory_share(int device, double share);
 // ---- pinned.cpp
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* address);
+long pinned_bytes(); // held by tensors or copies
 // Keeps the pinned block of an address until the last holder is gone; empty for other memory.
 std::shared_ptr<void> hold_pinned(const void* address);
 
