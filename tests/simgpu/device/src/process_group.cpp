@@ -1,0 +1,256 @@
+// The process group simccl, over gloo, with NCCL's manners: a stream of its own a device and group,
+// which waits for the current stream; wait() lets the current stream wait, not the host; it takes
+// tensors of one device that are dense; and it knows AVG and reduce_scatter.
+#include "process_group.h"
+
+#include "simgpu.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace simgpu {
+namespace {
+using namespace c10d;
+using Tensors = std::vector<at::Tensor>;
+using Lists = std::vector<Tensors>;
+using WorkPtr = c10::intrusive_ptr<Work>;
+using BackendPtr = c10::intrusive_ptr<Backend>;
+using Future = c10::ivalue::Future;
+using std::chrono::milliseconds;
+
+class SimWork final : public Work {
+ public:
+  SimWork(int device, MarkPtr mark, const Tensors& outputs, OpType kind)
+      : Work(-1, kind), device_(device), mark_(mark), outputs_(outputs) {}
+  bool isCompleted() override {
+    return mark_->is_done();
+  }
+  bool isSuccess() const override {
+    return true;
+  }
+  void synchronize() override {
+    let_wait(device_, current_stream(device_), mark_);
+  }
+  bool wait(milliseconds) override {
+    raise_error();
+    synchronize();
+    if (host_waits) {
+      count_wait("barrier");
+      host_wait(mark_);
+    }
+    return true;
+  }
+  Tensors result() override {
+    return outputs_;
+  }
+  c10::intrusive_ptr<Future> getFuture() override {
+    return future;
+  }
+  bool host_waits = false;
+  c10::intrusive_ptr<Future> future;
+
+ private:
+  int device_;
+  MarkPtr mark_;
+  Tensors outputs_;
+};
+
+Tensors task_views(const Tensors& tensors) {
+  Tensors views;
+  for (auto& tensor : tensors) views.push_back(task_view(tensor));
+  return views;
+}
+
+Lists task_views(const Lists& lists) {
+  Lists views;
+  for (auto& tensors : lists) views.push_back(task_views(tensors));
+  return views;
+}
+
+Tensors joined(Tensors tensors, const Lists& lists) {
+  for (auto& more : lists) tensors.insert(tensors.end(), more.begin(), more.end());
+  return tensors;
+}
+
+// gloo has no AVG, and no reduce_scatter.
+void reduce_all(const BackendPtr& gloo, const at::Tensor& tensor, const ReduceOp& op, int size) {
+  const bool mean = op == ReduceOp::AVG;
+  AllreduceOptions options;
+  options.reduceOp = mean ? ReduceOp(ReduceOp::SUM) : op;
+  Tensors one{tensor};
+  gloo->allreduce(one, options)->wait();
+  if (mean) one[0].div_(size);
+}
+
+class SimCCL final : public Backend {
+ public:
+  explicit SimCCL(BackendPtr gloo)
+      : Backend(gloo->getRank(), gloo->getSize()),
+        gloo_(gloo),
+        options_(c10::make_intrusive<Options>("simccl")) {}
+  const std::string getBackendName() const override {
+    return "simccl";
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return options_;
+  }
+  uint64_t getSequenceNumberForGroup() override {
+    return calls_;
+  }
+  void setSequenceNumberForGroup() override {}
+  void setTimeout(milliseconds timeout) override {
+    gloo_->setTimeout(timeout);
+  }
+  void shutdown() override { // as NCCL's: waits for all collectives
+    for (auto [key, stream] : streams_) wait_for_stream(key.first, stream, "shutdown");
+  }
+
+  WorkPtr broadcast(Tensors& tensors, const BroadcastOptions& options) override {
+    return run(OpType::BROADCAST, tensors, tensors,
+               [=, gloo = gloo_, views = task_views(tensors)]() mutable {
+                 gloo->broadcast(views, options)->wait();
+               });
+  }
+  WorkPtr allreduce(Tensors& tensors, const AllreduceOptions& options) override {
+    return run(OpType::ALLREDUCE, tensors, tensors,
+               [op = options.reduceOp, gloo = gloo_, views = task_views(tensors), n = getSize()] {
+                 for (auto& view : views) reduce_all(gloo, view, op, n);
+               });
+  }
+  WorkPtr allreduce_coalesced(Tensors& tensors, const AllreduceCoalescedOptions& options) override {
+    return allreduce(tensors, options);
+  }
+  WorkPtr reduce(Tensors& tensors, const ReduceOptions& options) override {
+    return run(OpType::REDUCE, tensors, tensors,
+               [=, gloo = gloo_, views = task_views(tensors)]() mutable {
+                 gloo->reduce(views, options)->wait();
+               });
+  }
+  WorkPtr allgather(Lists& to, Tensors& from, const AllgatherOptions& options) override {
+    return run(OpType::ALLGATHER, joined(from, to), to.at(0),
+               [=, gloo = gloo_, to = task_views(to), from = task_views(from)]() mutable {
+                 gloo->allgather(to, from, options)->wait();
+               });
+  }
+  WorkPtr _allgather_base(at::Tensor& to, at::Tensor& from,
+                          const AllgatherOptions& options) override {
+    Tensors tos{to}, froms{from};
+    return allgather_into_tensor_coalesced(tos, froms, options);
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& to, Tensors& from,
+                                          const AllgatherOptions& options) override {
+    return run(OpType::_ALLGATHER_BASE, joined(to, {from}), to,
+               [=, gloo = gloo_, to = task_views(to), from = task_views(from)]() mutable {
+                 for (size_t i = 0; i < to.size(); ++i) {
+                   auto part = from[i].clone(); // it may be a part of the output
+                   gloo->_allgather_base(to[i], part, options)->wait();
+                 }
+               });
+  }
+  WorkPtr gather(Lists& to, Tensors& from, const GatherOptions& options) override {
+    return run(OpType::GATHER, joined(from, to), to.empty() ? Tensors{} : to[0],
+               [=, gloo = gloo_, to = task_views(to), from = task_views(from)]() mutable {
+                 gloo->gather(to, from, options)->wait();
+               });
+  }
+  WorkPtr scatter(Tensors& to, Lists& from, const ScatterOptions& options) override {
+    return run(OpType::SCATTER, joined(to, from), to,
+               [=, gloo = gloo_, to = task_views(to), from = task_views(from)]() mutable {
+                 gloo->scatter(to, from, options)->wait();
+               });
+  }
+  WorkPtr reduce_scatter(Tensors& to, Lists& from, const ReduceScatterOptions& options) override {
+    return run(OpType::REDUCE_SCATTER, joined(to, from), to,
+               [op = options.reduceOp, gloo = gloo_, to = task_view(to.at(0)),
+                from = task_views(from.at(0)), n = getSize(), rank = getRank()] {
+                 for (int other = 0; other < n; ++other) {
+                   const auto part = from[other].clone();
+                   reduce_all(gloo, part, op, n);
+                   if (other == rank) to.copy_(part);
+                 }
+               });
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& to, at::Tensor& from,
+                               const ReduceScatterOptions& options) override {
+    return run(OpType::_REDUCE_SCATTER_BASE, {to, from}, {to},
+               [op = options.reduceOp, gloo = gloo_, to = task_view(to), from = task_view(from),
+                n = getSize(), rank = getRank()] {
+                 const auto all = from.clone();
+                 reduce_all(gloo, all, op, n);
+                 to.copy_(all.reshape({n, -1}).select(0, rank).reshape(to.sizes()));
+               });
+  }
+  WorkPtr alltoall_base(at::Tensor& to, at::Tensor& from, std::vector<int64_t>& to_sizes,
+                        std::vector<int64_t>& from_sizes,
+                        const AllToAllOptions& options) override {
+    return run(OpType::ALLTOALL_BASE, {to, from}, {to},
+               [=, gloo = gloo_, to = task_view(to), from = task_view(from)]() mutable {
+                 gloo->alltoall_base(to, from, to_sizes, from_sizes, options)->wait();
+               });
+  }
+  WorkPtr send(Tensors& tensors, int other, int tag) override {
+    return run(OpType::SEND, tensors, tensors,
+               [=, gloo = gloo_, views = task_views(tensors)]() mutable {
+                 gloo->send(views, other, tag)->wait();
+               });
+  }
+  WorkPtr recv(Tensors& tensors, int other, int tag) override {
+    return run(OpType::RECV, tensors, tensors,
+               [=, gloo = gloo_, views = task_views(tensors)]() mutable {
+                 gloo->recv(views, other, tag)->wait();
+               });
+  }
+  WorkPtr barrier(const BarrierOptions& options) override {
+    const int bound = bound_ < 0 ? current_device() : bound_;
+    const int device = options.device_ids.empty() ? bound : options.device_ids[0];
+    const auto place = at::TensorOptions().device(c10::Device(kType, device));
+    const auto token = at::zeros({1}, place);
+    auto work = run(OpType::BARRIER, {token}, {token}, [gloo = gloo_] { gloo->barrier()->wait(); });
+    static_cast<SimWork*>(work.get())->host_waits = true;
+    return work;
+  }
+
+ private:
+  WorkPtr run(OpType kind, const Tensors& used, const Tensors& outputs,
+              std::function<void()> task) {
+    raise_error();
+    TORCH_CHECK(!used.empty(), "simccl: a collective without tensors");
+    const int device = used[0].device().index();
+    for (auto& tensor : used) {
+      TORCH_CHECK(tensor.device().type() == kType, "simccl moves only simgpu tensors, got ",
+                  tensor.device());
+      TORCH_CHECK(tensor.device().index() == device, "simccl: tensors of two devices");
+      TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
+    }
+    if (bound_ < 0) bound_ = device;
+    ++calls_;
+    // A send has a stream of its own: gloo knows no groups of calls.
+    const std::pair key{device, kind == OpType::SEND};
+    if (!streams_.count(key)) streams_[key] = new_stream(device);
+    const auto stream = streams_[key];
+    let_wait(device, stream, record(device, current_stream(device)));
+    for (auto& tensor : used) record_use(tensor.storage().data_ptr(), device, stream);
+    enqueue(device, stream, std::move(task));
+    auto work = c10::make_intrusive<SimWork>(device, record(device, stream), outputs, kind);
+    const c10::Device place(kType, device);
+    const auto type = c10::ListType::create(c10::TensorType::get());
+    work->future = c10::make_intrusive<Future>(type, std::vector<c10::Device>{place});
+    const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, place, stream));
+    work->future->markCompleted(c10::IValue(outputs));
+    return work;
+  }
+  BackendPtr gloo_;
+  c10::intrusive_ptr<Options> options_;
+  int bound_ = -1; // the device of the first collective
+  std::map<std::pair<int, bool>, c10::StreamId> streams_; // by device, and whether it sends
+  uint64_t calls_ = 0;
+};
+} // namespace
+
+BackendPtr make_simccl(BackendPtr gloo) {
+  return c10::make_intrusive<SimCCL>(gloo);
+}
+} // namespace simgpu

@@ -1,0 +1,10 @@
+// The rest, compiled as one file beside it.
+#include "process.cpp"
+#include "streams.cpp"
+#include "waits.cpp"
+#include "memory.cpp"
+#include "pinned.cpp"
+#include "random.cpp"
+#include "device.cpp"
+#include "process_group.cpp"
+#include "module.cpp"
