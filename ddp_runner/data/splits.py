@@ -132,8 +132,11 @@ class TokenSplit:
         """Yield the inputs and the targets of each piece, both int64 (batch, length)."""
         windows = self.tokens.unfold(0, self.length + 1, self.length)  # a view
         for piece in pieces:
-            rows = torch.as_tensor(piece.indices, device=self.device)
-            tokens = windows.index_select(0, rows).long()
+            rows = piece.indices
+            if isinstance(rows, range):
+                tokens = windows[rows.start : rows.stop].long()
+            else:
+                tokens = windows.index_select(0, rows).long()
             if self.tokens.dtype == torch.int16:
                 tokens &= 0xFFFF
             yield tokens[:, :-1], tokens[:, 1:]

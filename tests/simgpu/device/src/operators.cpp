@@ -8,6 +8,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -182,8 +183,13 @@ void run_later(const Call& call, const Stack& metas, Stack* stack) {
   auto values = task_arguments(call);
   std::vector<std::pair<size_t, IValue>> outputs;
   for (size_t r = 0; r < call.written.size(); ++r) {
-    if (call.written[r] >= 0) {
-      stack->push_back(call.arguments[call.written[r]]);
+    if (const int written = call.written[r]; written >= 0) {
+      stack->push_back(call.arguments[written]);
+      if (call.op.schema().arguments()[written].kwarg_only() && values[written].isTensor()) {
+        // An operator may resize out= on its way, as mse_loss does: memory of a device cannot be.
+        outputs.emplace_back(r, values[written]);
+        values[written] = at::empty({0}, values[written].toTensor().options());
+      }
       continue;
     }
     stack->push_back(mapped(metas[r], [&](const at::Tensor& tensor) {

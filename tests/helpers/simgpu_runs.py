@@ -1,0 +1,144 @@
+"""Runs on the simulated GPU, and the same on the CPU."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simgpu_build
+import torch
+from commands import run_command
+from run_folders import metrics, tensors_in
+
+PARTS = simgpu_build.DEVICE.parent / "parts"
+DELAY_US = 300  # before each task of each stream
+NET = ("model.dropout1=0", "model.dropout2=0", "model.channels_last=false")
+GPT = ("model=gpt", "model.num_layers=2", "model.width=32", "model.feedforward=64")
+PICTURES = ("dataset=fake_images", "dataset.num_samples=64", "dataset.eval_samples=24")
+TEXT = ("dataset=text", "dataset.sequence_length=16", "dataset.eval_fraction=0.0005")
+TRUSTED = "allowed_targets=[counted]"
+OWN = ("dataset=torch_dataset", "dataset.num_workers=1")
+BATCHES = ("batch.global_size=16", "batch.eval_per_rank=3")
+STEPS = ("train.max_steps=4", "train.log_every_steps=4", "checkpoint.every_steps=2")
+USUAL = (*BATCHES, *STEPS, "optimizer=adamw", "train.step=counted.step", TRUSTED)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: where and how a model is trained."""
+
+    mode: str
+    ranks: int
+    precision: str = "fp32"
+    from_workers: bool = False  # a Dataset whose workers' batches are pinned, else tensors
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        source = "workers" if self.from_workers else "memory"
+        return "-".join([self.mode, str(self.ranks), self.precision, source, *self.more])
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The command line, but for the device and the precision."""
+        is_split = self.mode in ("tp", "fsdp_tp")
+        model = GPT if is_split else (f"model=mnist_net{'_mp' * (self.mode == 'ddp_mp')}", *NET)
+        data: Sequence[str] = TEXT if is_split else PICTURES
+        if self.from_workers:
+            name, facts = ("Texts", []) if is_split else ("Pictures", FACTS)
+            parts = {"train": "num_samples:64", "eval": "num_samples:24,seed:1"}
+            data = [
+                *OWN,
+                *(f"dataset.{key}={{_target_:counted.{name},{one}}}" for key, one in parts.items()),
+                *(f"dataset.{fact}" for fact in facts),
+            ]
+        ranks = (f"parallelism={self.mode}", f"world_size={self.ranks}")
+        return (*model, *data, *USUAL, *ranks, *self.more)
+
+
+FACTS = ["num_classes=10", "channels=1", "height=28", "width=28"]
+
+
+def on_device(*keys: str, folder: Path, devices: int = 8, waits: Path | None = None) -> Path:
+    """Run a command on the simulated GPU to its end; return its run folder."""
+    return _run(*keys, folder=folder, environ=_environ(devices, waits))
+
+
+def on_cpu(*keys: str, folder: Path) -> Path:
+    """Run a command on the CPU to its end; return its run folder."""
+    return _run(*keys, "backend.device=cpu", folder=folder, environ={"PYTHONPATH": str(PARTS)})
+
+
+def _environ(devices: int, waits: Path | None) -> dict[str, str]:
+    environ = simgpu_build.environ(devices=devices, delay_us=DELAY_US)
+    environ["PYTHONPATH"] += f":{PARTS}"
+    return environ | ({"COUNTED_WAITS": str(waits)} if waits else {})
+
+
+def _run(*keys: str, folder: Path, environ: dict[str, str]) -> Path:
+    done = run_command(*keys, folder=folder, environ=environ)
+    assert done.exit_code == 0, done.stdout + done.stderr
+    (named,) = re.findall(r"^run +(\S+)", done.stdout, re.MULTILINE)
+    return folder / named
+
+
+def last_numbers(run_dir: Path) -> dict[str, float]:
+    """Return the loss, the gradient's norm and the evaluation of the last line of each."""
+    found = dict[str, float]()
+    for line in metrics(run_dir):
+        found |= {
+            key: value
+            for key, value in line.items()
+            if key.startswith("eval/") or key in ("train/loss", "train/grad_norm")
+        }
+    return found
+
+
+def states(run_dir: Path) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the tensors of each checkpoint, by step."""
+    found = dict[int, dict[str, torch.Tensor]]()
+    for path in sorted(run_dir.glob("checkpoints/step-*/state.pt")):
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        found[int(path.parent.name.removeprefix("step-"))] = dict(tensors_in(state))
+    return found
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What made the host wait between two forwards in a row, by its cause; see ``host_waits``."""
+
+    step: dict[str, int]  # between the forwards of the last two steps
+    checkpoint: dict[str, int]  # between those of the second and the third, with a checkpoint
+    evaluation: dict[str, int]  # from the first to the last batch of the last evaluation
+
+
+def host_waits(path: Path, *, rank: int) -> Waits:
+    """Return how often a rank's host has waited in a run of four steps, as ``counted.step`` noted.
+
+    What comes before the first step may wait.
+    """
+    lines: list[Any] = [
+        json.loads(line) for line in Path(f"{path}.{rank}").read_text().splitlines()
+    ]
+    is_training = [line["training"] for line in lines]
+    last = len(lines) - 1 - is_training[::-1].index(True)
+    steps = [line["waits"] for line in lines[last - 3 : last + 1]]
+    evaluation = [line["waits"] for line in lines[last + 1 :]]
+    assert all(is_training[last - 3 : last + 1])
+    assert len(evaluation) > 1
+    return Waits(
+        _more(steps[2], steps[3]), _more(steps[1], steps[2]), _more(evaluation[0], evaluation[-1])
+    )
+
+
+def _more(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    more = {cause: number - before.get(cause, 0) for cause, number in after.items()}
+    return {cause: number for cause, number in more.items() if number}
+
+
+def close(found: dict[str, float], expected: dict[str, float], *, rel: float) -> None:
+    """Compare numbers by name."""
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=rel, abs=rel)
