@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import simgpu
@@ -64,7 +65,8 @@ def host_reads() -> Any:
     """The host reads a device's memory, and pinned memory."""
     device, pinned = torch.ones(4, device=DEVICE), torch.ones(4).pin_memory()
     torch.accelerator.synchronize()
-    return [in_a_fork(lambda: ctypes.string_at(x.data_ptr(), 16)) for x in (device, pinned)]
+    places = [device.data_ptr(), pinned.data_ptr()]
+    return [in_a_fork(partial(ctypes.string_at, place, 16)) for place in places]
 
 
 def forks() -> Any:
