@@ -39,6 +39,7 @@ def two_ranks(store: str) -> Any:
     """Collectives of two ranks; the processes part before either has used a device."""
     child = os.fork()
     rank = 1 if child == 0 else 0
+    os.environ["RANK"] = str(rank)
     torch.accelerator.set_device_index(rank)
     backend = dist.get_default_backend_for_device("simgpu")
     dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2)
@@ -56,7 +57,7 @@ def two_ranks(store: str) -> Any:
     dist.barrier(device_ids=[rank])
     dist.destroy_process_group()
     if rank == 1:
-        os._exit(0)
+        os._exit(0)  # as the ranks of a run end
     os.waitpid(child, 0)
     return {"backend": backend, "values": found, "waits": waits}
 
@@ -259,6 +260,14 @@ def training() -> Any:
     return [*losses, types, drawn]
 
 
+def missing() -> Any:
+    """An operator that only GPUs have."""
+    try:
+        torch.nn.LSTM(2, 2, device=DEVICE)(torch.ones(1, 1, 2, device=DEVICE))
+    except NotImplementedError as error:
+        return str(error)
+
+
 def errors() -> Any:
     """A task fails; the calls after it. Nothing works on the device from then on."""
     embedding = functional.embedding(torch.tensor(9).to(DEVICE), torch.ones(4, 2, device=DEVICE))
@@ -279,6 +288,7 @@ def main(folder: str) -> None:
     found["freed"] = [freed(recorded=recorded) for recorded in (False, True)]
     found["collective"] = collective(f"{folder}/store1")
     found["training"] = training()
+    found["missing"] = missing()
     found["waits"] = waits()
     found["errors"] = errors()
     found["waits_at_the_end"] = simgpu.waits()
