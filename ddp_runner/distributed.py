@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_runner.device import device_uuid
 from ddp_runner.errors import UserError
+from ddp_runner.host.accelerators import FOR_CPU
 
 T = TypeVar("T")
 
@@ -129,20 +131,22 @@ def ensure_agreement(
 def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None:
     """Check that no two ranks share a GPU, which NCCL forbids. Collective: every rank.
 
+    Some kinds of accelerators tell no UUID; then nothing is compared.
+
     Raises:
         UserError: on every rank, naming two ranks that share a GPU.
     """
-    if backend != "nccl":
+    if backend in FOR_CPU:
         return
     owners: dict[str, int] = {}
-    own = [str(torch.cuda.get_device_properties(one).uuid) for one in devices]
+    own = [uuid for uuid in map(device_uuid, devices) if uuid is not None]
     for rank, uuids in enumerate(gather_objects(own)):
         for uuid in set(uuids):
             if owners.setdefault(uuid, rank) != rank:
                 raise UserError(
-                    f"ranks {owners[uuid]} and {rank} both have GPU {uuid}, which backend=nccl "
-                    "does not support; start as many ranks as there are GPUs, or write "
-                    "backend=gloo backend.device=cpu"
+                    f"ranks {owners[uuid]} and {rank} both have GPU {uuid}, which backend="
+                    f"{backend} does not support; start as many ranks as there are GPUs, or "
+                    "write backend=gloo backend.device=cpu"
                 )
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from ddp_runner.errors import counted, printable, typed
-from ddp_runner.host.hardware import detect, memory_bytes
+from ddp_runner.host.hardware import detect, memory_bytes, usable_cores
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED
 from ddp_runner.tracking.outputs import OUTPUTS
 from ddp_runner.tracking.provenance import versions
@@ -87,8 +87,10 @@ def backends() -> Finding:
 
     print(get_pretty_env_info(), end="\n\n")
     found = ["gloo"] if dist.is_gloo_available() else []
+    if (kind := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        found.append(f"{dist.get_default_backend_for_device(kind.type)} for {kind.type}")
     if dist.is_nccl_available() and torch.cuda.is_available():
-        found.append("NCCL " + ".".join(map(str, torch.cuda.nccl.version())))
+        found[-1] += " (NCCL " + ".".join(map(str, torch.cuda.nccl.version())) + ")"
     found += ["MPI"] if dist.is_mpi_available() else []
     fix = "" if "gloo" in found else "install a torch with gloo, by which ranks agree"
     return Finding(", ".join(found) or "none", problem=fix)
@@ -108,7 +110,9 @@ def gpus() -> Finding:
     if hardware.unusable is not None:
         reason, _, fix = hardware.unusable.partition("; ")
         return Finding(reason, problem=fix)
-    number = str(hardware.num_gpus or "none: ranks compute on the CPU, over gloo")
+    number = "none: ranks compute on the CPU, over gloo"
+    if hardware.num_gpus:
+        number = f"{hardware.num_gpus} ({hardware.kind})"
     return Finding(number + ("" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible}"))
 
 
@@ -116,7 +120,7 @@ def cores() -> Finding:
     """Return how many cores ranks may keep busy, and whether others do already."""
     num_present, load = os.cpu_count() or 1, os.getloadavg()[0]
     busy = "other programs keep them busy: speeds mean little" if load > num_present / 2 else ""
-    return Finding(f"{detect().num_cores} of {num_present}; load {load:.1f}", warning=busy)
+    return Finding(f"{usable_cores()} of {num_present}; load {load:.1f}", warning=busy)
 
 
 def memory() -> Finding:

@@ -73,7 +73,7 @@ class Slot:
 
     number: int  # from 1
     cores: tuple[int, ...]
-    gpus: str | None  # its CUDA_VISIBLE_DEVICES; None where there are none
+    gpus: Mapping[str, str]  # the variable that shows it no others; empty where there are none
     temp: Path  # temporary folder of all slots
 
     @property

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ddp_runner.device import seed_devices
+
 
 class _Generator(NamedTuple):
     state: Callable[[], Any]
@@ -63,8 +65,7 @@ def seed_all(seed: int, *labels: str | int) -> None:
     """
     value = derive(seed, *labels) if labels else seed
     seed_generators(value)
-    for generator in torch.cuda.default_generators:  # none before the first use of a GPU
-        generator.manual_seed(value)
+    seed_devices(value)
 
 
 def seed_generators(seed: int, names: Iterable[str] = GENERATORS) -> None:

@@ -63,7 +63,7 @@ def test_gpus_that_torch_cannot_use_are_a_problem(monkeypatch: pytest.MonkeyPatc
     assert (found.value, found.problem) == tuple(why.split("; "))
     monkeypatch.setattr(doctor, "detect", lambda: Hardware(2, 4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    assert doctor.gpus() == Finding("2; CUDA_VISIBLE_DEVICES=3,4")
+    assert doctor.gpus() == Finding("2 (cuda); CUDA_VISIBLE_DEVICES=3,4")
 
 
 def test_a_package_that_is_missing_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

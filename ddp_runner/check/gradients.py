@@ -21,6 +21,7 @@ from ddp_runner.check.compare_ranks import (
 )
 from ddp_runner.check.shards import whole_copy
 from ddp_runner.data.batches import StepBatch
+from ddp_runner.device import synchronize
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
 from ddp_runner.parallelism.shards import has_shards, whole
@@ -169,7 +170,7 @@ def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
     def late_step(model: nn.Module, data: Any) -> Step:
         nonlocal began
         step = state.setup.step(model, data)
-        _finish_kernels(state)
+        synchronize(state.setup.devices)
         gather_objects(None)  # every rank is about to begin its backward
         if env.rank == late:
             time.sleep(DELAY_S)
@@ -178,7 +179,7 @@ def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
 
     last = replace(batch, micro_batches=batch.micro_batches[-1:])  # the only one that reduces
     _backward(replace(state, setup=replace(state.setup, step=late_step)), last)
-    _finish_kernels(state)
+    synchronize(state.setup.devices)
     times = dict(enumerate(gather_objects((began, time.monotonic_ns()))))
     late_began = times.pop(late)[0]
     # Those that take a mean with it; the others of its share hold other parts of layers.
@@ -192,9 +193,3 @@ def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
         f"rank {earliest}, could read its gradients {when} that"
     )
     return Finding(name, wait_ms >= 0, detail)
-
-
-def _finish_kernels(state: TrainState) -> None:
-    for device in state.setup.devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

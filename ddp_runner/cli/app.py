@@ -116,7 +116,7 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     if composed.sweep.dry_run:
         raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run; write -m")
     os.environ.update(composed.hydra.job.env_set)
-    job = plan(composed, detect(), invocation)
+    job = plan(composed, detect(is_rank=env is not None), invocation)
     if (env.num_nodes if env else job.config.launch.nnodes) > 1:
         # Keeps torch from a warning for each connection, where names of addresses are not known.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

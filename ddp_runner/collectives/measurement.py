@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ddp_runner.collectives.operations import OPERATIONS, PERIOD, REDUCTIONS, Variant
 from ddp_runner.config.measuring import CollectivesConfig
+from ddp_runner.device import synchronize
 from ddp_runner.distributed import gather_objects
 
 LATE_S = 0.02  # the last rank enters a verified barrier this much later
@@ -57,8 +58,7 @@ class Prepared:
     def run(self) -> None:
         """Call it, and wait for the result on the device. Collective: every rank must call."""
         self.call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize([self.device])
 
     def verify(self) -> None:
         """Compare the result of a call with the expected one. Collective: every rank must call.
@@ -230,6 +230,6 @@ def _prepare_barrier(variant: Variant, device: torch.device, backend: str) -> Pr
         return f"rank {rank} left it when {arrived} of {num_ranks} ranks had entered"
 
     # Without device_ids the group's gloo backend would run the barrier.
-    device_ids = [device.index] if backend == "nccl" else None
+    device_ids = None if device.type == "cpu" else [device.index]
     call = partial(dist.barrier, device_ids=device_ids)
     return Prepared(variant, device, 0, reset, call, fault)

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from ddp_runner.config.schema import Batch, Config, mode_needs, num_shares
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.host.accelerators import FOR_CPU
 from ddp_runner.host.hardware import Hardware
 
 MOST_RANKS_A_CORE = 64  # a rank takes some 100 MiB, and a collective waits for the slowest rank
@@ -33,7 +34,8 @@ def num_ranks(config: Config, hardware: Hardware, env: DistEnv | None) -> int:
     needs = mode_needs(config.parallelism)
     if needs.max_ranks is not None:
         return needs.max_ranks
-    gpus = 0 if config.backend.device == "cpu" else hardware.num_gpus
+    alone = hardware.backend in FOR_CPU  # no tensor of theirs travels between ranks
+    gpus = 0 if alone or config.backend.device == "cpu" else hardware.num_gpus
     per_node = gpus // needs.devices_per_rank
     return max(needs.min_ranks, (per_node or min(2, hardware.num_cores)) * launch.nnodes)
 

@@ -18,6 +18,7 @@ from ddp_runner.config.validate_inference import fitted
 from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
+from ddp_runner.host.accelerators import BACKENDS, CUDA, FOR_CPU
 from ddp_runner.host.hardware import Hardware
 
 
@@ -71,38 +72,68 @@ def _backend(
 ) -> BackendConfig:
     """Return the backend with its name and device filled in."""
     name, device, gpus = config.backend.name, config.backend.device, hardware.num_gpus
-    per_rank = mode_needs(config.parallelism).devices_per_rank
-    wants_cuda = device == "cuda" or name == "nccl"
-    if wants_cuda and hardware.unusable:
-        asked = "backend=nccl" if name == "nccl" else "backend.device=cuda"
+    needs, kinds = mode_needs(config.parallelism), BACKENDS | {hardware.kind: hardware.backend}
+    _validate_one_of("backend.name", name, {"auto", *FOR_CPU, *kinds.values()})
+    _validate_one_of("backend.device", device, {"auto", "cpu", *kinds})
+    kind_of = {own: kind for kind, own in kinds.items() if own not in FOR_CPU}
+    wanted = kind_of.get(name) or (device if device in kinds else None)
+    if wanted is not None:
+        asked = f"backend={name}" if name in kind_of else f"backend.device={device}"
+        _validate_kind(asked, wanted, hardware)
+        if device not in ("auto", wanted):
+            raise UserError(
+                f"{asked} moves only {wanted.upper()} tensors; backend.device={device} needs "
+                f"{kinds.get(device, 'gloo')}"
+            )
+    num_devices = nproc * needs.devices_per_rank
+    fits = num_devices <= gpus or (sees_its_own and (wanted is not None or hardware.binds_gpus))
+    if wanted is not None and not fits:
+        most = gpus // needs.devices_per_rank
         raise UserError(
-            f"{asked} needs CUDA devices: {hardware.unusable}, or write backend=gloo "
-            "backend.device=cpu"
+            f"{counted(nproc, 'rank')} with {counted(needs.devices_per_rank, 'device')} each need "
+            f"{counted(num_devices, 'GPU')} and this machine shows {gpus}; "
+            f"{f'write world_size={most}, or' if most else 'write'} backend=gloo backend.device=cpu"
         )
-    if name == "nccl" and gpus == 0:
-        raise UserError(
-            "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo"
-        )
-    if wants_cuda and device == "cpu":
-        raise UserError("backend=nccl moves only CUDA tensors; backend.device=cpu needs gloo")
-    fits = nproc * per_rank <= gpus or (sees_its_own and (wants_cuda or hardware.binds_gpus))
-    if wants_cuda and not fits:
-        fewer = f"write world_size={gpus // per_rank}, or" if gpus >= per_rank else "write"
-        raise UserError(
-            f"{counted(nproc, 'rank')} with {counted(per_rank, 'device')} each need "
-            f"{counted(nproc * per_rank, 'GPU')} and this machine shows {gpus}; {fewer} "
-            "backend=gloo backend.device=cpu"
-        )
+    obstacle = _obstacle(config, hardware)
+    if wanted is not None and obstacle is not None:
+        raise UserError(f"{asked} cannot be used, {obstacle}, or backend.device=cpu")
     if device == "auto":
-        device = "cuda" if gpus and fits and name != "mpi" else "cpu"
+        device = wanted or (hardware.kind if gpus and fits and obstacle is None else "cpu")
     if name == "auto":
-        name = "nccl" if device == "cuda" else "gloo"
-    if config.train.precision in ("fp16", "tf32") and device == "cpu":
-        raise UserError(
-            f"train.precision={config.train.precision} needs a CUDA device; on a CPU write "
-            f"{'bf16' if config.train.precision == 'fp16' else 'fp32'}"
-        )
+        name = kinds.get(device, "gloo")
+    if config.train.precision == "fp16" and device == "cpu":
+        raise UserError("train.precision=fp16 needs a GPU; on a CPU write bf16")
+    if config.train.precision == "tf32" and device != CUDA:
+        raise UserError("train.precision=tf32 needs a CUDA device; elsewhere write fp32")
     return replace(config.backend, name=name, device=device)
+
+
+def _validate_one_of(key: str, value: str, options: Collection[str]) -> None:
+    if value not in options:
+        raise UserError(f"{key} ({value}) must be one of {', '.join(sorted(options))}")
+
+
+def _validate_kind(asked: str, wanted: str, hardware: Hardware) -> None:
+    """Reject a kind of accelerator that this machine, or the installed torch, lacks."""
+    named = f"{asked} needs {wanted.upper()} devices"
+    if hardware.unusable:
+        raise UserError(f"{named}: {hardware.unusable}, or write backend=gloo backend.device=cpu")
+    if hardware.num_gpus and hardware.kind != wanted:
+        raise UserError(f"{named} and torch computes on {hardware.kind} here; write backend=auto")
+    if hardware.num_gpus == 0 and asked != f"backend.device={wanted}":
+        raise UserError(f"{named} and this machine shows none; write backend=gloo")
+
+
+def _obstacle(config: Config, hardware: Hardware) -> str | None:
+    """Return why a config cannot use the accelerators, however many there are, and what would."""
+    name, kind, needs = config.backend.name, hardware.kind, mode_needs(config.parallelism)
+    if hardware.backend in FOR_CPU and needs.max_ranks != 1:
+        return f"since no backend moves {kind.upper()} tensors; write parallelism=single"
+    if needs.data_parallel and kind != CUDA:
+        return "since torch's DataParallel is for CUDA alone; write parallelism=ddp"
+    if name == "mpi" or (name == "gloo" and kind != CUDA and hardware.backend != name):
+        return f"since backend={name} moves CPU tensors; write backend={hardware.backend}"
+    return None
 
 
 def _idle_gpus(config: Config, hardware: Hardware, *, nproc: int, sees_its_own: bool) -> list[str]:
@@ -117,10 +148,11 @@ def _idle_gpus(config: Config, hardware: Hardware, *, nproc: int, sees_its_own: 
         return [f"the run computes on the CPU: {hardware.unusable}, {meant}"]
     if gpus == 0:
         return []
+    obstacle = _obstacle(config, hardware)
     if backend.device == "cpu":
         reason = "as it did before it was resumed; add backend=auto to use them"
-    elif backend.name == "mpi":
-        reason = "since backend=mpi moves CPU tensors; write backend=nccl to use them"
+    elif obstacle is not None:
+        reason = f"{obstacle} to use them"
     elif gpus < per_rank:
         reason = (
             f"since each rank needs {per_rank}; take a model in one piece and parallelism=ddp to "
@@ -129,7 +161,7 @@ def _idle_gpus(config: Config, hardware: Hardware, *, nproc: int, sees_its_own: 
     else:
         fix = f"write world_size={gpus // per_rank * config.launch.nnodes} to use them"
         if sees_its_own:
-            fix = "write backend.device=cuda if each rank has its own"
+            fix = f"write backend.device={hardware.kind} if each rank has its own"
         reason = f"since its {nproc} ranks need {nproc * per_rank}; {fix}"
     noun = "GPU is" if gpus == 1 else "GPUs are"
     return [f"{gpus} {noun} visible and the run computes on the CPU, {reason}, {meant}"]

@@ -81,7 +81,7 @@ def fitted(
     gpus = 0 if hardware.unusable else hardware.num_gpus
     per_rank = mode_needs(config.parallelism).devices_per_rank
     needed = per_rank * (ranks if isinstance(ranks, int) else 1)
-    fits = backend.device != "cuda" or needed <= gpus
+    fits = backend.device in ("auto", "cpu") or needed <= gpus
     if config.task not in INFERENCE or fits or {"backend", "backend.device"} & set(chosen):
         return config, []
     note = f"the run had {needed} GPUs and this machine shows {gpus}"

@@ -66,9 +66,7 @@ LARGEST = dict.fromkeys(  # a year, and threads: beyond them the libraries overf
 TORCH_DATASET = "ddp_runner.data.sources.torch_dataset.TorchDataset"
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "train.precision": ("fp32", "tf32", "bf16", "fp16"),
-    "backend.name": ("auto", "gloo", "nccl", "mpi"),
     "sweep.retry": (None, "failed"),
-    "backend.device": ("auto", "cpu", "cuda"),
     "batch.count": ("samples", "tokens"),
     "checkpoint.mode": ("max", "min"),
     "early_stop.mode": (None, "max", "min"),

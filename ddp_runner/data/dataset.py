@@ -1,7 +1,7 @@
 """A dataset as the rest of the program sees it, and what a source of data must give."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -9,9 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import AbsentSplit, TensorSplit, validate_classes
+from ddp_runner.data.splits import MOST_GPU_DATA, AbsentSplit, TensorSplit, validate_classes
 from ddp_runner.data.streams import AnySplit, num_samples
 from ddp_runner.data.trees import to_device
+from ddp_runner.device import upload
 from ddp_runner.errors import UserError
 
 KEYS = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
@@ -60,14 +61,21 @@ class Dataset:
         if self.mean is None:
             return to_device(data, device)
         inputs, targets = data
-        if self.padding_id is not None:
-            is_token = inputs.ne(self.padding_id).any(dim=0)
-            inputs = inputs[:, : int(is_token.nonzero().max()) + 1 if is_token.any() else 1]
+        if self.padding_id is not None and inputs.device.type == "cpu":  # else its split has cut it
+            inputs = inputs[:, : int(ends(inputs, self.padding_id).max())]
         inputs, targets = to_device((inputs, targets), device)
         inputs = self.normalize(inputs)
         if self.augmentation is not None and randoms is not None:
-            inputs = self.augmentation(inputs, randoms.to(device, non_blocking=True))
+            inputs = self.augmentation(inputs, upload(randoms, device))
         return inputs, targets
+
+    def near(self, split: AnySplit, device: torch.device) -> AnySplit:
+        """Return a split of the dataset on a GPU if it is small enough, else as it is."""
+        moved = split.near(device, most_bytes=MOST_GPU_DATA)
+        if self.padding_id is None or not isinstance(moved, TensorSplit) or moved is split:
+            return moved
+        assert isinstance(split, TensorSplit)
+        return replace(moved, ends=ends(split.inputs, self.padding_id))
 
     def lengths(self) -> Tensor:
         """Return the number of tokens of each training sample, int64 (num_samples,)."""
@@ -102,6 +110,12 @@ class Dataset:
         mean, std = (tuple(one) if isinstance(one, Sequence) else one for one in facts)
         shift, factor = _scaling(mean, std, inputs.device)
         return inputs.float().sub_(shift).mul_(factor)
+
+
+def ends(inputs: Tensor, padding_id: int) -> Tensor:
+    """Return where each sequence of inputs (num_samples, tokens) ends, int64, at least 1."""
+    places = torch.arange(1, inputs.shape[1] + 1, dtype=torch.int32)
+    return (inputs.ne(padding_id) * places).amax(dim=1).clamp(min=1).long()
 
 
 @cache

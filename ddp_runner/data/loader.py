@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_runner.data.splits import Piece
 from ddp_runner.data.workers import Failure, loaded, loader_options, sendable, started
+from ddp_runner.device import has_streams
 from ddp_runner.errors import UserError, typed
 from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_generators
 
@@ -45,7 +46,7 @@ class LoaderSplit:
 
     def near(self, device: torch.device, *, most_bytes: float) -> "LoaderSplit":
         """Return the split with pinned memory if it is for a GPU, unless the user wants none."""
-        return replace(self, pin_memory=device.type == "cuda" and self.pin_memory is not False)
+        return replace(self, pin_memory=has_streams(device) and self.pin_memory is not False)
 
     def load(self, pieces: Iterable[Piece], *, seed: int) -> Iterator[Any]:
         """Yield the batch of each piece; the workers load some batches ahead.

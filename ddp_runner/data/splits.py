@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from ddp_runner.device import upload
 from ddp_runner.errors import UserError
 
 IGNORED = -100  # a target that torch's losses leave out by default
@@ -69,11 +70,14 @@ class TensorSplit:
 
     inputs: Tensor  # (num_samples, ...); uint8 images: (num_samples, channels, height, width)
     targets: Tensor  # int64 classes (num_samples,), or floats (num_samples, ...)
+    # Of sequences on a GPU, which would wait to be asked: where each ends, (num_samples,) on the
+    # CPU. A batch is cut after its longest.
+    ends: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the samples."""
-        return self.inputs.device
+        """Return where indices are best: on the device of the samples, or with their ends."""
+        return (self.inputs if self.ends is None else self.ends).device
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -86,18 +90,19 @@ class TensorSplit:
         """
         for piece in pieces:
             if isinstance(piece.indices, range):
-                rows = slice(piece.indices.start, piece.indices.stop)
-                yield self.inputs[rows], self.targets[rows]
+                rows: Any = slice(piece.indices.start, piece.indices.stop)
+                inputs, targets = self.inputs[rows], self.targets[rows]
             else:
                 # On the CPU index_select is six times as fast as inputs[indices].
-                yield (
-                    self.inputs.index_select(0, piece.indices),
-                    self.targets.index_select(0, piece.indices),
-                )
+                rows, near = piece.indices, upload(piece.indices, self.inputs.device)
+                inputs, targets = (one.index_select(0, near) for one in (self.inputs, self.targets))
+            if self.ends is not None:
+                inputs = inputs[:, : int(self.ends[rows].max())]
+            yield inputs, targets
 
     def near(self, device: torch.device, *, most_bytes: float) -> "TensorSplit":
         """Return the split on a GPU if it is small enough, else as it is."""
-        if device.type != "cuda" or self.inputs.nbytes + self.targets.nbytes > most_bytes:
+        if device.type == "cpu" or self.inputs.nbytes + self.targets.nbytes > most_bytes:
             return self
         return TensorSplit(self.inputs.to(device), self.targets.to(device))
 
@@ -135,7 +140,7 @@ class TokenSplit:
 
     def near(self, device: torch.device, *, most_bytes: float) -> "TokenSplit":
         """Return the split on a GPU if it is small enough, else as it is."""
-        if device.type != "cuda" or self.tokens.nbytes > most_bytes:
+        if device.type == "cpu" or self.tokens.nbytes > most_bytes:
             return self
         return TokenSplit(self.tokens.to(device), self.length)
 

@@ -22,6 +22,7 @@ from ddp_runner.data.loader import Collate
 from ddp_runner.data.splits import AbsentSplit, Split
 from ddp_runner.data.stream_reader import Loaded, Part, Readers
 from ddp_runner.data.workers import loaded, loader_options, started
+from ddp_runner.device import has_streams
 from ddp_runner.errors import UserError
 
 NEEDS_STREAMS_EXTRA = 'a stream needs torchdata; write pip install "ddp-runner[streams]"'
@@ -44,7 +45,7 @@ class StreamSplit:
         """Return the split with pinned memory for a GPU, unless the user chose."""
         if self.pin_memory is not None:
             return self
-        return replace(self, pin_memory=device.type == "cuda")
+        return replace(self, pin_memory=has_streams(device))
 
     def open(self, part: Part, *, state: Mapping[str, Any] | None = None) -> "OpenStream":
         """Begin one rank's part of an epoch, or go on from a state of it."""

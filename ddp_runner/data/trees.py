@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_runner.device import upload
 from ddp_runner.errors import UserError, is_lost_peer, typed
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Return the tree with its tensors on the device; from pinned memory without waiting.
+    """Return the tree with its tensors on the device; from the CPU without waiting.
 
     Objects with a method ``to`` of their own, such as a PackedSequence, move by it. Other leaves,
     such as texts and None, stay as they are.
     """
     if isinstance(tree, Tensor):
-        # To the CPU, torch would return before the values are there.
-        return tree.to(device, non_blocking=tree.device.type == "cpu")
+        return upload(tree, device) if tree.device.type == "cpu" else tree.to(device)
     if callable(getattr(tree, "to", None)):
         return tree.to(device)
     move = partial(to_device, device=device)

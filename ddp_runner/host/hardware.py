@@ -1,20 +1,25 @@
-"""GPUs, cores and memory of this machine, found without torch, so that an error comes at once."""
+"""GPUs, cores and memory of a machine, found without torch if NVIDIA's: errors come at once."""
 
 import ctypes
 import os
+import platform
 import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+
+from ddp_runner.host.accelerators import BACKENDS, CUDA, Accelerators, known_to_torch
 
 CPUS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-AMD_GPUS = Path("/dev/kfd")
+# By kind: the variable that names the GPUs which a process sees. HIP knows CUDA's.
+VISIBLE = {CUDA: "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 GET_TORCH = "https://pytorch.org/get-started/locally/"
 
 
@@ -22,10 +27,12 @@ GET_TORCH = "https://pytorch.org/get-started/locally/"
 class Hardware:
     """The devices and cores that this process may use."""
 
-    num_gpus: int  # that torch can compute on
+    num_gpus: int  # that torch can compute on, of any kind
     num_cores: int  # that this process may keep busy
     unusable: str | None = None  # why torch cannot use the visible GPUs, and the fix
     binds_gpus: bool = False  # Slurm shows each task its own GPUs only
+    kind: str = CUDA  # torch's device type of these GPUs; without any, NVIDIA's
+    backend: str = "nccl"  # that moves their tensors; gloo: none does
 
     def share(self, num_slots: int) -> "Hardware":
         """Return the hardware of each slot; a remainder stays idle, so that all slots are equal."""
@@ -33,19 +40,34 @@ class Hardware:
         return replace(self, num_gpus=num_gpus, num_cores=num_cores)
 
 
-def detect() -> Hardware:
-    """Return the usable GPUs, and the cores: those of the affinity mask, up to the CPU quota.
+def detect(*, is_rank: bool = False) -> Hardware:
+    """Return the usable GPUs and the cores of this process; `is_rank`: it will compute on them."""
+    num_visible, driver_cuda = _cuda_driver()
+    build, binds = torch_build(), binds_gpus(os.environ)
+    unusable = why_unusable(num_visible, driver_cuda, build)
+    found: Accelerators | str = Accelerators(number=0 if unusable else num_visible)
+    if sys.platform == "darwin":
+        found = Accelerators("mps", int(platform.machine() == "arm64"), BACKENDS["mps"])
+    elif (unusable or not num_visible) and (
+        build.get("hip") or build.get("xpu") or entry_points(group="torch.backends")
+    ):
+        found = known_to_torch(is_rank=is_rank)
+    if isinstance(found, str):
+        return Hardware(0, usable_cores(), found, binds)
+    kind, number, backend = found
+    return Hardware(number, usable_cores(), None if number else unusable, binds, kind, backend)
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may keep busy: of the affinity mask, up to the CPU quota.
 
     Slurm may give a job some cores of a machine and bind it to none; then its number counts.
     """
-    num_visible, driver_cuda = _cuda_driver()
-    unusable = why_unusable(num_visible, driver_cuda, torch_build(), has_amd=AMD_GPUS.exists())
-    num_cores = os.cpu_count() or 1
-    if sys.platform == "linux":
-        granted = os.environ.get("SLURM_CPUS_ON_NODE", "")
-        limits = [quota_cores() or sys.maxsize, int(granted) if granted.isdigit() else sys.maxsize]
-        num_cores = max(1, min(len(os.sched_getaffinity(0)), *limits))
-    return Hardware(0 if unusable else num_visible, num_cores, unusable, binds_gpus(os.environ))
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    granted = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    limits = [quota_cores() or sys.maxsize, int(granted) if granted.isdigit() else sys.maxsize]
+    return max(1, min(len(os.sched_getaffinity(0)), *limits))
 
 
 def _cuda_driver() -> tuple[int, int]:
@@ -64,33 +86,25 @@ def _cuda_driver() -> tuple[int, int]:
 
 
 def torch_build() -> dict[str, str | None]:
-    """Return what the installed torch was built for (cuda, hip), from its version file."""
+    """Return what the installed torch was built for (cuda, hip, xpu), from its version file."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
     path = Path(spec.origin).with_name("version.py")
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    found = re.findall(r"""^(cuda|hip)\b.*=\s*(None|["'].*["'])""", text, re.MULTILINE)
+    found = re.findall(r"""^(cuda|hip|xpu)\b.*=\s*(None|["'].*["'])""", text, re.MULTILINE)
     return {key: None if value == "None" else value.strip("\"'") for key, value in found}
 
 
-def why_unusable(
-    num_visible: int, driver_cuda: int, build: Mapping[str, str | None], *, has_amd: bool
-) -> str | None:
-    """Return why torch cannot compute on this machine's GPUs, and the fix; None: it can.
+def why_unusable(num_visible: int, driver_cuda: int, build: Mapping[str, str | None]) -> str | None:
+    """Return why torch cannot compute on this machine's NVIDIA GPUs, and the fix; None: it can.
 
-    The arguments are what ``_cuda_driver`` and ``torch_build`` return, and whether there is a
-    driver for AMD's GPUs.
+    The arguments are what ``_cuda_driver`` and ``torch_build`` return.
     """
-    if build.get("hip") and has_amd:
-        # Counting them with AMD's driver is untested.
-        return (
-            "torch was built for ROCm, whose GPUs ddp_runner cannot count; use NVIDIA GPUs and "
-            "a torch for CUDA"
-        )
-    if build.get("hip") or num_visible == 0 or "cuda" not in build:
+    cuda = build.get(CUDA, "")
+    if build.get("hip") or num_visible == 0 or cuda == "":
         return None
-    cuda, noun = build["cuda"], "GPU is" if num_visible == 1 else "GPUs are"
+    noun = "GPU is" if num_visible == 1 else "GPUs are"
     if not cuda:
         return (
             f"{num_visible} {noun} visible and torch was built without CUDA; install one that was "
@@ -182,17 +196,18 @@ def core_shares(num_slots: int, *, num_cores: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(cores[distance * i :][:size])) for i in range(num_slots)]
 
 
-def gpu_shares(num_slots: int, *, num_gpus: int) -> list[str | None]:
-    """Return disjoint, equal parts of the visible GPUs as values of CUDA_VISIBLE_DEVICES.
+def gpu_shares(num_slots: int, hardware: Hardware) -> list[dict[str, str]]:
+    """Return disjoint, equal parts of the visible GPUs, each as the variable that shows no others.
 
-    None, without GPUs, leaves the variable as it is.
+    Without GPUs the variables stay as they are.
     """
-    if num_gpus == 0:
-        return [None] * num_slots
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else list(map(str, range(num_gpus)))
-    size = num_gpus // num_slots
-    return [",".join(names[size * i : size * (i + 1)]) for i in range(num_slots)]
+    if hardware.num_gpus == 0:
+        return [{}] * num_slots
+    variable = VISIBLE[hardware.kind]
+    visible = os.environ.get(variable)
+    names = visible.split(",") if visible else list(map(str, range(hardware.num_gpus)))
+    size = hardware.num_gpus // num_slots
+    return [{variable: ",".join(names[size * i : size * (i + 1)])} for i in range(num_slots)]
 
 
 def _place(core: int) -> tuple[int, int, int]:

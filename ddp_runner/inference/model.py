@@ -13,7 +13,6 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.batches import first_batch
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import MOST_GPU_DATA
 from ddp_runner.data.streams import AnySplit
 from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.distributed import from_rank_zero
@@ -97,7 +96,7 @@ def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[
     """Return the splits that are asked for by their names, on a GPU if they are small."""
     asked, both = config.inference.split, {"train": dataset.train, "eval": dataset.eval}
     names = ("train", "eval") if asked == "all" else (asked,)
-    return {name: both[name].near(near, most_bytes=MOST_GPU_DATA) for name in names}
+    return {name: dataset.near(both[name], near) for name in names}
 
 
 @torch.no_grad()

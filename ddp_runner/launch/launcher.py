@@ -66,7 +66,7 @@ def launch(job: Job) -> Outcome:
     before = read_run_record(run_dir, missing_ok=True)
     fields = RunFields(status=Status.RUNNING, error=None, work_hash=work_hash(job.config))
     if (slot := job.slot) is not None:  # the fields stay when the run goes on alone later
-        fields |= {"parallel_jobs": True, "cores": slot.cores, "cuda_visible_devices": slot.gpus}
+        fields |= {"parallel_jobs": True, "cores": slot.cores, "visible_gpus": slot.gpus}
     begin_session(run_dir, started_at=job.started_at, **fields)
     stop = StopRequests(running=lambda: [run_dir.path], file=slot.stop if slot else None)
     try:

@@ -4,9 +4,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddp_runner.data.splits import IGNORED, validate_classes
+from ddp_runner.data.splits import IGNORED
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import confusion_counts, validate_scores
+from ddp_runner.metrics.confusion import (
+    are_strays,
+    confusion_counts,
+    of_classes,
+    reject_strays,
+    validate_scores,
+)
 from ddp_runner.metrics.metric import summed
 
 
@@ -17,32 +23,39 @@ class TopKAccuracy:
     """
 
     higher_is_better = True
-    merge = summed("hits", "count")
+    merge = summed("hits", "count", "strays")
 
     def __init__(self, *, k: int) -> None:
         if k < 1:
             raise UserError(f"k ({k}) must be 1 or greater")
-        self.k = k
-        self.hits = self.count = 0
+        self.k, self.num_classes = k, 0
+        self.hits: Tensor | int = 0  # tensors once there is a batch: nothing waits for a GPU
+        self.count: Tensor | int = 0
+        self.strays: Tensor | int = 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count the hits of a batch.
 
         Raises:
-            UserError: there are fewer classes than k, no score for each target, or a target is not
-                a class.
+            UserError: there are fewer classes than k, or no score for each target.
         """
         validate_scores(outputs, targets)
-        validate_classes(targets, num_classes=outputs.shape[1])
+        self.num_classes = outputs.shape[1]
         if outputs.shape[1] < self.k:
             raise UserError(f"k ({self.k}) must be {outputs.shape[1]} or less, the model's classes")
         highest = outputs.topk(self.k, dim=1).indices
-        self.hits += int((highest == targets.unsqueeze(1)).sum())
-        self.count += int((targets != IGNORED).sum())
+        self.hits += (highest == targets.unsqueeze(1)).sum()
+        self.count += (targets != IGNORED).sum()
+        self.strays += are_strays(targets, num_classes=self.num_classes).sum()
 
     def compute(self) -> float:
-        """Return the share of hits; NaN without a sample."""
-        return self.hits / self.count if self.count else float("nan")
+        """Return the share of hits; NaN without a sample.
+
+        Raises:
+            UserError: a target was not a class.
+        """
+        reject_strays(self.strays, num_classes=self.num_classes)
+        return float(self.hits / self.count) if self.count else float("nan")
 
 
 class AUC:
@@ -56,17 +69,18 @@ class AUC:
     """
 
     higher_is_better = True
-    merge = summed("scores", "targets")
+    merge = summed("scores", "targets", "strays")
 
     def __init__(self) -> None:
         self.scores: list[Tensor] = []
         self.targets: list[Tensor] = []
+        self.strays: Tensor | int = 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Keep the scores of a batch.
 
         Raises:
-            UserError: the outputs are no scores of samples, or a target is not a class.
+            UserError: the outputs are no scores of samples.
         """
         if outputs.ndim == 1:
             outputs = outputs.unsqueeze(1)
@@ -75,7 +89,7 @@ class AUC:
                 f"the area under the ROC curve needs a score for each sample and class, not "
                 f"outputs {tuple(outputs.shape)} with targets {tuple(targets.shape)}"
             )
-        validate_classes(targets, num_classes=max(2, outputs.shape[1]))
+        self.strays += are_strays(targets, num_classes=max(2, outputs.shape[1])).sum()
         scores = outputs.double()
         if scores.shape[1] == 2:
             scores = scores[:, 1:] - scores[:, :1]  # in the order of softmax, without its ties
@@ -85,10 +99,15 @@ class AUC:
         self.targets.append(targets.flatten())
 
     def compute(self) -> float:
-        """Return the area, from 0 to 1; NaN if it is defined for no class."""
+        """Return the area, from 0 to 1; NaN if it is defined for no class.
+
+        Raises:
+            UserError: a target was not a class.
+        """
         if not self.scores:
             return float("nan")
         scores, targets = torch.cat(self.scores), torch.cat(self.targets)
+        reject_strays(self.strays, num_classes=max(2, scores.shape[1]))
         scores, targets = scores[targets != IGNORED], targets[targets != IGNORED]
         classes = range(scores.shape[1]) if scores.shape[1] > 1 else [1]
         areas = [
@@ -130,7 +149,7 @@ class MeanIoU:
     merge = summed("counts")
 
     def __init__(self) -> None:
-        self.counts: Tensor | None = None  # (classes, classes + 1), see confusion_counts
+        self.counts: Tensor | None = None  # see confusion_counts
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count the pixels of a batch.
@@ -142,11 +161,16 @@ class MeanIoU:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def compute(self) -> float:
-        """Return the mean over the classes; NaN without a pixel."""
+        """Return the mean over the classes; NaN without a pixel.
+
+        Raises:
+            UserError: a target was not a class.
+        """
         if self.counts is None:
             return float("nan")
-        shared = self.counts.diagonal().double()
-        either = self.counts.sum(dim=1) + self.counts.sum(dim=0)[:-1] - shared
+        counts = of_classes(self.counts)
+        shared = counts.diagonal().double()
+        either = counts.sum(dim=1) + counts.sum(dim=0)[:-1] - shared
         occurs = either > 0
         return float((shared[occurs] / either[occurs]).mean())
 
@@ -162,7 +186,8 @@ class Perplexity:
     merge = summed("total", "count")
 
     def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
+        self.total: Tensor | int = 0
+        self.count: Tensor | int = 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the cross-entropy of a batch.
@@ -174,10 +199,10 @@ class Perplexity:
             outputs = outputs.movedim(-1, 1)
         validate_scores(outputs, targets)
         losses = F.cross_entropy(outputs.float(), targets, reduction="none")  # 0 where ignored
-        self.total += float(losses.double().sum())
-        self.count += int((targets != IGNORED).sum())
+        self.total += losses.double().sum()
+        self.count += (targets != IGNORED).sum()
 
     def compute(self) -> float:
         """Return the perplexity, 1 or greater; NaN without a token."""
-        mean = self.total / self.count if self.count else float("nan")
+        mean = float(self.total / self.count) if self.count else float("nan")
         return float(torch.tensor(mean, dtype=torch.float64).exp())

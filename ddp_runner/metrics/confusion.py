@@ -6,15 +6,15 @@ Definitions: https://scikit-learn.org/stable/modules/model_evaluation.html#class
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import IGNORED, validate_classes
-from ddp_runner.errors import UserError
+from ddp_runner.data.splits import IGNORED
+from ddp_runner.errors import UserError, counted
 
 
 def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> Tensor:
-    """Return how often each true class was predicted as each class.
+    """Return how often each true class was predicted as each class; nothing waits for a GPU.
 
     The last column counts predictions outside the classes: a model may have more outputs than the
-    dataset has classes. Targets of -100 do not count.
+    dataset has classes. The last row counts targets that are no class, and then those of -100.
 
     Args:
         outputs: scores (batch, num_classes or more, ...), on any device.
@@ -22,19 +22,47 @@ def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> T
         num_classes: of the dataset.
 
     Returns:
-        Counts, int64 (num_classes, num_classes + 1): a row per true class, a column per prediction.
+        Counts, int64 (num_classes + 1, num_classes + 1): a row per true class, a column per
+        prediction.
 
     Raises:
-        UserError: the outputs have no score for each target, or a target is not a class.
+        UserError: the outputs have no score for each target.
     """
     validate_scores(outputs, targets)
-    validate_classes(targets, num_classes=num_classes)
-    predicted = outputs.argmax(dim=1).clamp(max=num_classes)
-    num_pairs = num_classes * (num_classes + 1)
-    pairs = targets * (num_classes + 1) + predicted
-    pairs = torch.where(targets == IGNORED, num_pairs, pairs)  # a mask makes a GPU wait
-    counts = torch.bincount(pairs.flatten(), minlength=num_pairs + 1)
-    return counts[:num_pairs].reshape(num_classes, num_classes + 1)
+    size, targets = num_classes + 1, targets.long()
+    cells = targets * size + outputs.argmax(dim=1).clamp(max=num_classes)
+    cells = cells.where(~are_strays(targets, num_classes=num_classes), num_classes * size)
+    cells = cells.where(targets != IGNORED, num_classes * size + 1).flatten()
+    counts = cells.new_zeros(size * size).index_add_(0, cells, torch.ones_like(cells))
+    return counts.view(size, size)
+
+
+def are_strays(targets: Tensor, *, num_classes: int) -> Tensor:
+    """Return which targets are neither classes nor -100, bool (batch, ...)."""
+    return (targets >= num_classes) | ((targets < 0) & (targets != IGNORED))
+
+
+def reject_strays(count: Tensor | int, *, num_classes: int) -> None:
+    """Reject targets that are no classes, once they are counted.
+
+    Raises:
+        UserError: there is one.
+    """
+    if count:
+        raise UserError(
+            f"the evaluation has {counted(int(count), 'target')} outside the classes: "
+            f"{num_classes} classes are numbered from 0 to {num_classes - 1}, and {IGNORED} does not count"
+        )
+
+
+def of_classes(counts: Tensor) -> Tensor:
+    """Return the rows of the classes.
+
+    Raises:
+        UserError: a target was no class.
+    """
+    reject_strays(counts[-1, 0], num_classes=len(counts) - 1)
+    return counts[:-1]
 
 
 def validate_scores(outputs: Tensor, targets: Tensor) -> None:
@@ -57,7 +85,7 @@ def classification_metrics(counts: Tensor) -> dict[str, float]:
     over the classes (macro average). A class that never occurs or is never predicted scores 0.
 
     Args:
-        counts: from ``confusion_counts``, summed over all batches and ranks.
+        counts: (num_classes, num_classes + 1), of ``of_classes``, over all batches and ranks.
     """
     hits = counts.diagonal().double()
     predicted, true = counts.sum(dim=0)[:-1], counts.sum(dim=1)  # of each class

@@ -1,5 +1,7 @@
 """Metrics of regressions. Outputs and targets have the same shape (batch, ...)."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,8 @@ class MAE:
     merge = summed("total", "count")
 
     def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
+        self.total: Tensor | int = 0  # a tensor once there is a batch: nothing waits for a GPU
+        self.count = 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the errors of a batch.
@@ -22,12 +25,12 @@ class MAE:
         Raises:
             UserError: the shapes differ.
         """
-        self.total += float(self._loss(_errors(outputs, targets)).sum())
+        self.total += self._loss(_errors(outputs, targets)).sum()
         self.count += targets.numel()
 
     def compute(self) -> float:
         """Return the mean; NaN without a sample."""
-        return self.total / self.count if self.count else float("nan")
+        return float(self.total / self.count) if self.count else float("nan")
 
     def _loss(self, errors: Tensor) -> Tensor:
         return errors.abs()
@@ -38,7 +41,7 @@ class RMSE(MAE):
 
     def compute(self) -> float:
         """Return the root of the mean; NaN without a sample."""
-        return float(super().compute() ** 0.5)
+        return math.sqrt(super().compute())
 
     def _loss(self, errors: Tensor) -> Tensor:
         return errors.square()

@@ -21,6 +21,7 @@ from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import MOST_GPU_DATA, Split
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.loader import Loader
+from ddp_runner.parallelism.shards import fit_optimizer
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
 
@@ -60,11 +61,13 @@ def build_optimizer(config: RunConfig, parameters: Iterable[Any]) -> Optimizer:
     """Return the config's optimizer for parameters, or for groups of them.
 
     Raises:
-        UserError: the keys do not fit it.
+        UserError: the keys do not fit it, or it does not fit parameters that are split over ranks.
     """
     keys, allowed = config.optimizer, config.allowed_targets
     factory = make("optimizer", keys, allowed=allowed, partial=True)
     optimizer: Optimizer = complete("optimizer", keys, factory, parameters, kind=Optimizer)
+    mode = f"parallelism={config.parallelism.get('name')}"
+    fit_optimizer(optimizer, named=f"optimizer={keys.get('name')}", mode=mode)
     return optimizer
 
 

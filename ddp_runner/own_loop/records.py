@@ -11,12 +11,12 @@ from torch import Tensor
 from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.data.trees import shape_of
+from ddp_runner.device import has_streams, peak_memory_gib
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.own_loop.loader import Loader
-from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.rank.session import Session
 from ddp_runner.rank.task_log import task_logger
 from ddp_runner.tracking.claims import freeze
@@ -66,7 +66,7 @@ class Records:
                 session.config.checkpoint,
                 wire=session.job.wire,
                 log=session.log,
-                pinned=session.devices[0].type == "cuda",
+                pinned=has_streams(session.devices[0]),
             )
             stack.enter_context(self._logger)
             stack.enter_context(self._writer)

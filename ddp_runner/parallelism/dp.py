@@ -26,9 +26,8 @@ class DataParallelMode:
 
     def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
         """Return the model with a replica on every visible GPU, made anew in each forward."""
-        if devices[0].type == "cpu" or torch.cuda.device_count() < 2:
-            return module
-        return Replicas(module, device_ids=list(range(torch.cuda.device_count())))
+        count = 1 if devices[0].type == "cpu" else torch.accelerator.device_count()
+        return module if count < 2 else Replicas(module, device_ids=list(range(count)))
 
 
 class Replicas(nn.DataParallel[nn.Module]):
@@ -42,11 +41,12 @@ class Replicas(nn.DataParallel[nn.Module]):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Call each replica in its own thread, under autocast to this thread's dtype."""
-        dtype = torch.get_autocast_dtype("cuda")
+        kind = self.src_device_obj.type  # CUDA's: torch's scatter and gather know no other
+        dtype = torch.get_autocast_dtype(kind)
 
         def run(replica: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
-            enabled = torch.is_autocast_enabled("cuda")
-            with torch.autocast("cuda", dtype=dtype, enabled=enabled):
+            enabled = torch.is_autocast_enabled(kind)
+            with torch.autocast(kind, dtype=dtype, enabled=enabled):
                 return replica(*inputs, **kwargs)
 
         calls: Any = [partial(run, replica) for replica in replicas]  # torch only calls them

@@ -123,7 +123,7 @@ def rank_devices(env: DistEnv, *, kind: str, per_rank: int) -> tuple[torch.devic
     """
     if kind == "cpu":
         return (torch.device("cpu"),) * per_rank
-    first = 0 if torch.cuda.device_count() == per_rank else env.local_rank * per_rank
+    first = 0 if torch.accelerator.device_count() == per_rank else env.local_rank * per_rank
     return tuple(torch.device(kind, first + stage) for stage in range(per_rank))
 
 
@@ -137,4 +137,4 @@ def count_devices(env: DistEnv, own: Sequence[torch.device], *, data_parallel: b
     """
     if own[0].type == "cpu":
         return env.world_size
-    return env.world_size * (torch.cuda.device_count() if data_parallel else len(own))
+    return env.world_size * (torch.accelerator.device_count() if data_parallel else len(own))

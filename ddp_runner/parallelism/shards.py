@@ -11,6 +11,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_runner.device import values_of
+from ddp_runner.errors import UserError
 
 
 def reshard(module: nn.Module) -> None:
@@ -31,6 +35,33 @@ def is_shard(value: object) -> bool:
 def has_shards(module: nn.Module) -> bool:
     """Return whether a rank holds only a part of the module."""
     return any(map(is_shard, module.parameters()))
+
+
+def fit_optimizer(optimizer: Optimizer, *, named: str, mode: str) -> None:
+    """Let an optimizer step parameters of which some may be split over ranks.
+
+    Raises:
+        UserError: torch cannot do so; the message says what the optimizer and the mode are `named`.
+    """
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if not any(map(is_shard, parameters)):
+        return
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise UserError(
+            f"{named} takes norms in place, which torch cannot do for parameters that {mode} "
+            "splits; write optimizer=adamw, or parallelism=ddp"
+        )
+    if all(map(is_shard, parameters)):
+        return
+    for key in ("foreach", "fused"):
+        if any(group.get(key) for group in optimizer.param_groups):
+            raise UserError(
+                f"optimizer.{key}=true steps all parameters in one call, which torch cannot do "
+                f"under {mode}, where some are split and some are not; leave it out"
+            )
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None:  # torch's own choice, which on a GPU is true
+            group["foreach"] = False
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -138,7 +169,8 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     Every rank gets the same answer. Collective if a tensor is split.
     """
     tensors = dict(named)
-    counts = [int(not torch.isfinite(own_part(one)).all()) for one in tensors.values()]
+    flags = [(~torch.isfinite(own_part(one))).any() for one in tensors.values()]
+    counts = list(map(int, values_of(flags)))
     if any(map(is_shard, tensors.values())):
         total = torch.tensor(counts)
         dist.all_reduce(total)

@@ -11,16 +11,17 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from ddp_runner.config.profiling import WARMUP_STEPS, traced_steps
+from ddp_runner.host.accelerators import CUDA
 
 NUM_ROWS = 40  # operators in a rank's table
 MOST_ENTRIES = 100_000  # allocations of a GPU that are kept, with their stacks
 
 
-# The history of a GPU's memory, for https://pytorch.org/memory_viz. Torch documents these functions
-# in spite of their names: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+# The history of a CUDA GPU's memory, for https://pytorch.org/memory_viz. Torch documents these
+# functions in spite of their names: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 def record_history() -> None:
     """Keep each allocation on a GPU from now on, with the Python stack that asked for it."""
     torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES, stacks="python")
@@ -76,13 +77,13 @@ class Profiler:
         steps = traced_steps(asked, done=done)
         self._asked, self._folder = asked, folder
         self._first, self._last = max(steps[0], done + 1), steps[-1]
-        self._done, self._on_gpu = done, device.type == "cuda"
+        self._done, self._device = done, device
         self._restart_timer, self._log, self._warn = restart_timer, log, warn
         self._is_over = self._has_history = False
         # Else Kineto writes to stderr that a trace begins, and that a machine has no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._tracer = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
+            activities=[ProfilerActivity.CPU] if device.type == "cpu" else supported_activities(),
             schedule=schedule(
                 skip_first=self._first - 1,
                 wait=0,
@@ -124,7 +125,7 @@ class Profiler:
 
     def _begin_step(self) -> None:
         is_near = self._done + 1 >= self._first - WARMUP_STEPS
-        if self._on_gpu and is_near and not self._has_history:
+        if self._device.type == CUDA and is_near and not self._has_history:
             record_history()
             self._has_history = True
         self._tracer.step()
@@ -166,7 +167,8 @@ class Profiler:
         with plain.open("rb") as file, gzip.open(f"{plain}.gz", "wb") as packed:
             shutil.copyfileobj(file, packed)
         plain.unlink()
-        sort_by = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
+        is_on_cpu = self._device.type == "cpu"
+        sort_by = "self_cpu_time_total" if is_on_cpu else "self_device_time_total"
         table = self._tracer.key_averages().table(sort_by=sort_by, row_limit=NUM_ROWS)
         (folder / f"{rank}.txt").write_text(table, encoding="utf-8")
         if self._has_history:

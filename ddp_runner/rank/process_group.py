@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ddp_runner.config.schema import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors, validate_rendezvous
 from ddp_runner.errors import UserError
+from ddp_runner.host.accelerators import FOR_CPU
 from ddp_runner.host.network import is_here, outer_interface
 from ddp_runner.host.patience import patiently
 from ddp_runner.host.streams import notice_if_slow, print_line
@@ -37,7 +38,7 @@ def process_group(
 ) -> Iterator[None]:
     """Keep the default process group open. Collective: every rank must call.
 
-    On CUDA the group has two backends: small facts travel as CPU tensors over gloo, so that they
+    On GPUs the group has two backends: small facts travel as CPU tensors over gloo, so that they
     never wait for a kernel.
 
     Raises:
@@ -55,7 +56,9 @@ def process_group(
     is_local = env.num_nodes == 1 and _uses_loopback()
     if env.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         _leave_loopback(init_method)
-    timeout = timedelta(seconds=backend.timeout_s)
+    name, timeout = backend.name, timedelta(seconds=backend.timeout_s)
+    if name not in FOR_CPU:
+        name = f"cpu:gloo,{backend.device}:{name}"
     waiting = f"rank {env.rank} waits for the other ranks, {env.world_size} in all"
     is_first_of_node = env.num_nodes > 1 and env.local_rank == 0
     try:
@@ -69,7 +72,7 @@ def process_group(
             elif init_method == FROM_ENVIRONMENT and backend.name != "mpi":
                 store = store_of_rank_zero(env, timeout_s=backend.timeout_s)
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if backend.name == "nccl" else backend.name,
+                name,
                 init_method=None if store is not None else init_method,
                 store=store,
                 rank=env.rank,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ddp_runner.config.allowed_targets import validate_targets
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import RunConfig, config_hash, digest, flatten, mode_needs, work_hash
+from ddp_runner.device import open_devices
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
     ensure_agreement,
@@ -24,11 +25,10 @@ from ddp_runner.distributed import (
 )
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.host.freed_memory import keep_freed_memory
-from ddp_runner.host.hardware import detect
+from ddp_runner.host.hardware import usable_cores
 from ddp_runner.job import Job, Status
 from ddp_runner.parallelism.mode import Mode, count_devices, rank_devices
 from ddp_runner.rank.adopt import with_config_of_rank_zero
-from ddp_runner.rank.cuda import open_devices
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.seeds import seed_all
@@ -188,7 +188,7 @@ def _num_threads(env: DistEnv) -> int:
     """
     mask = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     place = (socket.gethostname(), mask)
-    return max(1, detect().num_cores // gather_objects(place).count(place))
+    return max(1, usable_cores() // gather_objects(place).count(place))
 
 
 def _init_method(job: Job, env: DistEnv) -> str | None:

@@ -47,7 +47,7 @@ class Slots:
         self._temp = temp_folder()
         self._current: dict[Connection, int] = {}  # the number of the job that each slot runs
         cores = core_shares(num_slots, num_cores=hardware.num_cores)
-        gpus = gpu_shares(num_slots, num_gpus=hardware.num_gpus)
+        gpus = gpu_shares(num_slots, hardware)
         self._slots: dict[Connection, SpawnProcess] = {}
         try:
             for number in range(num_slots):
@@ -127,8 +127,7 @@ def run_slot(slot: Slot, pipe: Connection) -> None:
     if sys.platform == "linux":
         os.sched_setaffinity(0, slot.cores)  # before any thread or process, which inherit it
     tempfile.tempdir = str(slot.temp)
-    if slot.gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpus
+    os.environ.update(slot.gpus)
     die_with_launcher()
     keep_streams(prefix=f"[slot {slot.number}] ")
     start_fork_server()

@@ -4,7 +4,7 @@ import sys
 
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
-from ddp_runner.host.hardware import Hardware
+from ddp_runner.host.hardware import VISIBLE, Hardware
 
 
 def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> None:
@@ -49,6 +49,12 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
         raise UserError(
             f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_gpus} GPUs that its "
             f"jobs use; write {hardware.num_gpus} or fewer, or backend.device=cpu"
+        )
+    if hardware.num_gpus and hardware.kind not in VISIBLE and config.backend.device != "cpu":
+        raise UserError(
+            f"sweep.parallel_jobs ({slots}) gives each job GPUs of its own, which is known for "
+            f"{' and '.join(VISIBLE)}, not for {hardware.kind}; leave it out, or write "
+            "backend.device=cpu"
         )
 
 

@@ -61,7 +61,7 @@ class RunFields(TypedDict, total=False):
     launches: Sequence[str]  # see ``claims.own_marks``
     parallel_jobs: bool  # ran as a parallel job of a sweep
     cores: Sequence[int]
-    cuda_visible_devices: str | None
+    visible_gpus: Mapping[str, str]
     trains_on_stream: bool  # its steps depend on the number of ranks
     uses: Sequence[str]  # the groups that a loop of the user's own builds from
     model_arguments: Mapping[str, Any]  # facts of the data that the model was built with

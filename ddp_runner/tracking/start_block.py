@@ -21,7 +21,7 @@ def starting_lines(job: Job) -> str:
     """Return what is printed before torch is imported, which takes seconds."""
     config = job.config
     nodes = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
-    device = "GPU" if config.backend.device == "cuda" else "CPU"
+    device = "CPU" if config.backend.device == "cpu" else "GPU"
     run = ""
     if job.run_dir and not job.title:  # a sweep has named the folder of all its jobs
         run = fact_lines({"run": str(shown_path(job.run_dir))}) + "\n"
@@ -112,12 +112,12 @@ def ranks_on_nodes(env: DistEnv) -> str:
 
 def gpu_names(devices: Sequence["torch.device"]) -> str:
     """Return the GPUs of rank 0 with their model; empty for a CPU."""
-    import torch
+    from ddp_runner.device import device_name
 
-    if devices[0].type != "cuda":
+    if devices[0].type == "cpu":
         return ""
     place = ", ".join(map(str, devices))
-    return f"rank 0 on {place} ({torch.cuda.get_device_name(devices[0])})"
+    return f"rank 0 on {place} ({device_name(devices[0])})"
 
 
 def shown_path(path: Path) -> Path:

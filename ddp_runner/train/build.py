@@ -19,7 +19,7 @@ from ddp_runner.config.validate import validate_num_samples
 from ddp_runner.data.batches import GlobalBatches
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import MOST_GPU_DATA, AbsentSplit
+from ddp_runner.data.splits import AbsentSplit
 from ddp_runner.data.streams import AnySplit, StreamSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
@@ -74,9 +74,7 @@ def build_setup(
     evaluates = settings.eval_every_epochs or settings.eval_every_steps
     if isinstance(dataset.eval, AbsentSplit) and (evaluates or config.checkpoint.load_best):
         raise UserError(f"{dataset.eval.fix}, or evaluate never: train.eval_every_epochs=0")
-    train, evaluation = (
-        split.near(devices[0], most_bytes=MOST_GPU_DATA) for split in (dataset.train, dataset.eval)
-    )
+    train, evaluation = (dataset.near(split, devices[0]) for split in (dataset.train, dataset.eval))
     timer, common = StepTimer(devices[0]), eval_setup(config, env, mode, devices, dataset=dataset)
     batches = build_batches(
         config, dataset, common.role, split=train, group=common.data_group, mark=timer.mark
@@ -230,7 +228,9 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
         model=model,
         optimizer=optimizer,
         schedule=schedule,
-        scaler=torch.amp.GradScaler("cuda", enabled=config.train.precision == "fp16"),
+        scaler=torch.amp.GradScaler(
+            setup.devices[0].type, enabled=config.train.precision == "fp16"
+        ),
         setup=setup,
         gradients=OwnGradients(),
         ema=ema,

@@ -3,17 +3,20 @@
 Source: https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and-ema
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from ddp_runner.errors import UserError, typed
-from ddp_runner.parallelism.shards import has_shards
+from ddp_runner.parallelism.shards import has_shards, is_shard
 
 STATISTICS = ("running_mean", "running_var")  # the buffers of BatchNorm that are averaged
+Pair = tuple[Tensor, Tensor]  # of the average, and of the model
 PREFIX = "module."  # of the model's names in the state of an AveragedModel
 
 
@@ -40,13 +43,12 @@ class Ema:
         """
         self._decay = decay
         if has_shards(module):
-            self.averaged = AveragedModel(nn.Identity(), multi_avg_fn=_lerp(decay))
+            self.averaged = AveragedModel(nn.Identity())
             self.averaged.module = build()
             self.averaged.module.load_state_dict(module.state_dict())
             return
         try:
-            average = get_ema_multi_avg_fn(decay)
-            self.averaged = AveragedModel(module, multi_avg_fn=average)
+            self.averaged = AveragedModel(module)
         except Exception as error:  # deepcopy raises anything
             raise UserError(
                 f"ema.decay needs a copy of the model, which cannot be copied ({typed(error)}); "
@@ -60,29 +62,27 @@ class Ema:
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
-        """Take an optimizer step into the average; the first one is copied."""
-        statistics = [
-            buffer
-            for name, buffer in self.module.named_buffers()
-            if name.rpartition(".")[2] in STATISTICS
-        ]
-        before = [buffer.clone() for buffer in statistics]
-        is_first = bool(self.averaged.n_averaged == 0)
-        self.averaged.update_parameters(module)  # copies all buffers
-        if not is_first:
-            for buffer, old in zip(statistics, before, strict=True):
-                buffer.copy_(old.lerp(buffer, 1 - self._decay))
+        """Take an optimizer step into the average; the first one is copied.
 
-
-def _lerp(decay: float) -> Callable[..., None]:
-    """Return an average like torch's, tensor by tensor: those of several meshes do not mix."""
-
-    @torch.no_grad()
-    def update(averages: Sequence[Tensor], values: Sequence[Tensor], _: Tensor) -> None:
-        for average, value in zip(averages, values, strict=True):
-            average.lerp_(value, 1 - decay)
-
-    return update
+        AveragedModel's own update copies its counter to the device, which makes a GPU wait.
+        """
+        copied, lerped = list[Pair](), defaultdict[object, list[Pair]](list)
+        is_first = bool(self.averaged.n_averaged == 0)  # it stays on the CPU
+        own = chain(self.module.named_parameters(), self.module.named_buffers())
+        others = chain(module.parameters(), module.buffers())
+        for index, ((name, average), value) in enumerate(zip(own, others, strict=True)):
+            is_averaged = isinstance(average, nn.Parameter) or name.split(".")[-1] in STATISTICS
+            if is_first or not is_averaged or not average.is_floating_point():
+                copied.append((average, value))
+            else:  # one call for many tensors takes none that are split over ranks
+                kind = index if is_shard(average) else (average.device, average.dtype)
+                lerped[kind].append((average, value))
+        for average, value in copied:
+            average.copy_(value)
+        for pairs in lerped.values():
+            averages, values = map(list, zip(*pairs, strict=True))
+            torch._foreach_lerp_(averages, values, 1 - self._decay)
+        self.averaged.n_averaged += 1
 
 
 def averaged_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from ddp_runner.distributed import (
     sum_over_ranks,
 )
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import classification_metrics, confusion_counts
+from ddp_runner.metrics.confusion import classification_metrics, confusion_counts, of_classes
 from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Role
@@ -49,14 +49,14 @@ class EvalTotals:
         self._scalars = dict[str, Tensor]()
         self._metrics = Evaluation(setup.metrics, device=device)
         self._num_classes = setup.dataset.num_classes or 0
-        shape = (self._num_classes, self._num_classes + 1)
-        self._confusion = torch.zeros(shape, dtype=torch.int64, device=device)
+        size = self._num_classes + 1
+        self._confusion = torch.zeros(size, size, dtype=torch.int64, device=device)
 
     def add(self, step: Step) -> None:
         """Add what the training step returned for a batch.
 
         Raises:
-            UserError: a metric cannot take the outputs, or a target is not a class.
+            UserError: a metric cannot take the outputs.
         """
         self._loss += step.loss_sum
         self._count += step.count
@@ -75,7 +75,8 @@ class EvalTotals:
         Collective: every rank of the loop must call.
 
         Raises:
-            UserError: no rank had a sample, or a metric computes no number. All ranks raise.
+            UserError: no rank had a sample, a target is not a class, or a metric computes no
+                number. All ranks raise.
         """
         group = self._setup.data_group
         loss, count = sum_over_ranks([self._loss.item(), self._count.item()], group=group)
@@ -90,7 +91,7 @@ class EvalTotals:
             for name, part in of_rank.items():
                 results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + part / count
         results |= self._metrics.compute(group=group)
-        confusion, counts = add_over_ranks(self._confusion, group=group), None
+        confusion, counts = of_classes(add_over_ranks(self._confusion, group=group)), None
         if confusion.any():
             matches = classification_metrics(confusion)
             results |= {f"eval/{name}": value for name, value in matches.items()}

@@ -12,6 +12,7 @@ from torch import nn
 
 from ddp_runner.config.monitors import KnownMetrics
 from ddp_runner.data.batches import NUM_FIRST, first_batch
+from ddp_runner.data.splits import validate_classes
 from ddp_runner.data.streams import AnySplit, num_samples
 from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.errors import UserError, listed
@@ -107,6 +108,7 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
     num_classes = setup.dataset.num_classes
     if num_classes and has_classes(step):
         targets = step.targets.to(step.outputs.device)
+        validate_classes(targets, num_classes=num_classes)
         confusion_counts(step.outputs, targets, num_classes=num_classes)  # raises, as later
         names |= {name for name in CLASS_METRICS if name.startswith("eval/")}
     for name in step.scalars:

@@ -123,20 +123,35 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     optimizer.zero_grad(set_to_none=True)
     loss = state.gradients.compute(state, batch)
     scale_and_clip(state)
-    scale = scaler.get_scale()
     try:
-        scaler.step(optimizer)
+        took_step = _take(optimizer, scaler)
     except RuntimeError as error:
         named = f"optimizer={setup.config.optimizer.get('name')}"
         refuse_sparse(error, named, instead="optimizer=sgd optimizer.weight_decay=0")
         raise
-    scaler.update()
-    if scaler.get_scale() >= scale:  # else gradients overflowed and the optimizer skipped the step
+    if took_step:
         state.schedule.step()
         if state.ema is not None:
             state.ema.update(state.module)
     setup.timer.mark(StepPart.OPTIMIZER)
     return loss
+
+
+def _take(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
+    """Step; return whether it did so. It does not where a scaled gradient has overflowed."""
+    if not scaler.is_enabled():
+        optimizer.step()
+        return True
+    took_step = list[bool]()
+    # Of a fused optimizer torch calls the step in any case, and leaves here whether it has done it.
+    # To ask the scaler for its scale, before and after, would make a GPU wait twice more.
+    hook = optimizer.register_step_post_hook(
+        lambda own, *_: took_step.append(not getattr(own, "found_inf", 0))
+    )
+    scaler.step(optimizer)
+    hook.remove()
+    scaler.update()
+    return took_step == [True]
 
 
 def seed_step(state: TrainState) -> None:

@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from ddp_runner.device import peak_memory_gib, values_of
 from ddp_runner.distributed import add_over_ranks, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
-from ddp_runner.rank.cuda import peak_memory_gib
 from ddp_runner.train.clipping import gradient_norm
 from ddp_runner.train.flops import measure_peaks
 from ddp_runner.train.skew import table
@@ -33,7 +33,8 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     Raises:
         UserError: the loss is NaN or infinite.
     """
-    env, own_loss, norm = state.setup.env, loss.item(), state.grad_norm
+    env, norm = state.setup.env, state.grad_norm
+    own_loss, *own_scalars = values_of([loss, *state.scalars.values()])
     is_slow = state.setup.profiler.is_slow
     lap = state.setup.timer.lap()
     exchanges = () if is_slow else lap.exchanges
@@ -42,7 +43,7 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     is_settled = state.setup.timer.running_s > SETTLED_S
     # Of the ranks that compute one share together, the first counts.
     counts = env.rank % state.setup.role.model_ranks == 0
-    sums_of = [one.item() * counts for one in state.scalars.values()]
+    sums_of = [one * counts for one in own_scalars]
     own = [own_loss * counts, is_settled, *parts.values(), *sums_of]
     # One all-reduce for all of it, and the times stay a tensor: this runs in the training loop.
     memory = torch.zeros(env.world_size, dtype=torch.float64)

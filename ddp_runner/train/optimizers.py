@@ -4,7 +4,6 @@ import inspect
 import re
 from functools import partial
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -12,7 +11,7 @@ from ddp_runner.config.instantiate import complete, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import ParamsConfig
 from ddp_runner.errors import UserError, nearest, typed
-from ddp_runner.parallelism.shards import is_shard
+from ddp_runner.parallelism.shards import fit_optimizer
 from ddp_runner.train.parameters import parameter_groups
 
 MODULE = "module"  # the first parameter of a factory that takes the model, not its parameters
@@ -56,7 +55,8 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
         argument = parameter_groups(module, groups=params.groups, no_decay=params.no_decay)
     optimizer: Optimizer = complete("optimizer", keys, factory, argument, kind=Optimizer)
     _validate_groups(config, optimizer, named)
-    _validate_shards(config, optimizer, named)
+    mode = f"parallelism={config.parallelism.get('name')}"
+    fit_optimizer(optimizer, named=named, mode=mode)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
@@ -65,27 +65,6 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
             "optimizer=adamw"
         )
     return optimizer
-
-
-def _validate_shards(config: RunConfig, optimizer: Optimizer, named: str) -> None:
-    """Reject an optimizer that torch cannot step where parameters are split over ranks."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    if not any(map(is_shard, parameters)):
-        return
-    mode = f"parallelism={config.parallelism.get('name')}"
-    if isinstance(optimizer, torch.optim.Adafactor):
-        raise UserError(
-            f"{named} takes norms in place, which torch cannot do for parameters that {mode} "
-            "splits; write optimizer=adamw, or parallelism=ddp"
-        )
-    if all(map(is_shard, parameters)):
-        return
-    for key in ("foreach", "fused"):
-        if any(group.get(key) for group in optimizer.param_groups):
-            raise UserError(
-                f"optimizer.{key}=true steps all parameters in one call, which torch cannot do "
-                f"under {mode}, where some are split and some are not; leave it out"
-            )
 
 
 def _takes_module(factory: partial[Optimizer]) -> bool:

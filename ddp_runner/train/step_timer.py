@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ddp_runner.device import has_streams
 from ddp_runner.metric_names import StepPart
 
 MOST_EVENTS = 1024  # CUDA events kept; past this, the older half is read and dropped
@@ -37,7 +38,7 @@ class Lap:
 class _Event:
     """A mark on a GPU."""
 
-    event: torch.cuda.Event
+    event: torch.Event
     part: StepPart | None
     restarts: bool
 
@@ -51,7 +52,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         """Measure on a device, the rank's first."""
-        self._device, self._on_gpu = device, device.type == "cuda"
+        self._device, self._on_gpu = device, has_streams(device)
         self._parts_ms = defaultdict[StepPart | None, float](float)
         self._work_ms = self._wait_ms = 0.0
         self._exchanges = deque[Exchange](maxlen=MOST_EXCHANGES)
@@ -92,11 +93,11 @@ class StepTimer:
         if self._on_gpu:
             # Name the device: in autograd's threads another may be current, and CUDA measures no
             # time between events of two devices.
-            stream = torch.cuda.current_stream(self._device)
+            stream = torch.accelerator.current_stream(self._device)
             if ends_on is not None and ends_on != self._device:
                 # Costs nothing after a forward: the first device waits for its gradients anyway.
-                stream.wait_event(torch.cuda.current_stream(ends_on).record_event())
-            event = torch.cuda.Event(enable_timing=True)
+                stream.wait_event(torch.accelerator.current_stream(ends_on).record_event())
+            event = torch.Event(self._device, enable_timing=True)
             event.record(stream)
             self._events.append(_Event(event, part, restarts))
             if len(self._events) > MOST_EVENTS:

@@ -184,10 +184,10 @@ INVALID = [
      "checkpoint.load_best=true evaluates the model of task=train, and task is mine.train; leave "
      "it out: your function loads and evaluates what it wants"),
     ("train.precision=int8", "train.precision (int8) must be one of fp32, tf32, bf16, fp16"),
-    ("train.precision=fp16", "train.precision=fp16 needs a CUDA device; on a CPU write bf16"),
+    ("train.precision=fp16", "train.precision=fp16 needs a GPU; on a CPU write bf16"),
     ("checkpoint.mode=best", "checkpoint.mode (best) must be one of max, min"),
-    ("backend.name=tcp", "backend.name (tcp) must be one of auto, gloo, nccl, mpi"),
-    ("backend.device=tpu", "backend.device (tpu) must be one of auto, cpu, cuda"),
+    ("backend.name=tcp", "backend.name (tcp) must be one of auto, gloo, mpi, nccl, xccl"),
+    ("backend.device=tpu", "backend.device (tpu) must be one of auto, cpu, cuda, mps, xpu"),
     ("backend=nccl",
      "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo"),
     ("launch.nnodes=2",
@@ -466,6 +466,53 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
     assert "its 4 ranks need 4; write backend.device=cuda if each rank has its own" in warning
     assert resolved("backend.device=cuda", hardware=machine, env=LAUNCHED)[1] == []
     assert "need 4 GPUs" in config_error("backend=nccl", "world_size=4", hardware=machine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "expected"),
+    [
+        ("xpu xccl", "", (4, "xccl", "xpu")),
+        ("xpu xccl", "backend.device=xpu world_size=2", (2, "xccl", "xpu")),
+        ("npu hccl", "backend.name=hccl", (4, "hccl", "npu")),
+        ("xpu xccl", "parallelism=fsdp train.precision=bf16", (4, "xccl", "xpu")),
+        ("xpu xccl", "backend=gloo world_size=2", "since backend=gloo moves CPU tensors; write "
+         "backend=xccl to use them"),
+        ("xpu xccl", "parallelism=dp", "since torch's DataParallel is for CUDA alone; write "
+         "parallelism=ddp to use them"),
+        ("xpu xccl", "backend=nccl", "backend=nccl needs CUDA devices and torch computes on xpu "
+         "here; write backend=auto"),
+        ("xpu xccl", "backend=gloo backend.device=xpu", "backend.device=xpu cannot be used, since "
+         "backend=gloo moves CPU tensors; write backend=xccl, or backend.device=cpu"),
+        ("xpu xccl", "parallelism=single train.precision=tf32", "train.precision=tf32 needs a "
+         "CUDA device; elsewhere write fp32"),
+        ("mps gloo", "parallelism=single", (1, "gloo", "mps")),
+        ("mps gloo", "parallelism=ddp", "since no backend moves MPS tensors; write "
+         "parallelism=single to use them"),
+        ("mps gloo", "backend.device=mps world_size=1", "backend.device=mps cannot be used, since "
+         "no backend moves MPS tensors; write parallelism=single, or backend.device=cpu"),
+        ("cuda nccl", "backend.device=xpu", "backend.device=xpu needs XPU devices and torch "
+         "computes on cuda here; write backend=auto"),
+        ("cuda nccl", "backend=nccl backend.device=xpu", "backend=nccl moves only CUDA tensors; "
+         "backend.device=xpu needs xccl"),
+    ],
+)  # fmt: skip
+def test_any_kind_of_accelerator_is_used_as_far_as_torch_knows_it(
+    kind: str, overrides: str, expected: str | tuple[int, str, str]
+) -> None:
+    """Ranks, backend and device follow from the kind; what it cannot do is said in one line."""
+    name, backend = kind.split()
+    number = 1 if name == "mps" else 4
+    machine = Hardware(num_gpus=number, num_cores=8, kind=name, backend=backend)
+    if isinstance(expected, str) and "to use them" not in expected:
+        assert config_error(*overrides.split(), hardware=machine) == expected
+        return
+    config, warnings = resolved(*overrides.split(), hardware=machine)
+    found = config.world_size, config.backend.name, config.backend.device
+    if isinstance(expected, tuple):
+        assert (found, warnings) == (expected, [])
+    else:
+        assert config.backend.device == "cpu"
+        assert expected in warnings[0]
 
 
 def test_gpus_that_torch_cannot_use_are_reported_or_rejected() -> None:

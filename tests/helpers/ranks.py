@@ -36,7 +36,16 @@ GLOO = BackendConfig(name="gloo", device="cpu", timeout_s=240)
 MOST_CALLS = 50  # of a process: torch keeps threads of each process group
 TESTS = str(Path(__file__).parents[1])
 # Modules whose names may not change between two calls, besides our own.
-WATCHED = ("os", "time", "socket", "torch", "torch.cuda", "torch.distributed", "torch.optim")
+WATCHED = (
+    "os",
+    "time",
+    "socket",
+    "torch",
+    "torch.cuda",
+    "torch.accelerator",
+    "torch.distributed",
+    "torch.optim",
+)
 
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
 

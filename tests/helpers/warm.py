@@ -43,28 +43,36 @@ LENGTH_BYTES = 8
 MOST_PASSED = 16  # descriptors
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-_servers = list[tuple[subprocess.Popen[bytes], socket.socket]]()  # at most one
+# One for each set of variables that a device reads when torch, which loads it, is imported.
+_servers = dict[tuple[str, ...], tuple[subprocess.Popen[bytes], socket.socket]]()
 
 
-def start_server() -> None:
-    """Start the server unless it runs, and return at once. Call it on the main thread."""
-    if _servers and _servers[0][0].poll() is None:
-        return
-    _servers.clear()
+def start_server(environ: Mapping[str, str] | None = None) -> socket.socket:
+    """Start the server for commands with these variables unless it runs; return a link to it.
+
+    It returns at once. Call it on the main thread.
+    """
+    read = {key: one for key, one in (environ or {}).items() if key.startswith("SIMGPU_")}
+    if read and environ:
+        read["PYTHONPATH"] = environ["PYTHONPATH"]
+    of_device = tuple(f"{key}={one}" for key, one in sorted(read.items()))
+    if of_device in _servers and _servers[of_device][0].poll() is None:
+        return _servers[of_device][1]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = [sys.executable, str(HELPERS / "warm_server.py"), str(theirs.fileno()), *PRELOAD]
-    environ = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the server must not start threads
-    environ.pop("PYTHONPATH", None)  # each command has its own
+    own = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the server must not start threads
+    own.pop("PYTHONPATH", None)  # each command has its own
     server = subprocess.Popen(
-        program, env=environ, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        program, env=own | read, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
     )
     theirs.close()
-    _servers.append((server, ours))
+    _servers[of_device] = server, ours
+    return ours
 
 
 def server_pids() -> list[int]:
-    """Return the server's number, if it runs."""
-    return [server.pid for server, _ in _servers]
+    """Return the numbers of the servers that run."""
+    return [server.pid for server, _ in _servers.values()]
 
 
 def send(link: socket.socket, message: object) -> None:
@@ -93,16 +101,21 @@ class WarmProcess:
 
     Args:
         work: runs in the process with this process's ``link``; a function that can be pickled.
+        environ: says which devices torch has loaded.
     """
 
-    def __init__(self, work: Callable[[socket.socket], object]) -> None:
+    def __init__(
+        self,
+        work: Callable[[socket.socket], object],
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.args: list[str] = []
         self._exit_code: int | None = None
-        start_server()
+        server = start_server(environ)
         self.link, theirs = socket.socketpair()
         status, pipe = os.pipe()
         with theirs, os.fdopen(pipe, "wb"):
-            socket.send_fds(_servers[0][1], [b"."], [theirs.fileno(), pipe])
+            socket.send_fds(server, [b"."], [theirs.fileno(), pipe])
         self._status = os.fdopen(status, "rb")
         told = self._status.readline()
         assert told, "the server of warm processes has ended; what it printed says why"
@@ -173,7 +186,8 @@ class WarmCommand(WarmProcess):
         prepare: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(
-            partial(_run, module, list(args), str(folder), dict(environ), spares, prepare)
+            partial(_run, module, list(args), str(folder), dict(environ), spares, prepare),
+            environ,
         )
         self.args = [module, *args]
 

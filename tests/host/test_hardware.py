@@ -1,6 +1,7 @@
 """What a machine has: its GPUs as torch can use them, and cores as its cgroups allow."""
 
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_runner.device import open_devices
 from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
+from ddp_runner.host.accelerators import Accelerators
 from ddp_runner.host.hardware import (
     binds_gpus,
     detect,
@@ -19,7 +22,6 @@ from ddp_runner.host.hardware import (
     torch_build,
     why_unusable,
 )
-from ddp_runner.rank.cuda import open_devices
 
 NUM_CORES = 64
 GPU = (torch.device("cuda", 0),)
@@ -123,7 +125,7 @@ def test_the_build_of_torch_is_known_without_importing_it() -> None:
         "print(torch_build()); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    expected = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    expected = {kind: getattr(torch.version, kind) for kind in ("cuda", "hip", "xpu")}
     assert done.stdout.strip() == str(expected) == str(torch_build())
 
 
@@ -152,30 +154,28 @@ def test_a_version_file_is_read_as_torch_writes_it(
 
 
 @pytest.mark.parametrize(
-    ("num_visible", "driver_cuda", "build", "has_amd", "reason"),
+    ("num_visible", "driver_cuda", "build", "reason"),
     [
-        (0, 0, {"cuda": None, "hip": None}, False, None),
-        (2, 13000, {"cuda": "13.2", "hip": None}, False, None),
-        (2, 13020, {"cuda": "12.8", "hip": None}, False, None),
-        (2, 12080, {}, False, None),
-        (2, 12080, {"cuda": None, "hip": None}, False,
+        (0, 0, {"cuda": None, "hip": None}, None),
+        (2, 13000, {"cuda": "13.2", "hip": None}, None),
+        (2, 13020, {"cuda": "12.8", "hip": None}, None),
+        (2, 12080, {}, None),
+        (2, 12080, {"cuda": None, "hip": None},
          "2 GPUs are visible and torch was built without CUDA; install one that was built with it"),
-        (1, 12080, {"cuda": "13.2", "hip": None}, False,
+        (1, 12080, {"cuda": "13.2", "hip": None},
          "1 GPU is visible and the driver (CUDA 12.8) is too old for torch (CUDA 13.2); update it, "
          "or install a torch for CUDA 12"),
-        (0, 0, {"cuda": None, "hip": "6.2"}, False, None),
-        (0, 0, {"cuda": None, "hip": "6.2"}, True, "torch was built for ROCm, whose GPUs "),
+        (0, 0, {"cuda": None, "hip": "6.2"}, None),
     ],
 )  # fmt: skip
 def test_gpus_that_torch_cannot_use_have_a_reason(
     num_visible: int,
     driver_cuda: int,
     build: dict[str, str | None],
-    has_amd: bool,
     reason: str | None,
 ) -> None:
     """The build, or the driver's age; where all fits, or there are no GPUs, there is none."""
-    found = why_unusable(num_visible, driver_cuda, build, has_amd=has_amd)
+    found = why_unusable(num_visible, driver_cuda, build)
     assert (found or "").startswith(reason or "")
     assert (found is None) == (reason is None)
 
@@ -190,6 +190,45 @@ def test_unusable_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.share(2).unusable == machine.unusable
     monkeypatch.setattr(hardware, "torch_build", lambda: {"cuda": "12.4", "hip": None})
     assert (detect().num_gpus, detect().unusable) == (2, None)
+
+
+def test_other_kinds_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for where a build or a plug-in says that there may be one; NVIDIA's come first."""
+    asked = list[bool]()
+
+    def known(*, is_rank: bool) -> Accelerators | str:
+        asked.append(is_rank)
+        return answer
+
+    monkeypatch.setattr(hardware, "known_to_torch", known)
+    monkeypatch.setattr(hardware, "entry_points", lambda group: [])
+    monkeypatch.setattr(hardware, "torch_build", lambda: {"cuda": None, "hip": None, "xpu": "1"})
+    answer: Accelerators | str = Accelerators("xpu", 3, "xccl")
+    machine = detect(is_rank=True)
+    assert (machine.num_gpus, machine.kind, machine.backend) == (3, "xpu", "xccl")
+    answer = "torch cannot say; repair it"
+    assert (detect().num_gpus, detect().unusable) == (0, answer)
+    assert asked == [True, False, False]
+    monkeypatch.setattr(hardware, "torch_build", lambda: {"cuda": "13.2", "hip": None})
+    assert (detect().num_gpus, detect().kind) == (0, "cuda")
+    monkeypatch.setattr(hardware, "_cuda_driver", lambda: (2, 13020))
+    monkeypatch.setattr(hardware, "entry_points", lambda group: ["npu"])
+    assert (detect().num_gpus, detect().kind) == (2, "cuda")
+    assert len(asked) == 3
+    if platform.machine() == "arm64" or sys.platform == "linux":
+        monkeypatch.setattr(sys, "platform", "darwin")
+        monkeypatch.setattr(platform, "machine", lambda: "arm64")
+        assert (detect().num_gpus, detect().kind, detect().backend) == (1, "mps", "gloo")
+
+
+def test_torch_is_asked_in_another_process() -> None:
+    """The answer comes, and this process has not imported torch."""
+    code = (
+        "import sys; from ddp_runner.host.accelerators import known_to_torch; "
+        "print(known_to_torch(is_rank=False)); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Accelerators(kind="), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -214,16 +253,22 @@ def test_slurm_says_whether_a_task_sees_its_own_gpus(environ: dict[str, str], bi
 def test_a_gpu_that_torch_cannot_open_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a driver that broke since: the reason in torch's first line, and the ways out."""
 
-    def fail() -> None:
+    def fail(device: torch.device) -> None:
         raise RuntimeError("CUDA unknown error - this may be due to an environment.\nMore.\n")
 
-    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", fail)
     with pytest.raises(UserError) as error:
         open_devices(GPU, precision="fp32")
     assert "cannot use cuda:0 (CUDA unknown error - this may" in str(error.value)
     assert str(error.value).endswith("or write backend=gloo backend.device=cpu")
     assert "\n" not in str(error.value)
     open_devices((torch.device("cpu"),), precision="bf16")
+
+
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first GPU be opened where there is none."""
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("is_supported", [True, False])
@@ -235,8 +280,7 @@ def test_bf16_is_rejected_where_it_would_be_emulated(
     def supported(including_emulation: bool = True) -> bool:
         return including_emulation or is_supported
 
-    for name in ("init", "set_device"):
-        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    without_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "_exchange_device", lambda device: -1)
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda device: -1)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
@@ -255,8 +299,7 @@ def test_tf32_is_set_where_it_exists(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
     """For matrices and convolutions alike, so that the measured peak is that of the model."""
-    for name in ("init", "set_device"):
-        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    without_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.backends, "fp32_precision", "none")

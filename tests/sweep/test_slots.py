@@ -66,11 +66,16 @@ def test_cores_and_gpus_are_dealt_out_evenly(
     assert core_shares(5, num_cores=5) == [(4,), (6,), (5,), (7,), (9,)]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_shares(2, num_gpus=5) == ["0,1", "2,3"]
-    assert gpu_shares(2, num_gpus=1) == ["", ""]  # the jobs compute on cores
-    assert gpu_shares(2, num_gpus=0) == [None, None]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-a,1")
-    assert gpu_shares(2, num_gpus=3) == ["3", "GPU-a"]
+    variable = "CUDA_VISIBLE_DEVICES"
+    assert gpu_shares(2, Hardware(5, 4)) == [{variable: "0,1"}, {variable: "2,3"}]
+    assert gpu_shares(2, Hardware(1, 4)) == [{variable: ""}] * 2  # the jobs compute on cores
+    assert gpu_shares(2, Hardware(0, 4)) == [{}, {}]
+    assert gpu_shares(2, Hardware(2, 4, kind="xpu")) == [
+        {"ZE_AFFINITY_MASK": "0"},
+        {"ZE_AFFINITY_MASK": "1"},
+    ]
+    monkeypatch.setenv(variable, "3,GPU-a,1")
+    assert gpu_shares(2, Hardware(3, 4)) == [{variable: "3"}, {variable: "GPU-a"}]
     assert Hardware(num_gpus=5, num_cores=9).share(2) == Hardware(num_gpus=2, num_cores=4)
 
 
@@ -94,6 +99,15 @@ def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: 
     expected = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
     with expected:
         validate_sweep(config, Hardware(num_gpus=2, num_cores=4), searches=False)
+
+
+def test_gpus_that_cannot_be_shown_to_some_jobs_alone_are_not_shared() -> None:
+    """A plug-in's variable for that is not known here, and each job would take all of them."""
+    register()
+    config = to_config(compose_raw("sweep.parallel_jobs=2"))
+    machine = Hardware(num_gpus=2, num_cores=4, kind="npu", backend="hccl")
+    with pytest.raises(UserError, match="which is known for cuda and xpu, not for npu; leave it"):
+        validate_sweep(config, machine, searches=False)
 
 
 @needs_two_cores

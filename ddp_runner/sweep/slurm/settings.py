@@ -165,7 +165,7 @@ def sbatch_options(
     A job is queued again when it was preempted. It receives SIGUSR1 before its time limit.
     """
     needs, gpus = mode_needs(config.parallelism), 0
-    if config.backend.device == "cuda":
+    if config.backend.device != "cpu":
         gpus = shape.ranks_per_node * needs.devices_per_rank
         gpus = node.num_gpus if needs.data_parallel else gpus
     options = {

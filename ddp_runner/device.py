@@ -1,0 +1,141 @@
+"""The accelerators of a rank, of any kind that torch knows: cuda (ROCm's, too), xpu, mps, plug-ins.
+
+What torch offers for all kinds is taken from ``torch.accelerator``, the rest from the kind's own
+module, such as ``torch.cuda``. docs/accelerators.md says what has run on what.
+"""
+
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_runner.errors import UserError
+from ddp_runner.host.accelerators import CUDA
+from ddp_runner.host.hardware import GET_TORCH
+
+HAS_NO_STREAMS = "mps"  # nor pinned memory, nor a peak of its memory
+
+
+def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
+    """Initialise this rank's accelerators and make the first one current; do nothing on a CPU.
+
+    Products of fp32 are computed as such, also in cuDNN's convolutions, where torch's own default
+    is TF32: its peak is several times as high, so ``perf/mfu`` would compare unlike things.
+
+    Raises:
+        UserError: torch cannot use the accelerators, or one of them lacks the precision.
+    """
+    first = devices[0]
+    if first.type == "cpu":
+        return
+    module = torch.get_device_module(first)
+    try:
+        if has_streams(first):
+            torch.accelerator.set_device_index(first)
+        torch.empty(1, device=first)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"torch {torch.__version__} cannot use {first} ({reason}); update the driver, "
+            f"install a torch that was built for it ({GET_TORCH}), or write backend=gloo "
+            "backend.device=cpu"
+        ) from error
+    products: Any = torch.backends  # its attribute is not in its type
+    products.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    for device in devices if precision == "tf32" else ():
+        if module.get_device_capability(device) < (8, 0):
+            raise UserError(
+                f"train.precision=tf32 does not exist on {device} ({device_name(device)}); write "
+                "train.precision=fp32"
+            )
+    for device in devices if precision == "bf16" and first.type == CUDA else ():
+        with module.device(device):
+            if not module.is_bf16_supported(including_emulation=False):
+                raise UserError(
+                    f"train.precision=bf16 would be emulated on {device} ({device_name(device)}), "
+                    "slower than fp32; write train.precision=fp16 or fp32"
+                )
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the maker calls a device; its kind if torch does not say."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else str(name(device))
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """Return the number that no other device in the world has; None if torch does not say."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether a device computes in streams, beside copies from pinned memory."""
+    return device.type not in ("cpu", HAS_NO_STREAMS)
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until devices have done all their work; a CPU always has."""
+    for device in set(devices):
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the CPU without waiting, beside what the device computes.
+
+    The values must not change until the copy is done, unless they are copied to pinned memory
+    first, as those of pageable memory are. Torch uses that memory again once its copy is done.
+    """
+    if tensor.device == device or not has_streams(device) or not tensor.numel():
+        return tensor.to(device)
+    stream, current = _copy_stream(device), torch.accelerator.current_stream(device)
+    with stream:
+        copied = tensor.pin_memory().to(device, non_blocking=True)
+    current.wait_stream(stream)
+    copied.record_stream(current)
+    return copied
+
+
+def values_of(scalars: Sequence[Tensor]) -> list[float]:
+    """Return the values of scalars; the host waits once for each device that they are on."""
+    by_device = defaultdict[torch.device, list[int]](list)
+    for index, one in enumerate(scalars):
+        by_device[one.device].append(index)
+    values = [0.0] * len(scalars)
+    for indices in by_device.values():
+        found = torch.stack([scalars[index] for index in indices]).tolist()
+        for index, value in zip(indices, found, strict=True):
+            values[index] = value
+    return values
+
+
+def seed_devices(seed: int) -> None:
+    """Seed the generators of all accelerators that this process has used."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return
+    module = torch.get_device_module(kind)
+    if getattr(module, "is_initialized", lambda: True)():
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)
+
+
+def peak_memory_gib() -> float:
+    """Return this process's peak memory: what torch allocated on its fullest GPU, else RAM."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not has_streams(kind) or not torch.get_device_module(kind).is_initialized():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
+        return peak / (2**30 if sys.platform == "darwin" else 2**20)
+    of_devices = range(torch.accelerator.device_count())
+    return max(map(torch.accelerator.max_memory_allocated, of_devices)) / 2**30

@@ -1,0 +1,66 @@
+"""The kinds of accelerators that ranks compute on, by torch's names. Torch-free, until it is asked.
+
+NVIDIA's are counted by their driver, in ``hardware``. Any other kind is known to torch alone, which
+takes seconds to import: a child of the fork server answers, which imports torch for the ranks.
+"""
+
+from functools import cache
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.context import ForkServerProcess
+from typing import NamedTuple
+
+from ddp_runner.host.processes import start_fork_server
+
+CUDA = "cuda"  # NVIDIA's, and AMD's by ROCm
+# The backend of each kind, as of torch.distributed.get_default_backend_for_device. MPS has none.
+BACKENDS = {CUDA: "nccl", "xpu": "xccl", "mps": "gloo"}
+FOR_CPU = ("gloo", "mpi")  # backends that move CPU tensors
+
+
+class Accelerators(NamedTuple):
+    """The accelerators of this machine that torch computes on."""
+
+    kind: str = CUDA  # torch's device type
+    number: int = 0
+    backend: str = "nccl"  # their own, or gloo if there is none
+
+
+@cache
+def known_to_torch(*, is_rank: bool) -> Accelerators | str:
+    """Return the accelerators that torch sees, or why it cannot say.
+
+    Args:
+        is_rank: this process will compute on them; else it stays without torch.
+    """
+    if is_rank:
+        return _ask()
+    pipe, theirs = Pipe()
+    with pipe, theirs:
+        try:
+            start_fork_server()
+            process = ForkServerProcess(target=_answer, args=(theirs,))
+            process.start()
+            theirs.close()
+            answer: Accelerators | str = pipe.recv()
+            process.join()
+        except (EOFError, OSError):
+            return "the process that asks torch for accelerators has ended; see the lines above"
+    return answer
+
+
+def _answer(pipe: Connection) -> None:
+    pipe.send(_ask())
+
+
+def _ask() -> Accelerators | str:
+    try:
+        import torch
+        import torch.distributed as dist
+
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None:
+            return Accelerators()
+        backend = BACKENDS.get(found.type) or dist.get_default_backend_for_device(found.type)
+        return Accelerators(found.type, torch.accelerator.device_count(), backend)
+    except Exception as error:  # whatever a broken driver makes torch raise
+        return f"torch cannot say which accelerators it sees ({error!r:.200}); repair its install"
