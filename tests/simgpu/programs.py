@@ -1,76 +1,20 @@
 """What a program sees on the simulated GPU; prints the answers as JSON. Run by test_device.py."""
 
-import ctypes
 import json
-import os
-import resource
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import simgpu
 import torch
-import torch.distributed as dist
+from process_programs import DEVICE, collective, forks, host_reads, two_ranks
 from torch.nn import functional
 
 SIZE = 1000
-DEVICE = torch.device("simgpu", 0)
 
 
 def default() -> torch.Stream:
     """Return the current stream, which is the default one everywhere here."""
     return torch.accelerator.current_stream(0)
-
-
-def in_a_fork(function: Callable[[], Any]) -> int:
-    """Return the exit code of a function in a forked process, or minus its signal."""
-    if pid := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        function()
-        os._exit(0)
-    except RuntimeError as error:
-        os._exit(3 if "forked subprocess" in str(error) else 4)
-
-
-def two_ranks(store: str) -> Any:
-    """Collectives of two ranks; the processes part before either has used a device."""
-    child = os.fork()
-    rank = 1 if child == 0 else 0
-    torch.accelerator.set_device_index(rank)
-    backend = dist.get_default_backend_for_device("simgpu")
-    dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    device = torch.device("simgpu", rank)
-    mean = torch.full((4,), float(rank), device=device)
-    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-    share = torch.empty(2, device=device)
-    dist.reduce_scatter_tensor(share, torch.arange(4.0, device=device))
-    waits = simgpu.waits()
-    gathered = torch.empty(4, device=device)
-    dist.all_gather_into_tensor(gathered, share)
-    sent = torch.full((1,), float(rank + 5), device=device)
-    dist.recv(sent, 1) if rank == 0 else dist.send(sent, 0)
-    found = [mean.tolist(), share.tolist(), gathered.tolist(), sent.item()]
-    dist.barrier(device_ids=[rank])
-    dist.destroy_process_group()
-    if rank == 1:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return {"backend": backend, "values": found, "waits": waits}
-
-
-def host_reads() -> Any:
-    """The host reads a device's memory, and pinned memory."""
-    device, pinned = torch.ones(4, device=DEVICE), torch.ones(4).pin_memory()
-    torch.accelerator.synchronize()
-    return [in_a_fork(lambda: ctypes.string_at(x.data_ptr(), 16)) for x in (device, pinned)]
-
-
-def forks() -> Any:
-    """A forked process makes a tensor, and uses its parent's."""
-    tensor = torch.ones(4, device=DEVICE)
-    return [in_a_fork(lambda: torch.ones(4, device=DEVICE)), in_a_fork(lambda: tensor + 1)]
 
 
 def unwritten() -> Any:
@@ -175,26 +119,6 @@ def pinned() -> Any:
     return [is_pinned, while_used, ones, simgpu.pinned_bytes() - before]
 
 
-def collective(store: str) -> Any:
-    """A collective of a tensor that is not there yet; wait() in another stream."""
-    dist.init_process_group("simccl", store=dist.FileStore(store, 1), rank=0, world_size=1)
-    side = torch.Stream(DEVICE)
-    simgpu.reset_waits()
-    with simgpu.held(side):
-        with side:
-            tensor = torch.ones(4, device=DEVICE)
-            work = dist.all_reduce(tensor, async_op=True)
-        before = (tensor * 1)[0].item()
-        is_done = work.is_completed()
-        waits = simgpu.waits()
-        work.wait()
-        after = tensor * 1
-        waits = {name: n - waits.get(name, 0) for name, n in simgpu.waits().items()}
-    found = [before, is_done, sum(waits.values()), after[0].item()]
-    dist.destroy_process_group()
-    return found
-
-
 def out_of_memory() -> Any:
     """A tensor larger than the device, and one larger than a share of it."""
     found = []
@@ -257,6 +181,14 @@ def training() -> Any:
     return [*losses, types, drawn]
 
 
+def missing() -> Any:
+    """An operator that only GPUs have."""
+    try:
+        torch.nn.LSTM(2, 2, device=DEVICE)(torch.ones(1, 1, 2, device=DEVICE))
+    except NotImplementedError as error:
+        return str(error)
+
+
 def errors() -> Any:
     """A task fails; the calls after it. Nothing works on the device from then on."""
     embedding = functional.embedding(torch.tensor(9).to(DEVICE), torch.ones(4, 2, device=DEVICE))
@@ -277,6 +209,7 @@ def main(folder: str) -> None:
     found["freed"] = [freed(recorded=recorded) for recorded in (False, True)]
     found["collective"] = collective(f"{folder}/store1")
     found["training"] = training()
+    found["missing"] = missing()
     found["waits"] = waits()
     found["errors"] = errors()
     found["waits_at_the_end"] = simgpu.waits()

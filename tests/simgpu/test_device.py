@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, Any]:
     """What the programs saw, all in one process: torch takes seconds to import."""
-    environ = {**simgpu_build.environ(), "SIMGPU_WAITS_FILE": str(folder / "waits"), "RANK": "7"}
+    environ = {**simgpu_build.environ(), "SIMGPU_WAITS_FILE": str(folder / "waits")}
     environ |= {"SIMGPU_TRACE": "event.synchronize", "SIMGPU_TRACE_FILE": str(folder / "trace")}
     done = subprocess.run(
         [sys.executable, str(PROGRAMS), str(folder)],
@@ -128,12 +128,20 @@ def test_waits_are_counted(seen: dict[str, Any], folder: Path) -> None:
         "stream.synchronize": 1,
         "value of aten::equal": 1,
     }
-    (file,) = folder.glob("waits.*")
-    assert json.loads(file.read_text()) == {"rank": "7", "waits": seen["waits_at_the_end"]}
+    lines = [json.loads(file.read_text()) for file in folder.glob("waits.*")]
+    by_rank = {line["rank"]: line["waits"] for line in lines}
+    assert by_rank.keys() == {"0", "1"}
+    assert by_rank["0"] == seen["waits_at_the_end"]
+    assert by_rank["1"]["barrier"] == 1
     (trace,) = folder.glob("trace.*")
     lines = trace.read_text().splitlines()
     assert len(lines) == 2  # of streams() and of waits()
     assert all(f"event.synchronize at {PROGRAMS}:" in line for line in lines)
+
+
+def test_a_missing_operator_is_told_at_once(seen: dict[str, Any]) -> None:
+    """What the CPU has no kernel for is refused with its name."""
+    assert "simgpu has no aten::_thnn_fused_lstm_cell" in seen["missing"]
 
 
 def test_an_error_of_a_task_comes_later_and_stays(seen: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 from pathlib import Path
+from typing import NoReturn
 
 from simgpu.native import library
 
@@ -12,14 +13,31 @@ DRAIN_S = 10.0  # a collective whose other ranks have gone may take for ever
 
 def register() -> None:
     """Let the process wait for its streams at its end, and write its waits if told to."""
-    atexit.register(_end)
-
-
-def _end() -> None:
-    if not library.is_initialized():
-        return
+    atexit.register(_drain)
     if path := os.environ.get("SIMGPU_WAITS_FILE"):
+        atexit.register(_write_waits, path)
+        _write_before_exit(path)
+
+
+def _drain() -> None:
+    # Else the streams' threads would run while the process is taken apart.
+    if library.is_initialized():
+        library.drain(DRAIN_S)
+
+
+def _write_waits(path: str) -> None:
+    if library.is_initialized():
         line = json.dumps({"rank": os.environ.get("RANK"), "waits": library.waits()})
         with Path(f"{path}.{os.getpid()}").open("a") as file:
             file.write(f"{line}\n")
-    library.drain(DRAIN_S)  # else their threads would run while the process is taken apart
+
+
+def _write_before_exit(path: str) -> None:
+    # Ranks end by os._exit, which runs nothing else.
+    end = os._exit
+
+    def write_and_end(status: int) -> NoReturn:
+        _write_waits(path)
+        end(status)
+
+    os._exit = write_and_end

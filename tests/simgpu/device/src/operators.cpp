@@ -213,6 +213,8 @@ void run_later(const Call& call, const Stack& metas, Stack* stack) {
 void launch(const c10::OperatorHandle& op, Stack* stack) {
   raise_error();
   const auto call = make_call(op, stack);
+  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+                              "simgpu has no ", call.name, ", since the CPU has none");
   const c10::DeviceGuard guard(call.place);
   const at::AutoDispatchBelowADInplaceOrView below;
   std::optional<Stack> metas;
