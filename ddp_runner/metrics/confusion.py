@@ -51,7 +51,8 @@ def reject_strays(count: Tensor | int, *, num_classes: int) -> None:
     if count:
         raise UserError(
             f"the evaluation has {counted(int(count), 'target')} outside the classes: "
-            f"{num_classes} classes are numbered from 0 to {num_classes - 1}, and {IGNORED} does not count"
+            f"{num_classes} classes are numbered from 0 to {num_classes - 1}, and {IGNORED} does "
+            "not count"
         )
 
 
