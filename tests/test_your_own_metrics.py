@@ -38,9 +38,9 @@ def test_every_block_is_a_file_or_a_command() -> None:
 def test_each_command_logs_its_metrics(ends: list[CommandResult]) -> None:
     """In metrics.jsonl, TensorBoard and run.json, the same numbers, on the terminal too."""
     expected = [
-        {"eval/within", "eval/auc", "best/within", "best/auc"},
+        {"eval/within", "eval/top_k", "best/within", "best/top_k"},
         {"eval/within"},
-        {"eval/r2", "eval/largest"},
+        {"eval/rmse", "eval/largest"},
         {f"eval/by_class_{label}" for label in range(10)},
     ]
     for end, names in zip(ends, expected, strict=True):
@@ -78,7 +78,8 @@ def test_a_run_goes_on_with_its_metrics(ends: list[CommandResult]) -> None:
 def test_a_comparison_knows_which_end_is_best(ends: list[CommandResult]) -> None:
     """As the class says, by way of run.json: no name gives it away."""
     run = ends[2].run_dir
-    assert record(run)["directions"] == {"eval/r2": "max", "eval/largest": "min"}
+    assert record(run)["directions"] == {"eval/rmse": "min", "eval/largest": "min"}
+    assert record(ends[0].run_dir)["directions"] == {"eval/within": "max", "eval/top_k": "max"}
     best = compare(read_runs([run]), best="eval/largest").best
     assert best is not None
     assert best.mode == "min"
@@ -91,7 +92,7 @@ def test_a_comparison_knows_which_end_is_best(ends: list[CommandResult]) -> None
          "checkpoint.monitor=eval/largest with checkpoint.mode=max would keep the worst"),
         (("checkpoint.monitor=eval/largest_of_all", "checkpoint.mode=min"),
          "checkpoint.monitor (eval/largest_of_all) is not a metric of this run"),
-        (("model=convnet",), "metrics.r2 (R2): a metric of a regression needs outputs and"),
+        (("model=convnet",), "metrics.rmse (RMSE): a metric of a regression needs outputs and"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_reported_before_the_first_step(

@@ -8,6 +8,7 @@ import copy
 import pickle
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ def _their_state(metric: Any) -> dict[str, Any]:
 def _merge_theirs(metric: Any, states: Sequence[dict[str, Any]]) -> None:
     """Set the states of all ranks in a metric of torchmetrics, reduced as it asks.
 
-    Its exchange gives a reduction the ranks' tensors as one stack, and lists as one list.
+    Its exchange gives a reduction the ranks' tensors as one stack, and lists as one list. A sum
+    over each output, as in R2Score, is a single 0 on a rank without samples.
 
     Raises:
         UserError: ranks have other states.
@@ -111,7 +113,7 @@ def _merge_theirs(metric: Any, states: Sequence[dict[str, Any]]) -> None:
     for name, reduction in metric._reductions.items():
         values = [state[name] for state in states]
         is_list = isinstance(values[0], list)
-        joined = [item for value in values for item in value] if is_list else torch.stack(values)
+        joined = list(chain(*values)) if is_list else torch.stack(torch.broadcast_tensors(*values))
         is_empty = is_list and not joined
         setattr(metric, name, joined if reduction is None or is_empty else reduction(joined))
     metric._update_count = sum(state["_update_count"] for state in states)

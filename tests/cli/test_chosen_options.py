@@ -21,7 +21,7 @@ defaults:
   - override /dataset: torch_dataset
   - override /optimizer: adamw
   - override /scheduler: cosine
-  - override /metrics: [auc]
+  - override /metrics: [top_k]
 model: {{name: own, _target_: mine.Model, loss: ddp_runner.train.losses.mse, num_stages: 1}}
 dataset: {{name: whole, train: {TARGET}, eval: {TARGET}}}
 optimizer: {{lr: 0.5, amsgrad: true}}
@@ -62,10 +62,10 @@ def planned(own: str, *words: str) -> tuple[RunConfig, list[str]]:
 
 def test_a_model_trains_with_what_it_brings(own: str) -> None:
     """Also if the command line chooses the options that the model chooses."""
-    for words in ((), ("optimizer=adamw", "scheduler=cosine", "metrics=[auc]")):
+    for words in ((), ("optimizer=adamw", "scheduler=cosine", "metrics=[top_k]")):
         config, notes = planned(own, "model=own", *words)
         assert (config.dataset["name"], config.optimizer["lr"]) == ("whole", 0.5)
-        assert (config.scheduler["warmup_steps"], list(config.metrics)) == (3, ["auc", "mine"])
+        assert (config.scheduler["warmup_steps"], list(config.metrics)) == (3, ["top_k", "mine"])
         assert (config.backend.name, config.backend.timeout_s) == ("gloo", 7)
         assert notes == []
 
@@ -78,7 +78,7 @@ def test_a_model_trains_with_what_it_brings(own: str) -> None:
         ("dataset=digits", "dataset", {"train": None}, "dataset.name, dataset.train._target_"),
         ("optimizer=adam", "optimizer", {"lr": 1e-3, "amsgrad": False}, "optimizer.amsgrad"),
         ("scheduler=constant", "scheduler", {"warmup_steps": None}, "scheduler.warmup_steps"),
-        ("metrics=[]", "metrics", {"mine": None, "auc": None}, "metrics.mine"),
+        ("metrics=[]", "metrics", {"mine": None, "top_k": None}, "metrics.mine"),
         ("backend=auto", "backend", {"name": "gloo", "timeout_s": 7.0}, "backend.name"),
     ],
 )

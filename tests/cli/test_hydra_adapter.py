@@ -54,7 +54,7 @@ def test_the_grid_is_reported_from_other_sweepers() -> None:
 GRIDS = (
     "optimizer.lr=0.1 model=toy_slow ++train.added=3 +model.extra={a:1}",
     "~model.name name=${seed} data_root=${oc.env:HOME}",
-    "metrics=[top_k,auc] ~scheduler +own=three",
+    "metrics=[top_k,pixel_accuracy] ~scheduler +own=three",
     "train.no=1",
     "seed=1",
     "seed=2 model=toy",

@@ -13,7 +13,7 @@ LINES = (
     "model=toy seed=3 train.epochs=2 optimizer.lr=0.5",
     "optimizer.lr=1e-3 optimizer.lr=2 optimizer=adam",
     "model=bert dataset=csv_text dataset.path=a.csv model.dropout=0",
-    "metrics=[top_k,auc] metrics.top_k.k=3",
+    "metrics=[top_k,pixel_accuracy] metrics.top_k.k=3",
     "+model.mine=3 model.mine=4",
     "++train.epochs=5 ~optimizer.momentum",
     "model=gpt dataset=text parallelism=fsdp_tp world_size=4",

@@ -103,10 +103,10 @@ def test_more_metrics_stand_beside_those_of_the_run(tmp_path: Path) -> None:
     """What the training monitored is still there; without it, nothing is monitored here."""
     run = frozen_run(
         tmp_path,
-        *("model=convnet", "metrics=[auc]", "checkpoint.monitor=eval/auc"),
+        *("model=convnet", "metrics=[pixel_accuracy]", "checkpoint.monitor=eval/pixel_accuracy"),
     )
     config, _ = resolved(f"resume={run}", "task=evaluate", "metrics=[top_k]")
-    assert list(config.metrics) == ["auc", "top_k"]
+    assert list(config.metrics) == ["pixel_accuracy", "top_k"]
 
 
 def test_weights_that_the_training_began_with_may_be_gone(tmp_path: Path) -> None:

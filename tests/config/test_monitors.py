@@ -89,19 +89,20 @@ def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: 
          "metrics.mine has no _target_, the class of the metric; write metrics=[mine] for one that "
          "has a YAML, or +metrics.mine._target_=my_package.Mine"),
         (("+metrics.mine=3",), "metrics.mine has no _target_"),
-        (("+metrics.accuracy._target_=ddp_runner.metrics.classification.AUC",),
+        (("+metrics.accuracy._target_=ddp_runner.metrics.regression.MAE",),
          "metrics.accuracy: eval/accuracy is a metric of every evaluation; give yours another "
          "name, such as metrics.own_accuracy"),
-        (("+metrics.my-own._target_=ddp_runner.metrics.classification.AUC",),
+        (("+metrics.my-own._target_=ddp_runner.metrics.regression.MAE",),
          "metrics.my-own: the name of a metric is letters, digits and _; write metrics.my_own"),
-        (("+metrics.mine._target_=ddp_runner.metrics.classification.AOC",),
-         "did you mean ddp_runner.metrics.classification.AUC?"),
+        (("+metrics.mine._target_=ddp_runner.metrics.regression.RNSE",),
+         "did you mean ddp_runner.metrics.regression.RMSE?"),
         (("metrics=aoc",), "metrics=aoc does not exist; did you mean auc?"),
         (("metrics=[{_target_:my_package.Mine}]",),
          "a list of options holds a mapping; write +metrics.NAME._target_=my_package.MyMetric"),
         (("metrics={mine:{_target_:my_package.Mine}}",),
          "metrics has no key of this name yet; write +metrics.KEY=VALUE"),
         (("metrics=[auc,aoc]",), "metrics=aoc does not exist; did you mean auc?"),
+        (("metrics=auc",), "metrics.auc.num_classes has no value; write metrics.auc.num_classes="),
     ],
 )  # fmt: skip
 def test_a_wrong_metric_is_one_line(overrides: tuple[str, ...], sentence: str) -> None:
@@ -113,7 +114,12 @@ def test_torchmetrics_is_asked_for_where_it_is_missing(monkeypatch: pytest.Monke
     """By the extra that brings it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     target = "+metrics.mine._target_=torchmetrics.classification.MulticlassRecall"
-    assert config_error(target, "allowed_targets=[torchmetrics]") == (
-        "metrics.mine (torchmetrics.classification.MulticlassRecall) needs torchmetrics, which "
-        "is not installed; pip install 'ddp-runner[metrics]'"
-    )
+    for words, metric in (
+        ((target, "allowed_targets=[torchmetrics]"),
+         "mine (torchmetrics.classification.MulticlassRecall)"),
+        (("metrics=r2",), "r2 (torchmetrics.regression.R2Score)"),
+    ):  # fmt: skip
+        assert config_error(*words) == (
+            f"metrics.{metric} needs torchmetrics, which is not installed; "
+            "pip install 'ddp-runner[metrics]'"
+        )

@@ -139,7 +139,7 @@ def test_every_optimizer_and_scheduler_of_torch_has_its_option() -> None:
     ("words", "sentence"),
     [
         (("model=toy", "+dataset.eval_sample=3"), "did you mean dataset.eval_samples?"),
-        (("metrics=[auc]", "+metrics.auc.classes=3"), "metrics.auc.classes is not a keyword of"),
+        (("metrics=[top_k]", "+metrics.top_k.n=3"), "metrics.top_k.n is not a keyword of"),
         (("dataset.augmentation.crop=1",), "dataset.augmentation.crop"),
         (("train.step={_target_:ddp_runner.train.step.supervised,target:x}",),
          "train.step.target is not a keyword of ddp_runner.train.step.supervised; did you mean "

@@ -30,7 +30,7 @@ def notes(*words: str) -> list[str]:
         (("model=toy", "optimizer=adam", "optimizer.lr=1", "trackers=[]"), None),
         (("train.clip_norm=1", "ema.decay=0.9"), "ema.decay, train.clip_norm"),
         (("early_stop={monitor:eval/loss}", "scheduler=cosine"), "early_stop, scheduler"),
-        (("params.freeze=['a*']", "metrics=[auc]"), "metrics, params.freeze"),
+        (("params.freeze=['a*']", "metrics=[top_k]"), "metrics, params.freeze"),
         (
             ("model=gpt", "dataset=text"),
             "batch.count, metrics, train.clip_norm",
@@ -71,7 +71,7 @@ def test_a_resume_of_an_own_loop_names_them_too(tmp_path: Path) -> None:
         (("task=evaluate", "batch.eval_per_rank=3", "train.precision=bf16"), None),
         (("task=evaluate", "optimizer=adam", "train.epochs=3"), "optimizer, train.epochs"),
         (("task=evaluate", "params.no_decay=true"), "params.no_decay"),
-        (("task=predict", "metrics=[auc]"), "metrics"),
+        (("task=predict", "metrics=[top_k]"), "metrics"),
         (("train.epochs=3", "optimizer.lr=1"), None),
     ],
 )

@@ -16,18 +16,16 @@ from metric_batches import (
 )
 from own_metrics import Appended, Counted, Largest, Nested, Summed, Vector
 
-from ddp_runner.metrics.classification import AUC, MeanIoU, Perplexity, TopKAccuracy
+from ddp_runner.metrics.classification import Perplexity, TopKAccuracy
 from ddp_runner.metrics.metric import Metric, summed
-from ddp_runner.metrics.regression import MAE, R2, RMSE
+from ddp_runner.metrics.regression import MAE, RMSE
 
-OF_CLASSES: tuple[Metric, ...] = (
-    *(TopKAccuracy(k=2), AUC(), MeanIoU(), TopKAccuracy(k=1), Perplexity()),
-)
+OF_CLASSES: tuple[Metric, ...] = (TopKAccuracy(k=2), TopKAccuracy(k=1), Perplexity())
 PLAIN: list[tuple[Any, Any]] = [
     *((metric, classified) for metric in (
         *OF_CLASSES, Summed(), Counted(), Appended(), Largest(), Nested(), Vector())),
     *((metric, some_ignored) for metric in OF_CLASSES),
-    *((metric, regressed) for metric in (MAE(), RMSE(), R2())),
+    *((metric, regressed) for metric in (MAE(), RMSE())),
 ]  # fmt: skip
 
 

@@ -4,24 +4,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.classification import AUC, MeanIoU, Perplexity, TopKAccuracy
+from ddp_runner.metrics.classification import Perplexity, TopKAccuracy
 from ddp_runner.metrics.metric import Metric
-from ddp_runner.metrics.regression import MAE, R2, RMSE
+from ddp_runner.metrics.regression import MAE, RMSE
 
 GENERATOR = torch.Generator().manual_seed(0)
 NUM_SAMPLES, NUM_CLASSES = 203, 7
 CLASSES = torch.randint(NUM_CLASSES, (NUM_SAMPLES,), generator=GENERATOR)
 LOGITS = torch.randn(NUM_SAMPLES, NUM_CLASSES, generator=GENERATOR)
 LOGITS += 2 * F.one_hot(CLASSES, NUM_CLASSES)
-LABELS = (LOGITS[:, 0] + torch.randn(NUM_SAMPLES, generator=GENERATOR) > 0).long()
-COARSE = LOGITS[:, 0].round()  # many ties
 VALUES = 1e4 + torch.randn(NUM_SAMPLES, 3, generator=GENERATOR)
 PREDICTIONS = VALUES + 0.5 * torch.randn(NUM_SAMPLES, 3, generator=GENERATOR)
 PIXEL_LOGITS = torch.randn(20, 4, 8, 9, generator=GENERATOR)
@@ -49,31 +46,13 @@ def sk() -> Any:
     return metrics
 
 
-def macro_area() -> float:
-    """Return the mean of the areas of each class against the rest."""
-    probabilities = LOGITS.double().softmax(dim=1).numpy()
-    return float(sk().roc_auc_score(CLASSES, probabilities, multi_class="ovr", average="macro"))
-
-
 @pytest.mark.parametrize(
     ("metric", "outputs", "targets", "expected"),
     [
         *((TopKAccuracy(k=k), LOGITS, CLASSES,
            lambda k=k: sk().top_k_accuracy_score(CLASSES, LOGITS, k=k)) for k in (1, 2, 5)),
-        (AUC(), LOGITS[:, 0], LABELS, lambda: sk().roc_auc_score(LABELS, LOGITS[:, 0])),
-        (AUC(), COARSE, LABELS, lambda: sk().roc_auc_score(LABELS, COARSE)),
-        (AUC(), COARSE[:, None], LABELS, lambda: sk().roc_auc_score(LABELS, COARSE)),
-        (AUC(), LOGITS[:, :2], LABELS,
-         lambda: sk().roc_auc_score(LABELS, LOGITS[:, 1] - LOGITS[:, 0])),
-        (AUC(), LOGITS, CLASSES, macro_area),
         (MAE(), PREDICTIONS, VALUES, lambda: sk().mean_absolute_error(VALUES, PREDICTIONS)),
         (RMSE(), PREDICTIONS, VALUES, lambda: sk().mean_squared_error(VALUES, PREDICTIONS) ** 0.5),
-        (R2(), PREDICTIONS, VALUES,
-         lambda: sk().r2_score(VALUES.double(), PREDICTIONS.double())),
-        (R2(), PREDICTIONS[:, 0], VALUES[:, 0],
-         lambda: sk().r2_score(VALUES[:, 0].double(), PREDICTIONS[:, 0].double())),
-        (MeanIoU(), PIXEL_LOGITS, PIXELS, lambda: sk().jaccard_score(
-            PIXELS.flatten(), PIXEL_LOGITS.argmax(dim=1).flatten(), average="macro")),
         (TopKAccuracy(k=1), PIXEL_LOGITS, PIXELS, lambda: sk().accuracy_score(
             PIXELS.flatten(), PIXEL_LOGITS.argmax(dim=1).flatten())),
         (Perplexity(), TOKEN_LOGITS, TOKENS, lambda: math.exp(sk().log_loss(
@@ -94,11 +73,8 @@ def test_it_is_scikit_learns(
     ("metric", "outputs", "targets"),
     [
         (TopKAccuracy(k=2), PIXEL_LOGITS, PIXELS),
-        (MeanIoU(), PIXEL_LOGITS, PIXELS),
         (TopKAccuracy(k=1), PIXEL_LOGITS, PIXELS),
         (Perplexity(), TOKEN_LOGITS, TOKENS),
-        (AUC(), LOGITS, CLASSES),
-        (AUC(), LOGITS[:, :1], LABELS),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Metric) else "",
 )
@@ -117,25 +93,11 @@ def options(metric: Metric) -> dict[str, int]:
     return {"k": metric.k} if isinstance(metric, TopKAccuracy) else {}
 
 
-def test_a_constant_score_has_half_the_area() -> None:
-    """All samples are tied, so each pair counts half."""
-    assert result(AUC(), torch.zeros(NUM_SAMPLES), LABELS) == 0.5
-
-
-def test_a_class_that_never_occurs_is_left_out() -> None:
-    """It has no area, and no union with what is predicted."""
-    present = CLASSES[CLASSES > 0]
-    scores = LOGITS.double().softmax(dim=1)[CLASSES > 0]
-    areas = [sk().roc_auc_score(present == label, scores[:, label]) for label in range(1, 7)]
-    assert result(AUC(), LOGITS[CLASSES > 0], present) == pytest.approx(np.mean(areas))
-    one = torch.tensor([[9.0, 0.0, 0.0]])
-    assert result(MeanIoU(), one.repeat(4, 1), torch.zeros(4).long()) == 1.0
-
-
 @pytest.mark.parametrize(
-    "metric", [TopKAccuracy(k=1), AUC(), MAE(), RMSE(), R2(), MeanIoU(), Perplexity()],
+    "metric",
+    [TopKAccuracy(k=1), MAE(), RMSE(), Perplexity()],
     ids=lambda metric: type(metric).__name__,
-)  # fmt: skip
+)
 def test_without_a_sample_it_is_not_a_number(metric: Metric) -> None:
     """0 would look like a result."""
     assert math.isnan(metric.compute())
@@ -153,11 +115,7 @@ def test_without_a_sample_it_is_not_a_number(metric: Metric) -> None:
             PIXELS + 252,
             "has 1440 targets outside the classes: 4",
         ),
-        (AUC, PIXEL_LOGITS, PIXELS, "needs a score for each sample"),
-        (AUC, LOGITS[:, 0], LABELS + 1, "outside the classes: 2 classes are numb"),
         (MAE, VALUES[:, :1], VALUES[:, 0], "outputs and targets of one shape"),
-        (R2, VALUES[:, :1], VALUES[:, 0], "outputs and targets of one shape"),
-        (MeanIoU, LOGITS, PIXELS, "have no scores of classes"),
         (Perplexity, LOGITS, TOKENS, "have no scores of classes"),
     ],
 )

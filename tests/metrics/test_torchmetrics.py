@@ -15,6 +15,7 @@ from metric_batches import (
     classified,
     on_ranks,
     regressed,
+    some_ignored,
 )
 from ranks import run_ranks
 from torch import Tensor
@@ -29,6 +30,10 @@ THEIRS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "Accuracy": (lambda tm: tm.Accuracy(task="multiclass", num_classes=NUM_CLASSES), classified),
     "AUROC of two": (lambda tm: tm.AUROC(task="binary"), binary),
     "AUROC": (lambda tm: tm.AUROC(task="multiclass", num_classes=NUM_CLASSES), classified),
+    "AUROC of some": (
+        lambda tm: tm.AUROC(task="multiclass", num_classes=NUM_CLASSES, ignore_index=-100),
+        some_ignored,
+    ),
     "AveragePrecision": (
         lambda tm: tm.AveragePrecision(task="multiclass", num_classes=NUM_CLASSES, thresholds=9),
         classified,
@@ -39,6 +44,14 @@ THEIRS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     ),
     "PearsonCorrCoef": (lambda tm: tm.PearsonCorrCoef(), regressed),
     "R2Score": (lambda tm: tm.R2Score(), regressed),
+    "R2Score of two": (
+        lambda tm: tm.R2Score(),
+        lambda size: [(one[:, :2], one[:, 2:4]) for one, _ in classified(size)],
+    ),
+    "JaccardIndex": (
+        lambda tm: tm.JaccardIndex("multiclass", num_classes=NUM_CLASSES, ignore_index=-100),
+        some_ignored,
+    ),
     "MeanSquaredError": (lambda tm: tm.MeanSquaredError(squared=False), regressed),
     "MetricCollection": (
         lambda tm: tm.MetricCollection(

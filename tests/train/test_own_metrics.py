@@ -18,6 +18,7 @@ from ddp_runner.train.first_batch import try_evaluation
 
 OWN = "allowed_targets=[own_metrics]"
 SUMMED = "+metrics.mine._target_=own_metrics.Summed"
+APPENDED = "+metrics.appended._target_=own_metrics.Appended"
 LARGEST = "+metrics.largest._target_=own_metrics.Largest"
 DIGITS = ("model=mnist_net", "dataset=fake_images", "dataset.num_samples=20")
 PICTURES = (
@@ -30,6 +31,7 @@ PICTURES = (
     "dataset.eval={_target_:own_metrics.Pictures,size:11}",
     "batch.eval_per_rank=3",
     "metrics=[iou,pixel_accuracy]",
+    "metrics.iou.num_classes=2",
     OWN,
 )
 
@@ -48,13 +50,14 @@ def evaluated(env: DistEnv, config: Config) -> dict[str, float]:
         (
             *DIGITS,
             "dataset.eval_samples=37",
-            "metrics=[top_k,auc,perplexity]",
+            "metrics=[top_k,perplexity]",
             SUMMED,
+            APPENDED,
             LARGEST,
             OWN,
         ),
-        (*DIGITS, "dataset.eval_samples=2", "metrics=[top_k,auc]"),
-        (*TOY, "batch.global_size=6", "dataset.eval_samples=2", "metrics=[mae,rmse,r2]"),
+        (*DIGITS, "dataset.eval_samples=2", "metrics=top_k", APPENDED, OWN),
+        (*TOY, "batch.global_size=6", "dataset.eval_samples=2", "metrics=[mae,rmse]"),
     ],
     ids=["many samples", "two samples", "two samples of a regression"],
 )
@@ -181,7 +184,7 @@ def test_a_few_samples_tell_which_metrics_there_are() -> None:
          "metrics.mae needs the outputs of the model, and train.step returns none"),
         (("train.step=own_metrics.with_scalar",),
          "train.step=own_metrics.with_scalar returns the scalar mae, and eval/mae is another"),
-        (("metrics=[mae,iou]",), "metrics.iou (MeanIoU): outputs (2, "),
+        (("metrics=[mae,top_k]",), "metrics.top_k (TopKAccuracy): outputs (2, "),
         (("+metrics.mine._target_=own_metrics.Nothing",), "metrics.mine computes a NoneType"),
         (("+metrics.mine._target_=own_metrics.Unmerged",),
          "metrics.mine (Unmerged): it has no merge(self, other)"),
