@@ -228,13 +228,17 @@ class SimCCL final : public Backend {
     if (bound_ < 0) bound_ = device;
     ++calls_;
     // A send has a stream of its own: gloo knows no groups of calls.
-    const std::pair key{device, kind == OpType::SEND};
+    const bool sends = kind == OpType::SEND;
+    const std::pair key{device, sends};
     if (!streams_.count(key)) streams_[key] = new_stream(device);
     const auto stream = streams_[key];
+    // NCCL's communicator of another device is another one; here gloo's calls keep their order.
+    if (last_[sends]) let_wait(device, stream, last_[sends]);
     let_wait(device, stream, record(device, current_stream(device)));
     for (auto& tensor : used) record_use(tensor.storage().data_ptr(), device, stream);
     enqueue(device, stream, std::move(task));
-    auto work = c10::make_intrusive<SimWork>(device, record(device, stream), outputs, kind);
+    last_[sends] = record(device, stream);
+    auto work = c10::make_intrusive<SimWork>(device, last_[sends], outputs, kind);
     const c10::Device place(kType, device);
     const auto type = c10::ListType::create(c10::TensorType::get());
     work->future = c10::make_intrusive<Future>(type, std::vector<c10::Device>{place});
@@ -246,6 +250,7 @@ class SimCCL final : public Backend {
   c10::intrusive_ptr<Options> options_;
   int bound_ = -1; // the device of the first collective
   std::map<std::pair<int, bool>, c10::StreamId> streams_; // by device, and whether it sends
+  std::map<bool, MarkPtr> last_; // the end of the last call, by whether it sends
   uint64_t calls_ = 0;
 };
 } // namespace
