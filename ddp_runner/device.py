@@ -6,7 +6,6 @@ module, such as ``torch.cuda``. docs/accelerators.md says what has run on what.
 
 import resource
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -18,7 +17,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.accelerators import CUDA
 from ddp_runner.host.hardware import GET_TORCH
 
-HAS_NO_STREAMS = "mps"  # nor pinned memory, nor a peak of its memory
+MPS = "mps"  # Apple's, without streams, pinned memory, a peak of its memory, and float64
 
 
 def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
@@ -70,14 +69,13 @@ def device_name(device: torch.device) -> str:
 
 def device_uuid(device: torch.device) -> str | None:
     """Return the number that no other device in the world has; None if torch does not say."""
-    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    uuid = None if properties is None else getattr(properties(device), "uuid", None)
-    return None if uuid is None else str(uuid)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(properties.uuid) if hasattr(properties, "uuid") else None
 
 
 def has_streams(device: torch.device) -> bool:
     """Return whether a device computes in streams, beside copies from pinned memory."""
-    return device.type not in ("cpu", HAS_NO_STREAMS)
+    return device.type not in ("cpu", "meta", MPS)
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
@@ -95,8 +93,8 @@ def _copy_stream(device: torch.device) -> torch.Stream:
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from the CPU without waiting, beside what the device computes.
 
-    The values must not change until the copy is done, unless they are copied to pinned memory
-    first, as those of pageable memory are. Torch uses that memory again once its copy is done.
+    It goes by way of pinned memory, which torch uses again once the copy is done. The values of a
+    tensor that is pinned already must not change until then.
     """
     if tensor.device == device or not has_streams(device) or not tensor.numel():
         return tensor.to(device)
@@ -109,26 +107,22 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def values_of(scalars: Sequence[Tensor]) -> list[float]:
-    """Return the values of scalars; the host waits once for each device that they are on."""
-    by_device = defaultdict[torch.device, list[int]](list)
-    for index, one in enumerate(scalars):
-        by_device[one.device].append(index)
-    values = [0.0] * len(scalars)
-    for indices in by_device.values():
-        found = torch.stack([scalars[index] for index in indices]).tolist()
-        for index, value in zip(indices, found, strict=True):
-            values[index] = value
-    return values
+    """Return the values of scalars, perhaps of several devices; the host waits once."""
+    near = [one.to(scalars[0].device, non_blocking=True) for one in scalars]
+    return torch.stack(near).tolist() if near else []
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which many numbers are summed up: float64, which MPS has not."""
+    return torch.float32 if device.type == MPS else torch.float64
 
 
 def seed_devices(seed: int) -> None:
     """Seed the generators of all accelerators that this process has used."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return
-    module = torch.get_device_module(kind)
-    if getattr(module, "is_initialized", lambda: True)():
-        getattr(module, "manual_seed_all", module.manual_seed)(seed)
+    if (kind := torch.accelerator.current_accelerator()) is not None:
+        module = torch.get_device_module(kind)
+        if kind.type == MPS or module.is_initialized():
+            getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
 def peak_memory_gib() -> float:

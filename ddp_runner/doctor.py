@@ -27,6 +27,7 @@ MEMINFO, SHARED_MEMORY = Path("/proc/meminfo"), Path("/dev/shm")
 GIB = 2**30
 LEAST_MEMORY = 2 * GIB  # a rank takes about half a GiB before it has a model
 LEAST_SHARED = GIB  # Docker gives 64 MiB, and loading workers pass whole batches through it
+NO_GPUS = "none: ranks compute on the CPU, over gloo"
 LEAST_FREE = 5 * GIB  # some checkpoints of a small model
 
 
@@ -89,8 +90,6 @@ def backends() -> Finding:
     found = ["gloo"] if dist.is_gloo_available() else []
     if (kind := torch.accelerator.current_accelerator(check_available=True)) is not None:
         found.append(f"{dist.get_default_backend_for_device(kind.type)} for {kind.type}")
-    if dist.is_nccl_available() and torch.cuda.is_available():
-        found[-1] += " (NCCL " + ".".join(map(str, torch.cuda.nccl.version())) + ")"
     found += ["MPI"] if dist.is_mpi_available() else []
     fix = "" if "gloo" in found else "install a torch with gloo, by which ranks agree"
     return Finding(", ".join(found) or "none", problem=fix)
@@ -110,9 +109,7 @@ def gpus() -> Finding:
     if hardware.unusable is not None:
         reason, _, fix = hardware.unusable.partition("; ")
         return Finding(reason, problem=fix)
-    number = "none: ranks compute on the CPU, over gloo"
-    if hardware.num_gpus:
-        number = f"{hardware.num_gpus} ({hardware.kind})"
+    number = f"{hardware.num_gpus} ({hardware.kind})" if hardware.num_gpus else NO_GPUS
     return Finding(number + ("" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible}"))
 
 

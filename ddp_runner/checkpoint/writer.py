@@ -1,7 +1,7 @@
 """Saves checkpoints while training goes on: the loop waits for a copy, and a thread writes it."""
 
 import copy
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from ddp_runner.checkpoint.store import retain, save_checkpoint
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.device import synchronize
 from ddp_runner.errors import UserError
 from ddp_runner.job import Wire
-
-Key = tuple[torch.device, int, int]  # of a storage: where it begins, and its bytes
-ALIGNED = 64  # bytes
 
 
 class CheckpointWriter:
@@ -31,7 +28,7 @@ class CheckpointWriter:
         config: which checkpoints are kept.
         wire: asks our launcher to let a save finish; None under another one.
         log: takes a sentence for the user, also from the thread.
-        pinned: copy to page-locked memory, for a state on CUDA devices.
+        pinned: copy to page-locked memory, for a state on GPUs.
     """
 
     def __init__(
@@ -106,42 +103,31 @@ class CheckpointWriter:
 class Stager:
     """Copies a state to the CPU, into memory that the next copy uses again.
 
-    All of it is one buffer, since page-locked memory comes in powers of two. torch's DefaultStager
-    works only once in torch 2.11: it clears its own table of types after the first state.
+    Allocation makes the first copy slower. torch's DefaultStager works only once in torch 2.11: it
+    clears its own table of types after the first state.
 
     Args:
-        pinned: use page-locked memory, to which a GPU copies while this process goes on.
+        pinned: use page-locked memory, to which a GPU copies all tensors side by side.
     """
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._memory: dict[Any, Tensor] = {}
 
-    @torch.no_grad()
     def stage(self, state: dict[str, Any], copies: Container[int] = ()) -> dict[str, Any]:
         """Return a copy that shares no memory with the state; it overwrites the previous copy.
 
         Tensors that share memory also share it in the copy. Those whose memory begins at an
         address of `copies` are not copied.
         """
-        sources = dict[Key, UntypedStorage]()
-        for tensor in _tensors(state):
-            if not tensor.is_sparse and tensor.untyped_storage().data_ptr() not in copies:
-                sources[_key(tensor)] = tensor.untyped_storage()
-        targets = self._copied(sources)
+        before, self._memory = self._memory, {}
 
         def copied(value: Any) -> Any:
             if isinstance(value, Tensor):
                 if value.is_sparse:  # momentum of a sparse gradient: it has several storages
                     return value.detach().to("cpu", copy=True)
-                target = targets.get(_key(value))
-                return (
-                    value
-                    if target is None
-                    else torch.empty(0, dtype=value.dtype).set_(
-                        target, value.storage_offset(), value.size(), value.stride()
-                    )
-                )
+                is_copy = value.untyped_storage().data_ptr() in copies
+                return value if is_copy else self._copy_tensor(value, before)
             if isinstance(value, dict):
                 result = copy.copy(value)  # keeps the _metadata that state_dict() attaches
                 result.update({key: copied(item) for key, item in value.items()})
@@ -151,35 +137,20 @@ class Stager:
             return copy.deepcopy(value)
 
         staged: dict[str, Any] = copied(state)
+        synchronize(device for device, _, _ in self._memory)  # the next step changes the sources
         return staged
 
-    def _copied(self, sources: Mapping[Key, UntypedStorage]) -> dict[Key, UntypedStorage]:
-        """Copy storages side by side, and wait once for each device: the next step changes them."""
-        sizes = [-(-one.nbytes() // ALIGNED) * ALIGNED for one in sources.values()]
-        if sum(sizes) != len(self._buffer):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # first give back the other one
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._pinned)
-        targets = dict[Key, UntypedStorage]()
-        for (key, source), part in zip(sources.items(), self._buffer.split(sizes), strict=False):
-            # By way of numpy, a storage of its own: torch saves the whole of a tensor's storage.
-            target = torch.from_numpy(part[: source.nbytes()].numpy())
-            target.copy_(
-                torch.empty(0, dtype=torch.uint8, device=source.device).set_(source),
-                non_blocking=True,
-            )
-            targets[key] = target.untyped_storage()
-        synchronize(source.device for source in sources.values())
-        return targets
-
-
-def _key(tensor: Tensor) -> Key:
-    source = tensor.untyped_storage()
-    return tensor.device, source.data_ptr(), source.nbytes()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+    @torch.no_grad()
+    def _copy_tensor(self, tensor: Tensor, before: dict[Any, Tensor]) -> Tensor:
+        source = tensor.untyped_storage()
+        key = (tensor.device, source.data_ptr(), source.nbytes())
+        if key not in self._memory:
+            memory = before.get(key)
+            if memory is None:
+                memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=self._pinned)
+            memory.untyped_storage().copy_(source, non_blocking=True)
+            self._memory[key] = memory
+        target = self._memory[key].untyped_storage()
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            target, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )

@@ -21,6 +21,8 @@ from ddp_runner.errors import UserError, counted
 from ddp_runner.host.accelerators import BACKENDS, CUDA, FOR_CPU
 from ddp_runner.host.hardware import Hardware
 
+ON_CPU = "backend=gloo backend.device=cpu"
+
 
 def resolve(
     config: Config,
@@ -73,13 +75,23 @@ def _backend(
     """Return the backend with its name and device filled in."""
     name, device, gpus = config.backend.name, config.backend.device, hardware.num_gpus
     needs, kinds = mode_needs(config.parallelism), BACKENDS | {hardware.kind: hardware.backend}
-    _validate_one_of("backend.name", name, {"auto", *FOR_CPU, *kinds.values()})
-    _validate_one_of("backend.device", device, {"auto", "cpu", *kinds})
+    for key, options in (
+        ("name", {"auto", *FOR_CPU, *kinds.values()}),
+        ("device", {"auto", "cpu", *kinds}),
+    ):
+        if (value := getattr(config.backend, key)) not in options:
+            raise UserError(f"backend.{key} ({value}) must be one of {', '.join(sorted(options))}")
     kind_of = {own: kind for kind, own in kinds.items() if own not in FOR_CPU}
     wanted = kind_of.get(name) or (device if device in kinds else None)
     if wanted is not None:
         asked = f"backend={name}" if name in kind_of else f"backend.device={device}"
-        _validate_kind(asked, wanted, hardware)
+        lacks = f"{asked} needs {wanted.upper()} devices"
+        if hardware.unusable:
+            raise UserError(f"{lacks}: {hardware.unusable}, or write {ON_CPU}")
+        if gpus and hardware.kind != wanted:
+            raise UserError(f"{lacks} and torch has {hardware.kind} here; write backend=auto")
+        if gpus == 0 and name in kind_of:
+            raise UserError(f"{lacks} and this machine shows none; write backend=gloo")
         if device not in ("auto", wanted):
             raise UserError(
                 f"{asked} moves only {wanted.upper()} tensors; backend.device={device} needs "
@@ -92,7 +104,7 @@ def _backend(
         raise UserError(
             f"{counted(nproc, 'rank')} with {counted(needs.devices_per_rank, 'device')} each need "
             f"{counted(num_devices, 'GPU')} and this machine shows {gpus}; "
-            f"{f'write world_size={most}, or' if most else 'write'} backend=gloo backend.device=cpu"
+            f"{f'write world_size={most}, or' if most else 'write'} {ON_CPU}"
         )
     obstacle = _obstacle(config, hardware)
     if wanted is not None and obstacle is not None:
@@ -106,22 +118,6 @@ def _backend(
     if config.train.precision == "tf32" and device != CUDA:
         raise UserError("train.precision=tf32 needs a CUDA device; elsewhere write fp32")
     return replace(config.backend, name=name, device=device)
-
-
-def _validate_one_of(key: str, value: str, options: Collection[str]) -> None:
-    if value not in options:
-        raise UserError(f"{key} ({value}) must be one of {', '.join(sorted(options))}")
-
-
-def _validate_kind(asked: str, wanted: str, hardware: Hardware) -> None:
-    """Reject a kind of accelerator that this machine, or the installed torch, lacks."""
-    named = f"{asked} needs {wanted.upper()} devices"
-    if hardware.unusable:
-        raise UserError(f"{named}: {hardware.unusable}, or write backend=gloo backend.device=cpu")
-    if hardware.num_gpus and hardware.kind != wanted:
-        raise UserError(f"{named} and torch computes on {hardware.kind} here; write backend=auto")
-    if hardware.num_gpus == 0 and asked != f"backend.device={wanted}":
-        raise UserError(f"{named} and this machine shows none; write backend=gloo")
 
 
 def _obstacle(config: Config, hardware: Hardware) -> str | None:

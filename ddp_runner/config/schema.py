@@ -98,9 +98,9 @@ class Batch(BatchConfig):
 class BackendConfig:
     """Which library carries the collectives."""
 
-    name: str = "auto"  # auto, gloo, nccl, mpi
+    name: str = "auto"  # auto, gloo, mpi, or the one of the GPUs: nccl, xccl, ...
     timeout_s: float = 300.0  # seconds after which a collective fails the run
-    device: str = "auto"  # where the ranks compute: auto, cpu, cuda
+    device: str = "auto"  # where the ranks compute: auto, cpu, or GPUs by kind: cuda, xpu, mps, ...
 
 
 @dataclass

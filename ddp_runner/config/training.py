@@ -20,7 +20,7 @@ class TrainConfig:
     eval_every_epochs: int = 1  # epochs between two evaluations, and one at the end; 0: never
     eval_every_steps: int | None = None  # optimizer steps between two more evaluations
     # fp32, tf32 (fp32 whose products have 10 bits, CUDA only), bf16 (autocast), or fp16 (autocast
-    # with a scaled loss, CUDA only)
+    # with a scaled loss, GPUs only)
     precision: str = "fp32"
     grad_accum_steps: int = 1  # micro-steps of one optimizer step
     clip_norm: float | None = None  # largest L2 norm of the whole gradient; null: no clipping

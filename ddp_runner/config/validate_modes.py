@@ -86,7 +86,7 @@ def validate_mode(config: Config) -> None:
             f"parallelism={name} a rank sees only its own part of them; write train.precision=bf16"
         )
     if mode.get("sync_batchnorm") and config.backend.device == "cpu":
-        raise UserError("parallelism.sync_batchnorm=true exists on CUDA only; set it to false")
+        raise UserError("parallelism.sync_batchnorm=true exists on GPUs only; set it to false")
 
 
 def _validate_ddp(config: Config) -> None:

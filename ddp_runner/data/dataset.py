@@ -72,7 +72,7 @@ class Dataset:
     def near(self, split: AnySplit, device: torch.device) -> AnySplit:
         """Return a split of the dataset on a GPU if it is small enough, else as it is."""
         moved = split.near(device, most_bytes=MOST_GPU_DATA)
-        if self.padding_id is None or not isinstance(moved, TensorSplit) or moved is split:
+        if self.padding_id is None or moved is split or not isinstance(moved, TensorSplit):
             return moved
         assert isinstance(split, TensorSplit)
         return replace(moved, ends=ends(split.inputs, self.padding_id))
@@ -81,7 +81,7 @@ class Dataset:
         """Return the number of tokens of each training sample, int64 (num_samples,)."""
         assert self.padding_id is not None
         assert isinstance(self.train, TensorSplit)
-        return self.train.inputs.ne(self.padding_id).sum(dim=1)
+        return ends(self.train.inputs, self.padding_id)
 
     @property
     def model_arguments(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ takes seconds to import: a child of the fork server answers, which imports torch
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.context import ForkServerProcess
-from typing import NamedTuple
 
 from ddp_runner.host.processes import start_fork_server
 
@@ -15,22 +14,14 @@ CUDA = "cuda"  # NVIDIA's, and AMD's by ROCm
 # The backend of each kind, as of torch.distributed.get_default_backend_for_device. MPS has none.
 BACKENDS = {CUDA: "nccl", "xpu": "xccl", "mps": "gloo"}
 FOR_CPU = ("gloo", "mpi")  # backends that move CPU tensors
-
-
-class Accelerators(NamedTuple):
-    """The accelerators of this machine that torch computes on."""
-
-    kind: str = CUDA  # torch's device type
-    number: int = 0
-    backend: str = "nccl"  # their own, or gloo if there is none
+Accelerators = tuple[str, int, str]  # torch's device type, how many, and their backend
 
 
 @cache
 def known_to_torch(*, is_rank: bool) -> Accelerators | str:
     """Return the accelerators that torch sees, or why it cannot say.
 
-    Args:
-        is_rank: this process will compute on them; else it stays without torch.
+    This process stays without torch, unless it `is_rank` and will compute on them.
     """
     if is_rank:
         return _ask()
@@ -57,10 +48,9 @@ def _ask() -> Accelerators | str:
         import torch
         import torch.distributed as dist
 
-        found = torch.accelerator.current_accelerator(check_available=True)
-        if found is None:
-            return Accelerators()
+        if (found := torch.accelerator.current_accelerator(check_available=True)) is None:
+            return CUDA, 0, BACKENDS[CUDA]
         backend = BACKENDS.get(found.type) or dist.get_default_backend_for_device(found.type)
-        return Accelerators(found.type, torch.accelerator.device_count(), backend)
+        return found.type, torch.accelerator.device_count(), backend
     except Exception as error:  # whatever a broken driver makes torch raise
         return f"torch cannot say which accelerators it sees ({error!r:.200}); repair its install"

@@ -32,7 +32,7 @@ class Hardware:
     unusable: str | None = None  # why torch cannot use the visible GPUs, and the fix
     binds_gpus: bool = False  # Slurm shows each task its own GPUs only
     kind: str = CUDA  # torch's device type of these GPUs; without any, NVIDIA's
-    backend: str = "nccl"  # that moves their tensors; gloo: none does
+    backend: str = BACKENDS[CUDA]  # that moves their tensors; gloo: none does
 
     def share(self, num_slots: int) -> "Hardware":
         """Return the hardware of each slot; a remainder stays idle, so that all slots are equal."""
@@ -45,9 +45,9 @@ def detect(*, is_rank: bool = False) -> Hardware:
     num_visible, driver_cuda = _cuda_driver()
     build, binds = torch_build(), binds_gpus(os.environ)
     unusable = why_unusable(num_visible, driver_cuda, build)
-    found: Accelerators | str = Accelerators(number=0 if unusable else num_visible)
+    found: Accelerators | str = (CUDA, 0 if unusable else num_visible, BACKENDS[CUDA])
     if sys.platform == "darwin":
-        found = Accelerators("mps", int(platform.machine() == "arm64"), BACKENDS["mps"])
+        found = ("mps", int(platform.machine() == "arm64"), BACKENDS["mps"])
     elif (unusable or not num_visible) and (
         build.get("hip") or build.get("xpu") or entry_points(group="torch.backends")
     ):

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddp_runner.data.splits import IGNORED
+from ddp_runner.device import sum_dtype
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.confusion import are_strays, reject_strays, validate_scores
 from ddp_runner.metrics.metric import summed
@@ -76,7 +77,7 @@ class Perplexity:
             outputs = outputs.movedim(-1, 1)
         validate_scores(outputs, targets)
         losses = F.cross_entropy(outputs.float(), targets, reduction="none")  # 0 where ignored
-        self.total += losses.double().sum()
+        self.total += losses.to(sum_dtype(losses.device)).sum()
         self.count += (targets != IGNORED).sum()
 
     def compute(self) -> float:

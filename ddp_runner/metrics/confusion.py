@@ -50,20 +50,9 @@ def reject_strays(count: Tensor | int, *, num_classes: int) -> None:
     """
     if count:
         raise UserError(
-            f"the evaluation has {counted(int(count), 'target')} outside the classes: "
-            f"{num_classes} classes are numbered from 0 to {num_classes - 1}, and {IGNORED} does "
-            "not count"
+            f"the evaluation has {counted(int(count), 'target')} outside the classes: {num_classes}"
+            f" are numbered from 0 to {num_classes - 1}, and {IGNORED} does not count"
         )
-
-
-def of_classes(counts: Tensor) -> Tensor:
-    """Return the rows of the classes.
-
-    Raises:
-        UserError: a target was no class.
-    """
-    reject_strays(counts[-1, 0], num_classes=len(counts) - 1)
-    return counts[:-1]
 
 
 def validate_scores(outputs: Tensor, targets: Tensor) -> None:
@@ -86,7 +75,7 @@ def classification_metrics(counts: Tensor) -> dict[str, float]:
     over the classes (macro average). A class that never occurs or is never predicted scores 0.
 
     Args:
-        counts: (num_classes, num_classes + 1), of ``of_classes``, over all batches and ranks.
+        counts: from ``confusion_counts``, the rows of the classes, over all batches and ranks.
     """
     hits = counts.diagonal().double()
     predicted, true = counts.sum(dim=0)[:-1], counts.sum(dim=1)  # of each class

@@ -167,8 +167,7 @@ class Profiler:
         with plain.open("rb") as file, gzip.open(f"{plain}.gz", "wb") as packed:
             shutil.copyfileobj(file, packed)
         plain.unlink()
-        is_on_cpu = self._device.type == "cpu"
-        sort_by = "self_cpu_time_total" if is_on_cpu else "self_device_time_total"
+        sort_by = f"self_{'cpu' if self._device.type == 'cpu' else 'device'}_time_total"
         table = self._tracer.key_averages().table(sort_by=sort_by, row_limit=NUM_ROWS)
         (folder / f"{rank}.txt").write_text(table, encoding="utf-8")
         if self._has_history:

@@ -56,9 +56,8 @@ def process_group(
     is_local = env.num_nodes == 1 and _uses_loopback()
     if env.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         _leave_loopback(init_method)
-    name, timeout = backend.name, timedelta(seconds=backend.timeout_s)
-    if name not in FOR_CPU:
-        name = f"cpu:gloo,{backend.device}:{name}"
+    timeout = timedelta(seconds=backend.timeout_s)
+    of_gpus = f"cpu:gloo,{backend.device}:{backend.name}"
     waiting = f"rank {env.rank} waits for the other ranks, {env.world_size} in all"
     is_first_of_node = env.num_nodes > 1 and env.local_rank == 0
     try:
@@ -72,7 +71,7 @@ def process_group(
             elif init_method == FROM_ENVIRONMENT and backend.name != "mpi":
                 store = store_of_rank_zero(env, timeout_s=backend.timeout_s)
             dist.init_process_group(
-                name,
+                backend.name if backend.name in FOR_CPU else of_gpus,
                 init_method=None if store is not None else init_method,
                 store=store,
                 rank=env.rank,

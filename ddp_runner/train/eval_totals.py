@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.device import sum_dtype
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
     add_over_ranks,
@@ -17,7 +18,7 @@ from ddp_runner.distributed import (
     sum_over_ranks,
 )
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import classification_metrics, confusion_counts, of_classes
+from ddp_runner.metrics.confusion import classification_metrics, confusion_counts, reject_strays
 from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Role
@@ -45,7 +46,7 @@ class EvalTotals:
 
     def __init__(self, setup: EvalSetup) -> None:
         device, self._setup = setup.devices[-1], setup
-        self._loss, self._count, self._zero = torch.zeros(3, dtype=torch.float64, device=device)
+        self._loss, self._count, self._zero = torch.zeros(3, dtype=sum_dtype(device), device=device)
         self._scalars = dict[str, Tensor]()
         self._metrics = Evaluation(setup.metrics, device=device)
         self._num_classes = setup.dataset.num_classes or 0
@@ -91,7 +92,9 @@ class EvalTotals:
             for name, part in of_rank.items():
                 results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + part / count
         results |= self._metrics.compute(group=group)
-        confusion, counts = of_classes(add_over_ranks(self._confusion, group=group)), None
+        confusion, counts = add_over_ranks(self._confusion, group=group), None
+        reject_strays(confusion[-1, 0], num_classes=self._num_classes)
+        confusion = confusion[:-1]
         if confusion.any():
             matches = classification_metrics(confusion)
             results |= {f"eval/{name}": value for name, value in matches.items()}

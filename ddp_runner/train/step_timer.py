@@ -65,7 +65,7 @@ class StepTimer:
     def restart(self) -> None:
         """Begin the interval anew, but keep the exchanges since the last lap."""
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
-        self._mark(None, restarts=True)
+        self.mark(None, restarts=True)
 
     def forget(self) -> None:
         """Begin the interval anew, without the exchanges since the last lap: they were slowed."""
@@ -73,23 +73,21 @@ class StepTimer:
         self._exchanges.clear()
         self.restart()
 
-    def mark(self, part: StepPart | None, *, ends_on: torch.device | None = None) -> None:
-        """Add the time since the last mark to a part of the step.
-
-        Args:
-            part: what the time was spent on; None drops it. COMM ends the exchange of a step, and
-                WAIT is for other ranks before it.
-            ends_on: the device that finishes the part; None for the rank's first.
-        """
-        self._mark(part, ends_on=ends_on)
-
-    def _mark(
+    def mark(
         self,
         part: StepPart | None,
         *,
         ends_on: torch.device | None = None,
         restarts: bool = False,
     ) -> None:
+        """Add the time since the last mark to a part of the step.
+
+        Args:
+            part: what the time was spent on; None drops it. COMM ends the exchange of a step, and
+                WAIT is for other ranks before it.
+            ends_on: the device that finishes the part; None for the rank's first.
+            restarts: forget the parts so far.
+        """
         if self._on_gpu:
             # Name the device: in autograd's threads another may be current, and CUDA measures no
             # time between events of two devices.

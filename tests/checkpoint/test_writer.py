@@ -311,11 +311,9 @@ def test_the_next_copy_takes_the_memory_of_the_one_before() -> None:
     first = stager.stage({"weights": weights, "once": once})
     weights += 1
     second = stager.stage({"weights": weights})
-    third = stager.stage({"weights": weights})
-    assert second["weights"].data_ptr() == third["weights"].data_ptr()
-    assert first["weights"].tolist() == [0.0] * 1000
-    assert third["weights"].tolist() == [1.0] * 1000
-    assert len(stager._buffer) == 4032  # 4,000 bytes, up to a multiple of 64
+    assert first["weights"].data_ptr() == second["weights"].data_ptr()
+    assert second["weights"].tolist() == [1.0] * 1000
+    assert len(stager._memory) == 1
 
 
 def test_what_is_a_copy_already_is_not_copied_again() -> None:

@@ -238,7 +238,7 @@ INVALID = [
     ("+parallelism.needs.data_parallel=1",
      "parallelism.needs.data_parallel (1) must be true or false"),
     ("parallelism.sync_batchnorm=true",
-     "parallelism.sync_batchnorm=true exists on CUDA only; set it to false"),
+     "parallelism.sync_batchnorm=true exists on GPUs only; set it to false"),
     ("data_root=/no/such",
      "data_root (/no/such) is not a folder; give one that holds the datasets, or dataset=digits, "
      "which needs none"),
@@ -479,8 +479,8 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
          "backend=xccl to use them"),
         ("xpu xccl", "parallelism=dp", "since torch's DataParallel is for CUDA alone; write "
          "parallelism=ddp to use them"),
-        ("xpu xccl", "backend=nccl", "backend=nccl needs CUDA devices and torch computes on xpu "
-         "here; write backend=auto"),
+        ("xpu xccl", "backend=nccl", "backend=nccl needs CUDA devices and torch has xpu here; "
+         "write backend=auto"),
         ("xpu xccl", "backend=gloo backend.device=xpu", "backend.device=xpu cannot be used, since "
          "backend=gloo moves CPU tensors; write backend=xccl, or backend.device=cpu"),
         ("xpu xccl", "parallelism=single train.precision=tf32", "train.precision=tf32 needs a "
@@ -491,7 +491,7 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
         ("mps gloo", "backend.device=mps world_size=1", "backend.device=mps cannot be used, since "
          "no backend moves MPS tensors; write parallelism=single, or backend.device=cpu"),
         ("cuda nccl", "backend.device=xpu", "backend.device=xpu needs XPU devices and torch "
-         "computes on cuda here; write backend=auto"),
+         "has cuda here; write backend=auto"),
         ("cuda nccl", "backend=nccl backend.device=xpu", "backend=nccl moves only CUDA tensors; "
          "backend.device=xpu needs xccl"),
     ],

@@ -117,18 +117,18 @@ class Recording(Tensor):
 
     waits: list[bool]
 
-    def to(self, *_: Any, non_blocking: bool) -> Any:
+    def to(self, *_: Any, non_blocking: bool = False) -> Any:
         """Note whether the caller would wait."""
         self.waits.append(not non_blocking)
         return self
 
 
-def test_only_a_copy_from_the_cpu_does_not_wait() -> None:
-    """A copy to the CPU would be read before its values are there."""
+def test_a_copy_to_the_cpu_waits() -> None:
+    """It would be read before its values are there."""
     Recording.waits = []
     for place in (torch.device("cpu"), META):
         to_device(torch.ones(2, device=place).as_subclass(Recording), torch.device("cpu"))
-    assert Recording.waits == [False, True]
+    assert Recording.waits == [True, True]
 
 
 def test_a_shape_in_words_names_every_part() -> None:

@@ -203,7 +203,7 @@ def test_other_kinds_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(hardware, "known_to_torch", known)
     monkeypatch.setattr(hardware, "entry_points", lambda group: [])
     monkeypatch.setattr(hardware, "torch_build", lambda: {"cuda": None, "hip": None, "xpu": "1"})
-    answer: Accelerators | str = Accelerators("xpu", 3, "xccl")
+    answer: Accelerators | str = ("xpu", 3, "xccl")
     machine = detect(is_rank=True)
     assert (machine.num_gpus, machine.kind, machine.backend) == (3, "xpu", "xccl")
     answer = "torch cannot say; repair it"
@@ -228,7 +228,7 @@ def test_torch_is_asked_in_another_process() -> None:
         "print(known_to_torch(is_rank=False)); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("Accelerators(kind="), done.stderr
+    assert done.stdout.startswith("("), done.stderr
 
 
 @pytest.mark.parametrize(

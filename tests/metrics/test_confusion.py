@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import classification_metrics, confusion_counts, of_classes
+from ddp_runner.metrics.confusion import classification_metrics, confusion_counts, reject_strays
 
 NUM_CLASSES = 10
 
@@ -14,7 +14,7 @@ NUM_CLASSES = 10
 def counts_of(targets: list[int], predicted: list[int], num_outputs: int) -> Tensor:
     """Return the counts of a model whose highest scores are the predicted outputs."""
     outputs = one_hot(torch.tensor(predicted), num_outputs).double()
-    return of_classes(confusion_counts(outputs, torch.tensor(targets), num_classes=NUM_CLASSES))
+    return confusion_counts(outputs, torch.tensor(targets), num_classes=NUM_CLASSES)[:-1]
 
 
 def test_an_output_outside_the_classes_is_wrong_and_no_other_class() -> None:
@@ -64,7 +64,7 @@ def test_of_two_classes_the_second_is_the_positive_one(
     from sklearn.metrics import precision_recall_fscore_support
 
     outputs = one_hot(torch.tensor(predicted), 2).double()
-    counts = of_classes(confusion_counts(outputs, torch.tensor(targets), num_classes=2))
+    counts = confusion_counts(outputs, torch.tensor(targets), num_classes=2)[:-1]
     scores = precision_recall_fscore_support(targets, predicted, average="binary", zero_division=0)
     expected = dict(zip(("precision", "recall", "f1"), scores[:3], strict=True))
     found = classification_metrics(counts)
@@ -104,8 +104,10 @@ def test_a_target_of_minus_100_does_not_count() -> None:
 )
 def test_a_target_outside_the_classes_is_an_error(targets: list[int], sentence: str) -> None:
     """Its count would land in another class's row; it is told once all are counted."""
+    outputs = torch.zeros(len(targets), NUM_CLASSES)
+    counts = confusion_counts(outputs, torch.tensor(targets), num_classes=NUM_CLASSES)
     with pytest.raises(UserError, match=sentence):
-        counts_of(targets, [0] * len(targets), NUM_CLASSES)
+        reject_strays(counts[-1, 0], num_classes=NUM_CLASSES)
 
 
 def test_outputs_without_a_score_for_each_target_are_an_error() -> None:

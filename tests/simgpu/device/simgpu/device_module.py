@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -143,6 +144,11 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 def get_device_name(device: Device = None) -> str:
     """Return the name of a device."""
     return "simulated accelerator"
+
+
+def get_device_properties(device: Device = None) -> SimpleNamespace:
+    """Return the name and the UUID of a device."""
+    return SimpleNamespace(name=get_device_name(device), uuid=f"SIM-{_index(device)}")
 
 
 def memory_allocated(device: Device = None) -> int:
