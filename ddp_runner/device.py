@@ -1,8 +1,4 @@
-"""The accelerators of a rank, of any kind that torch knows: cuda (ROCm's, too), xpu, mps, plug-ins.
-
-What torch offers for all kinds is taken from ``torch.accelerator``, the rest from the kind's own
-module, such as ``torch.cuda``. docs/accelerators.md says what has run on what.
-"""
+"""The accelerators of a rank, of any kind that torch knows; docs/accelerators.md says which."""
 
 import resource
 import sys

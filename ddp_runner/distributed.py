@@ -129,9 +129,7 @@ def ensure_agreement(
 
 
 def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None:
-    """Check that no two ranks share a GPU, which NCCL forbids. Collective: every rank.
-
-    Some kinds of accelerators tell no UUID; then nothing is compared.
+    """Check that no two ranks share a GPU, if GPUs have a UUID. Collective: every rank.
 
     Raises:
         UserError: on every rank, naming two ranks that share a GPU.

@@ -50,9 +50,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
     state = build_session_state(session, config)
     # A scaled loss may overflow at first, and no check depends on the scale. The averaged weights
     # follow from the trained ones, which the checks evaluate.
-    state = replace(
-        state, scaler=torch.amp.GradScaler(session.devices[0].type, enabled=False), ema=None
-    )
+    state = replace(state, scaler=torch.amp.GradScaler(enabled=False), ema=None)
     for warning in session.job.warnings:
         log(f"warning: {warning}")
     log(

@@ -72,10 +72,9 @@ class Dataset:
     def near(self, split: AnySplit, device: torch.device) -> AnySplit:
         """Return a split of the dataset on a GPU if it is small enough, else as it is."""
         moved = split.near(device, most_bytes=MOST_GPU_DATA)
-        if self.padding_id is None or moved is split or not isinstance(moved, TensorSplit):
-            return moved
-        assert isinstance(split, TensorSplit)
-        return replace(moved, ends=ends(split.inputs, self.padding_id))
+        if self.padding_id is not None and isinstance(moved, TensorSplit) and moved is not split:
+            moved = replace(moved, ends=ends(moved.inputs, self.padding_id).cpu())
+        return moved
 
     def lengths(self) -> Tensor:
         """Return the number of tokens of each training sample, int64 (num_samples,)."""
@@ -114,7 +113,7 @@ class Dataset:
 
 def ends(inputs: Tensor, padding_id: int) -> Tensor:
     """Return where each sequence of inputs (num_samples, tokens) ends, int64, at least 1."""
-    places = torch.arange(1, inputs.shape[1] + 1, dtype=torch.int32)
+    places = torch.arange(1, inputs.shape[1] + 1, dtype=torch.int32, device=inputs.device)
     return (inputs.ne(padding_id) * places).amax(dim=1).clamp(min=1).long()
 
 

@@ -66,8 +66,7 @@ def build_optimizer(config: RunConfig, parameters: Iterable[Any]) -> Optimizer:
     keys, allowed = config.optimizer, config.allowed_targets
     factory = make("optimizer", keys, allowed=allowed, partial=True)
     optimizer: Optimizer = complete("optimizer", keys, factory, parameters, kind=Optimizer)
-    mode = f"parallelism={config.parallelism.get('name')}"
-    fit_optimizer(optimizer, named=f"optimizer={keys.get('name')}", mode=mode)
+    fit_optimizer(optimizer, keys, config.parallelism.get("name"))
     return optimizer
 
 

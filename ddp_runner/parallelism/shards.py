@@ -37,12 +37,13 @@ def has_shards(module: nn.Module) -> bool:
     return any(map(is_shard, module.parameters()))
 
 
-def fit_optimizer(optimizer: Optimizer, *, named: str, mode: str) -> None:
-    """Let an optimizer step parameters of which some may be split over ranks.
+def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: object) -> None:
+    """Let an optimizer, built of these keys, step parameters of which some may be split over ranks.
 
     Raises:
-        UserError: torch cannot do so; the message says what the optimizer and the mode are `named`.
+        UserError: torch cannot do so.
     """
+    named, mode = f"optimizer={keys.get('name')} ({keys['_target_']})", f"parallelism={parallelism}"
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     if not any(map(is_shard, parameters)):
         return

@@ -52,9 +52,8 @@ def validate_sweep(config: Config, hardware: Hardware, *, searches: bool) -> Non
         )
     if hardware.num_gpus and hardware.kind not in VISIBLE and config.backend.device != "cpu":
         raise UserError(
-            f"sweep.parallel_jobs ({slots}) gives each job GPUs of its own, which is known for "
-            f"{' and '.join(VISIBLE)}, not for {hardware.kind}; leave it out, or write "
-            "backend.device=cpu"
+            f"sweep.parallel_jobs ({slots}) shares out {' and '.join(VISIBLE)} devices, not "
+            f"{hardware.kind}; leave it out, or write backend.device=cpu"
         )
 
 

@@ -16,7 +16,6 @@ from ddp_runner.errors import UserError, typed
 from ddp_runner.parallelism.shards import has_shards, is_shard
 
 STATISTICS = ("running_mean", "running_var")  # the buffers of BatchNorm that are averaged
-Pair = tuple[Tensor, Tensor]  # of the average, and of the model
 PREFIX = "module."  # of the model's names in the state of an AveragedModel
 
 
@@ -66,19 +65,17 @@ class Ema:
 
         AveragedModel's own update copies its counter to the device, which makes a GPU wait.
         """
-        copied, lerped = list[Pair](), defaultdict[object, list[Pair]](list)
+        lerped = defaultdict[object, list[tuple[Tensor, Tensor]]](list)
         is_first = bool(self.averaged.n_averaged == 0)  # it stays on the CPU
         own = chain(self.module.named_parameters(), self.module.named_buffers())
         others = chain(module.parameters(), module.buffers())
         for index, ((name, average), value) in enumerate(zip(own, others, strict=True)):
             is_averaged = isinstance(average, nn.Parameter) or name.split(".")[-1] in STATISTICS
             if is_first or not is_averaged or not average.is_floating_point():
-                copied.append((average, value))
+                average.copy_(value)
             else:  # one call for many tensors takes none that are split over ranks
                 kind = index if is_shard(average) else (average.device, average.dtype)
                 lerped[kind].append((average, value))
-        for average, value in copied:
-            average.copy_(value)
         for pairs in lerped.values():
             averages, values = map(list, zip(*pairs, strict=True))
             torch._foreach_lerp_(averages, values, 1 - self._decay)

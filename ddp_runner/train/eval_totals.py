@@ -76,8 +76,7 @@ class EvalTotals:
         Collective: every rank of the loop must call.
 
         Raises:
-            UserError: no rank had a sample, a target is not a class, or a metric computes no
-                number. All ranks raise.
+            UserError: there was no sample, a target is no class, or a metric computes no number.
         """
         group = self._setup.data_group
         loss, count = sum_over_ranks([self._loss.item(), self._count.item()], group=group)

@@ -55,8 +55,7 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
         argument = parameter_groups(module, groups=params.groups, no_decay=params.no_decay)
     optimizer: Optimizer = complete("optimizer", keys, factory, argument, kind=Optimizer)
     _validate_groups(config, optimizer, named)
-    mode = f"parallelism={config.parallelism.get('name')}"
-    fit_optimizer(optimizer, named=named, mode=mode)
+    fit_optimizer(optimizer, keys, config.parallelism.get("name"))
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(

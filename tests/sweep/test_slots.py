@@ -106,7 +106,7 @@ def test_gpus_that_cannot_be_shown_to_some_jobs_alone_are_not_shared() -> None:
     register()
     config = to_config(compose_raw("sweep.parallel_jobs=2"))
     machine = Hardware(num_gpus=2, num_cores=4, kind="npu", backend="hccl")
-    with pytest.raises(UserError, match="which is known for cuda and xpu, not for npu; leave it"):
+    with pytest.raises(UserError, match="shares out cuda and xpu devices, not npu; leave it"):
         validate_sweep(config, machine, searches=False)
 
 
