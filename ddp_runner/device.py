@@ -95,8 +95,10 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device or not has_streams(device) or not tensor.numel():
         return tensor.to(device)
     stream, current = _copy_stream(device), torch.accelerator.current_stream(device)
+    if not tensor.is_pinned():  # its own method would keep gaps, of which CUDA makes no such copy
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     with stream:
-        copied = tensor.pin_memory().to(device, non_blocking=True)
+        copied = tensor.to(device, non_blocking=True)
     current.wait_stream(stream)
     copied.record_stream(current)
     return copied

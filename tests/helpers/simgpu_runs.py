@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,9 @@ GPT = ("model=gpt", "model.num_layers=2", "model.width=32", "model.feedforward=6
 PICTURES = ("dataset=fake_images", "dataset.num_samples=96", "dataset.eval_samples=24")
 TEXT = ("dataset=text", "dataset.sequence_length=16", "dataset.eval_fraction=0.0005")
 TRUSTED = "allowed_targets=[counted]"
-OWN = ("dataset=torch_dataset", "dataset.num_workers=1")
+FACTS = (
+    *("dataset.num_classes=10", "dataset.channels=1", "dataset.height=28", "dataset.width=28"),
+)
 BATCHES = ("batch.global_size=12", "batch.eval_per_rank=3")  # 12 is divisible by 2, 3 and 4
 STEPS = ("train.max_steps=6", "train.log_every_steps=6", "checkpoint.every_steps=3")
 EPS = "optimizer.eps=1e-3"  # else AdamW makes much of what rounding left of small gradients
@@ -37,32 +38,35 @@ class Row:
     mode: str
     ranks: int
     precision: str = "fp32"
-    from_workers: bool = False  # a Dataset whose workers' batches are pinned, else tensors
+    # memory: tensors on the device. workers: a Dataset, whose workers' batches are pinned. loader:
+    # one that the rank loads itself. padded: texts in memory; a batch is cut to its longest.
+    source: str = "memory"
     more: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        source = "workers" if self.from_workers else "memory"
-        return "-".join([self.mode, str(self.ranks), self.precision, source, *self.more])
+        return "-".join([self.mode, str(self.ranks), self.precision, self.source, *self.more])
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The command line, but for the device and the precision."""
-        is_split = self.mode in ("tp", "fsdp_tp")
-        model = GPT if is_split else (f"model=mnist_net{'_mp' * (self.mode == 'ddp_mp')}", *NET)
-        data: Sequence[str] = TEXT if is_split else PICTURES
-        if self.from_workers:
-            name, facts = ("Texts", []) if is_split else ("Pictures", FACTS)
-            parts = {"train": "num_samples:96", "eval": "num_samples:24,seed:1"}
-            data = [
-                *OWN,
-                *(f"dataset.{key}={{_target_:counted.{name},{one}}}" for key, one in parts.items()),
-                *(f"dataset.{fact}" for fact in facts),
-            ]
         ranks = (f"parallelism={self.mode}", f"world_size={self.ranks}")
-        return (*model, *data, *USUAL, *ranks, *self.more)
+        return (*self._model_and_data, *USUAL, *ranks, *self.more)
 
-
-FACTS = ["num_classes=10", "channels=1", "height=28", "width=28"]
+    @property
+    def _model_and_data(self) -> tuple[str, ...]:
+        is_gpt = self.mode in ("tp", "fsdp_tp")
+        if self.source == "padded":
+            return ("model=bag", "dataset=padded", "--config-dir", str(PARTS / "conf"))
+        model = GPT if is_gpt else (f"model=mnist_net{'_mp' * (self.mode == 'ddp_mp')}", *NET)
+        if self.source == "memory":
+            return (*model, *(TEXT if is_gpt else PICTURES))
+        name, facts = ("Texts", ()) if is_gpt else ("Pictures", FACTS)
+        return (
+            *(*model, "dataset=torch_dataset", *facts),
+            f"dataset.train={{_target_:counted.{name},num_samples:96}}",
+            f"dataset.eval={{_target_:counted.{name},num_samples:24,seed:1}}",
+            f"dataset.num_workers={int(self.source == 'workers')}",
+        )
 
 
 def on_device(*keys: str, folder: Path, devices: int = 8, waits: Path | None = None) -> Path:
@@ -116,6 +120,7 @@ class Waits:
     step: dict[str, int]  # between the forwards of the last two steps
     checkpoint: dict[str, int]  # between those of the third and the fourth, with a checkpoint
     evaluation: dict[str, int]  # from the first to the last batch of the last evaluation
+    pageable: int  # copies from pageable memory, which no GPU makes beside its work, in two steps
 
 
 def host_waits(path: Path, *, rank: int) -> Waits:
@@ -129,12 +134,12 @@ def host_waits(path: Path, *, rank: int) -> Waits:
     is_training = [line["training"] for line in lines]
     last = len(lines) - 1 - is_training[::-1].index(True)
     steps = [line["waits"] for line in lines[last - 5 : last + 1]]
+    pageable = lines[last]["pageable"] - lines[last - 2]["pageable"]
     evaluation = [line["waits"] for line in lines[last + 1 :]]
     assert all(is_training[last - 5 : last + 1])
     assert len(evaluation) > 1
-    return Waits(
-        _more(steps[4], steps[5]), _more(steps[2], steps[3]), _more(evaluation[0], evaluation[-1])
-    )
+    last_step, with_checkpoint = _more(steps[4], steps[5]), _more(steps[2], steps[3])
+    return Waits(last_step, with_checkpoint, _more(evaluation[0], evaluation[-1]), pageable)
 
 
 def _more(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:

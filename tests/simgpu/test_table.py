@@ -38,21 +38,23 @@ OFFLOADED = "parallelism.cpu_offload=true"
 SHARDED = ("fsdp", "hsdp", "tp", "fsdp_tp")
 USUAL = {mode: 2 if 2 in sizes else sizes[-1] for mode, sizes in RANKS.items()}
 MEMORY = [Row(mode, size) for mode, sizes in RANKS.items() for size in sizes]
-WORKERS = [Row(mode, size, from_workers=True) for mode, size in USUAL.items()]
+WORKERS = [Row(mode, size, source="workers") for mode, size in USUAL.items()]
 MORE = [
     Row("fsdp", 2, more=(OFFLOADED,)),
     Row("ddp", 2, more=("ema.decay=0.9", "train.grad_accum_steps=2")),
+    Row("ddp", 2, source="loader"),
+    Row("ddp", 2, source="padded"),
 ]
 HALF = [
     *(Row(mode, size, "bf16") for mode, size in USUAL.items()),
     # A sharded model's loss cannot be scaled, nor a parameter server's.
     *(Row(mode, USUAL[mode], "fp16") for mode in ("single", "ddp", "ddp_mp")),
-    Row("ddp", 2, "bf16", from_workers=True),
-    Row("ddp", 2, "fp16", from_workers=True, more=("train.clip_norm=1.0",)),
+    Row("ddp", 2, "bf16", source="workers"),
+    Row("ddp", 2, "fp16", source="workers", more=("train.clip_norm=1.0",)),
 ]
 DEFAULT = {Row("ddp", 2), Row("tp", 2)}
 FULL = {Row("single", 1), Row("ddp", 4), *(Row(mode, USUAL[mode]) for mode in RANKS)}
-FULL |= {*MORE, Row("ddp", 2, from_workers=True), Row("tp", 2, from_workers=True)}
+FULL |= {*MORE, Row("ddp", 2, source="workers"), Row("tp", 2, source="workers")}
 FULL |= {Row("ddp", 2, "bf16"), Row("fsdp", 2, "bf16"), Row("ddp", 2, "fp16")}
 SAME = {"rtol": 1e-4, "atol": 1e-5}  # AdamW's first steps divide by small gradients
 NEAR = {"bf16": 0.02, "fp16": 0.1}  # of losses; fp16's first step overflows and is left out
@@ -114,6 +116,7 @@ def wait_no_more_than_written(row: Row, path: Path) -> None:
     """Compare how often the host of rank 0 has waited."""
     waits, is_scaled = host_waits(path, rank=0), row.precision == "fp16"
     assert waits.evaluation == {}
+    assert waits.pageable == 0
     assert sum(waits.step.values()) == is_scaled, waits.step
     if row.mode not in SHARDED:
         most = OF_A_CHECKPOINT.get(row.mode, 2) + 5 * is_scaled
