@@ -39,7 +39,7 @@ class Row:
     ranks: int
     precision: str = "fp32"
     # memory: tensors on the device. workers: a Dataset, whose workers' batches are pinned. loader:
-    # one that the rank loads itself. padded: texts in memory; a batch is cut to its longest.
+    # one that the rank loads itself, into pageable memory. padded: texts in memory; a batch is cut to its longest.
     source: str = "memory"
     more: tuple[str, ...] = ()
 
@@ -65,7 +65,11 @@ class Row:
             *(*model, "dataset=torch_dataset", *facts),
             f"dataset.train={{_target_:counted.{name},num_samples:96}}",
             f"dataset.eval={{_target_:counted.{name},num_samples:24,seed:1}}",
-            f"dataset.num_workers={int(self.source == 'workers')}",
+            *(
+                ["dataset.num_workers=1"]
+                if self.source == "workers"
+                else ["dataset.pin_memory=false"]
+            ),
         )
 
 

@@ -41,7 +41,8 @@ MEMORY = [Row(mode, size) for mode, sizes in RANKS.items() for size in sizes]
 WORKERS = [Row(mode, size, source="workers") for mode, size in USUAL.items()]
 MORE = [
     Row("fsdp", 2, more=(OFFLOADED,)),
-    Row("ddp", 2, more=("ema.decay=0.9", "train.grad_accum_steps=2")),
+    Row("ddp", 2, more=("ema.decay=0.9",)),
+    Row("ddp", 2, more=("train.grad_accum_steps=2", "train.clip_norm=1.0")),
     Row("ddp", 2, source="loader"),
     Row("ddp", 2, source="padded"),
 ]
