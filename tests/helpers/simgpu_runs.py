@@ -39,7 +39,8 @@ class Row:
     ranks: int
     precision: str = "fp32"
     # memory: tensors on the device. workers: a Dataset, whose workers' batches are pinned. loader:
-    # one that the rank loads itself, into pageable memory. padded: texts in memory; a batch is cut to its longest.
+    # one that the rank loads itself, into pageable memory. padded: texts in memory, of which a
+    # batch is cut to its longest.
     source: str = "memory"
     more: tuple[str, ...] = ()
 
