@@ -18,6 +18,7 @@ DEVICE = Path(__file__).parents[1] / "simgpu" / "device"
 UNITS = ("unit_operators.cpp", "unit_runtime.cpp")
 FLAGS = ["-O1", "-g0", "-std=c++20", "-w"]
 NAME = "_simgpu"
+TORCH = (2, 15)
 
 
 def environ(*, devices: int = 2, delay_us: int = 300) -> dict[str, str]:
@@ -56,6 +57,8 @@ def _missing() -> str | None:
         return "the simulated GPU needs Linux"
     if not shutil.which(os.environ.get("CXX", "c++")):
         return "the simulated GPU needs a C++ compiler"
+    if tuple(map(int, version("torch").split(".")[:2])) < TORCH:
+        return "the simulated GPU needs torch 2.15 or newer: it is not sound with 2.11"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return "the simulated GPU needs Python's headers"
     return None

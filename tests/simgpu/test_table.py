@@ -34,6 +34,7 @@ RANKS = {
     "fsdp_tp": [4],
     "ps": [2, 4],
 }
+AVERAGED = "ema.decay=0.9"
 OFFLOADED = "parallelism.cpu_offload=true"
 SHARDED = ("fsdp", "hsdp", "tp", "fsdp_tp")
 USUAL = {mode: 2 if 2 in sizes else sizes[-1] for mode, sizes in RANKS.items()}
@@ -41,7 +42,7 @@ MEMORY = [Row(mode, size) for mode, sizes in RANKS.items() for size in sizes]
 WORKERS = [Row(mode, size, source="workers") for mode, size in USUAL.items()]
 MORE = [
     Row("fsdp", 2, more=(OFFLOADED,)),
-    Row("ddp", 2, more=("ema.decay=0.9",)),
+    Row("ddp", 2, more=(AVERAGED,)),
     Row("ddp", 2, more=("train.grad_accum_steps=2", "train.clip_norm=1.0")),
     Row("ddp", 2, source="loader"),
     Row("ddp", 2, source="padded"),
@@ -60,7 +61,7 @@ FULL |= {Row("ddp", 2, "bf16"), Row("fsdp", 2, "bf16"), Row("ddp", 2, "fp16")}
 SAME = {"rtol": 1e-4, "atol": 1e-5}  # AdamW's first steps divide by small gradients
 NEAR = {"bf16": 0.02, "fp16": 0.1}  # of losses; fp16's first step overflows and is left out
 # What a checkpoint may wait for on rank 0: whether the parameters are finite, and the copies, on
-# each device. A scaled loss adds its scale. Where a state is split, each of its tensors is put
+# each device. A scaled loss adds its scale, an average whether it is finite. Where a state is split, each of its tensors is put
 # together and copied before the next one is.
 OF_A_CHECKPOINT = {"ddp_mp": 4}
 
@@ -120,7 +121,7 @@ def wait_no_more_than_written(row: Row, path: Path) -> None:
     assert waits.pageable == 0
     assert sum(waits.step.values()) == is_scaled, waits.step
     if row.mode not in SHARDED:
-        most = OF_A_CHECKPOINT.get(row.mode, 2) + 5 * is_scaled
+        most = OF_A_CHECKPOINT.get(row.mode, 2) + 5 * is_scaled + (AVERAGED in row.more)
         assert sum(waits.checkpoint.values()) <= most, waits.checkpoint
 
 

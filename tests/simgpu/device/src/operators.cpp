@@ -185,8 +185,8 @@ void run_later(const Call& call, const Stack& metas, Stack* stack) {
   for (size_t r = 0; r < call.written.size(); ++r) {
     if (const int written = call.written[r]; written >= 0) {
       stack->push_back(call.arguments[written]);
-      if (call.op.schema().arguments()[written].kwarg_only() && values[written].isTensor()) {
-        // An operator may resize out= on its way, as mse_loss does: memory of a device cannot be.
+      // Some losses resize out= on their way to a sum. Memory of the device cannot be.
+      if (contains(call.name, "_loss.out")) {
         outputs.emplace_back(r, values[written]);
         values[written] = at::empty({0}, values[written].toTensor().options());
       }
