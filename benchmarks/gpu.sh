@@ -3,8 +3,9 @@
 #
 #   benchmarks/gpu.sh [gpu-results.md]
 #
-# It runs the tests marked gpu and multi_gpu, the tests on fake GPUs, and the benchmarks that make
-# sense on CUDA. For each part it reports success, failure (with the last lines) or why it was skipped.
+# It runs the tests marked gpu and multi_gpu, the table of tests/simgpu on CUDA in place of the
+# simulated GPU, and the benchmarks that make sense there. For each part it reports success, failure
+# (with the last lines) or why it was skipped.
 # It needs no network and no uv: PYTHON names the interpreter, DDP_RUNNER_DATA_ROOT the data's folder.
 set -u
 out=$(realpath -m "${1:-gpu-results.md}")
@@ -97,8 +98,15 @@ if has pytest && has psutil; then
     else
         skip "Tests that need two GPUs" "this machine has $gpus"
     fi
-    part "Tests on fake GPUs, of hardware and its rules" 300 \
-        "${pytest[@]}" tests/parallelism/test_fake_cuda.py tests/host/test_hardware.py tests/config/test_resolve.py
+    if [ "$gpus" -gt 0 ]; then
+        part "The table of all modes, on CUDA beside the CPU" 420 env DDP_RUNNER_TEST_DEVICE=cuda \
+            "${pytest[@]}" -m simgpu tests/simgpu/test_table.py
+    else
+        part "The table of all modes, on the simulated GPU beside the CPU" 420 \
+            "${pytest[@]}" -m "simgpu and not slow" tests/simgpu/test_table.py
+    fi
+    part "Tests of hardware and its rules" 120 \
+        "${pytest[@]}" tests/host/test_hardware.py tests/config/test_resolve.py
 else
     skip "Tests" "pytest or psutil is missing"
 fi

