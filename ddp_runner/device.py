@@ -33,7 +33,7 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
         if has_streams(first):
             torch.accelerator.set_device_index(first)
         torch.empty(1, device=first)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise UserError(
             f"torch {torch.__version__} cannot use {first} ({reason}); update the driver, "
@@ -92,7 +92,8 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     It goes by way of pinned memory, which torch uses again once the copy is done. The values of a
     tensor that is pinned already must not change until then.
     """
-    if tensor.device == device or not has_streams(device) or not tensor.numel():
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested
+    if tensor.device == device or not has_streams(device) or not is_dense or not tensor.numel():
         return tensor.to(device)
     stream, current = _copy_stream(device), torch.accelerator.current_stream(device)
     if not tensor.is_pinned():  # its own method would keep gaps, of which CUDA makes no such copy
@@ -106,8 +107,8 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 def values_of(scalars: Sequence[Tensor]) -> list[float]:
     """Return the values of scalars, perhaps of several devices; the host waits once."""
-    near = [one.to(scalars[0].device, non_blocking=True) for one in scalars]
-    return torch.stack(near).tolist() if near else []
+    place = scalars[-1].device if scalars else None
+    return torch.cat([one.reshape(1).to(place) for one in scalars]).tolist() if scalars else []
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

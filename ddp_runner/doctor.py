@@ -89,7 +89,8 @@ def backends() -> Finding:
     print(get_pretty_env_info(), end="\n\n")
     found = ["gloo"] if dist.is_gloo_available() else []
     if (kind := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        found.append(f"{dist.get_default_backend_for_device(kind.type)} for {kind.type}")
+        own = dist.get_default_backend_for_device(kind.type)
+        found += [f"{own} for {kind.type}"] if dist.is_backend_available(own) else []
     found += ["MPI"] if dist.is_mpi_available() else []
     fix = "" if "gloo" in found else "install a torch with gloo, by which ranks agree"
     return Finding(", ".join(found) or "none", problem=fix)

@@ -126,7 +126,8 @@ def _obstacle(config: Config, hardware: Hardware) -> str | None:
     if hardware.backend in FOR_CPU and needs.max_ranks != 1:
         return f"since no backend moves {kind.upper()} tensors; write parallelism=single"
     if needs.data_parallel and kind != CUDA:
-        return "since torch's DataParallel is for CUDA alone; write parallelism=ddp"
+        other = "single" if hardware.backend in FOR_CPU else "ddp"
+        return f"since torch's DataParallel is for CUDA alone; write parallelism={other}"
     if name == "mpi" or (name == "gloo" and kind != CUDA and hardware.backend != name):
         return f"since backend={name} moves CPU tensors; write backend={hardware.backend}"
     return None

@@ -7,7 +7,7 @@ import yaml
 
 from ddp_runner.config.inference import EXPORTS, INFERENCE, SAMPLE, SAMPLE_KEYS, InferenceConfig
 from ddp_runner.config.schema import AUTO, CONFIG_DIR, Config, mode_needs
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, counted
 from ddp_runner.host.hardware import Hardware
 
 
@@ -81,10 +81,11 @@ def fitted(
     gpus = 0 if hardware.unusable else hardware.num_gpus
     per_rank = mode_needs(config.parallelism).devices_per_rank
     needed = per_rank * (ranks if isinstance(ranks, int) else 1)
-    fits = backend.device in ("auto", "cpu") or needed <= gpus
+    fits = backend.device in ("auto", "cpu") or (backend.device == hardware.kind and needed <= gpus)
     if config.task not in INFERENCE or fits or {"backend", "backend.device"} & set(chosen):
         return config, []
-    note = f"the run had {needed} GPUs and this machine shows {gpus}"
+    here = f"{gpus} ({hardware.kind})" if gpus else "none"
+    note = f"the run had {counted(needed, 'GPU')} ({backend.device}) and this machine shows {here}"
     found = replace(config, backend=replace(backend, name=AUTO, device=AUTO))
     if "world_size" not in chosen and config.task != SAMPLE:
         found = replace(found, world_size=AUTO)

@@ -50,7 +50,7 @@ def _ask() -> Accelerators | str:
 
         if (found := torch.accelerator.current_accelerator(check_available=True)) is None:
             return CUDA, 0, BACKENDS[CUDA]
-        backend = BACKENDS.get(found.type) or dist.get_default_backend_for_device(found.type)
-        return found.type, torch.accelerator.device_count(), backend
+        known = dist.Backend.default_device_backend_map | BACKENDS
+        return found.type, torch.accelerator.device_count(), known.get(found.type, FOR_CPU[0])
     except Exception as error:  # whatever a broken driver makes torch raise
         return f"torch cannot say which accelerators it sees ({error!r:.200}); repair its install"

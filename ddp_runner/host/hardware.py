@@ -18,7 +18,7 @@ from ddp_runner.host.accelerators import BACKENDS, CUDA, Accelerators, known_to_
 CPUS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-# By kind: the variable that names the GPUs which a process sees. HIP knows CUDA's.
+# By kind: the variable that names the GPUs which a process sees.
 VISIBLE = {CUDA: "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 GET_TORCH = "https://pytorch.org/get-started/locally/"
 
@@ -201,9 +201,11 @@ def gpu_shares(num_slots: int, hardware: Hardware) -> list[dict[str, str]]:
 
     Without GPUs the variables stay as they are.
     """
-    if hardware.num_gpus == 0:
+    if hardware.num_gpus == 0 or hardware.kind not in VISIBLE:
         return [{}] * num_slots
     variable = VISIBLE[hardware.kind]
+    if variable == VISIBLE[CUDA] and torch_build().get("hip"):
+        variable = "HIP_VISIBLE_DEVICES"  # it comes before CUDA's
     visible = os.environ.get(variable)
     names = visible.split(",") if visible else list(map(str, range(hardware.num_gpus)))
     size = hardware.num_gpus // num_slots

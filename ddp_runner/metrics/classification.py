@@ -50,7 +50,7 @@ class TopKAccuracy:
             UserError: a target was not a class.
         """
         reject_strays(self.strays, num_classes=self.num_classes)
-        return float(self.hits / self.count) if self.count else float("nan")
+        return int(self.hits) / int(self.count) if self.count else float("nan")
 
 
 class Perplexity:

@@ -4,6 +4,7 @@ import math
 
 from torch import Tensor
 
+from ddp_runner.device import sum_dtype
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import summed
 
@@ -29,7 +30,8 @@ class MAE:
                 f"a metric of a regression needs outputs and targets of one shape, not "
                 f"{tuple(outputs.shape)} and {tuple(targets.shape)}; choose a dataset that fits"
             )
-        self.total += self._loss(outputs.double() - targets.double()).sum()
+        kind = sum_dtype(outputs.device)
+        self.total += self._loss(outputs.to(kind) - targets.to(kind)).sum()
         self.count += targets.numel()
 
     def compute(self) -> float:

@@ -71,7 +71,8 @@ class Ema:
         others = chain(module.parameters(), module.buffers())
         for index, ((name, average), value) in enumerate(zip(own, others, strict=True)):
             is_averaged = isinstance(average, nn.Parameter) or name.split(".")[-1] in STATISTICS
-            if is_first or not is_averaged or not average.is_floating_point():
+            is_number = average.is_floating_point() or average.is_complex()
+            if is_first or not is_averaged or not is_number:
                 average.copy_(value)
             else:  # one call for many tensors takes none that are split over ranks
                 kind = index if is_shard(average) else (average.device, average.dtype)

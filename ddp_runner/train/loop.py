@@ -6,6 +6,8 @@ world size and every mode of parallelism takes the same steps. The same holds fo
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,16 +144,21 @@ def _take(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> boo
     if not scaler.is_enabled():
         optimizer.step()
         return True
-    took_step = list[bool]()
-    # Of a fused optimizer torch calls the step in any case, and leaves here whether it has done it.
-    # To ask the scaler for its scale, before and after, would make a GPU wait twice more.
-    hook = optimizer.register_step_post_hook(
-        lambda own, *_: took_step.append(not getattr(own, "found_inf", 0))
-    )
+    # To ask the scaler for its scale, before and after, would make a GPU wait twice more. Torch
+    # leaves a step out by not calling it; a fused one it calls in any case, with what it found.
+    took_step, step = False, optimizer.step
+
+    @wraps(step)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        nonlocal took_step
+        took_step = not getattr(optimizer, "found_inf", 0)
+        return step(*arguments, **named)
+
+    optimizer.step = noted  # type: ignore[method-assign]
     scaler.step(optimizer)
-    hook.remove()
+    optimizer.step = step  # type: ignore[method-assign]
     scaler.update()
-    return took_step == [True]
+    return took_step
 
 
 def seed_step(state: TrainState) -> None:

@@ -50,7 +50,10 @@ def test_each_option_composes_by_its_own_command_and_builds(option: str, tmp_pat
     file.touch()
     overrides = [one.replace("=PATH", f"={file}") for one in overrides]
     overrides.append("allowed_targets=[my_package]")
-    config, _ = resolved(*overrides, hardware=Hardware(num_gpus=4, num_cores=4))
+    machine = Hardware(num_gpus=4, num_cores=4)
+    if option == "backend=xccl":
+        machine = replace(machine, kind="xpu", backend="xccl")
+    config, _ = resolved(*overrides, hardware=machine)
     for name, keys in config.metrics.items():
         assert isinstance(make(f"metrics.{name}", keys, allowed=config.allowed_targets), Metric)
     if path.parent.name in LIST_GROUPS:

@@ -82,7 +82,11 @@ def test_a_run_of_gpus_is_evaluated_where_there_are_none(tmp_path: Path) -> None
     laptop = Hardware(num_gpus=0, num_cores=2)
     config, notes = resolved(f"resume={run}", "task=evaluate", hardware=laptop)
     assert (config.backend.name, config.backend.device, config.world_size) == ("gloo", "cpu", 2)
-    assert "the run had 4 GPUs and this machine shows 0" in notes[0]
+    assert "the run had 4 GPUs (cuda) and this machine shows none" in notes[0]
+    other = Hardware(num_gpus=4, num_cores=8, kind="xpu", backend="xccl")
+    config, notes = resolved(f"resume={run}", "task=evaluate", hardware=other)
+    assert (config.backend.name, config.backend.device, config.world_size) == ("xccl", "xpu", 4)
+    assert "the run had 4 GPUs (cuda) and this machine shows 4 (xpu)" in notes[0]
     config, notes = resolved(f"resume={run}", "task=evaluate", hardware=GPUS)
     assert (config.backend.name, config.world_size, notes) == ("nccl", 4, [])
 

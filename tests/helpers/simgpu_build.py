@@ -34,6 +34,7 @@ def environ(*, devices: int = 2, delay_us: int = 300) -> dict[str, str]:
         "SIMGPU_LIBRARY": str(library()),
         "SIMGPU_DEVICES": str(devices),
         "SIMGPU_DELAY_US": str(delay_us),
+        "CUDA_VISIBLE_DEVICES": "",  # NVIDIA's GPUs come first
     }
 
 

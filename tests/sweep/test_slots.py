@@ -74,6 +74,7 @@ def test_cores_and_gpus_are_dealt_out_evenly(
         {"ZE_AFFINITY_MASK": "0"},
         {"ZE_AFFINITY_MASK": "1"},
     ]
+    assert gpu_shares(2, Hardware(2, 4, kind="npu")) == [{}, {}]  # with backend.device=cpu
     monkeypatch.setenv(variable, "3,GPU-a,1")
     assert gpu_shares(2, Hardware(3, 4)) == [{variable: "3"}, {variable: "GPU-a"}]
     assert Hardware(num_gpus=5, num_cores=9).share(2) == Hardware(num_gpus=2, num_cores=4)

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from tiers import first_of
 from train_states import build, compose_config, run_loop
 
 from ddp_runner.config.schema import Config
+from ddp_runner.device import values_of
 from ddp_runner.dist_env import DistEnv
 
 COLLECTIVES = (
@@ -75,3 +77,10 @@ def test_ranks_that_compute_one_share_together_count_once(
     config = compose_config(*keys, f"parallelism={mode}", world_size=world_size)
     for found in run_ranks(logged_losses, world_size, config):
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_values_of_scalars_are_read_whatever_their_shape() -> None:
+    """A step may return sums of one element; without any there is nothing to wait for."""
+    scalars = [torch.ones(()), torch.full((1,), 2.5), torch.tensor(True)]
+    assert values_of(scalars) == [1.0, 2.5, 1.0]
+    assert values_of([]) == []
