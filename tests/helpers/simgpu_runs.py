@@ -99,7 +99,8 @@ def on_device(*keys: str, folder: Path, waits: Path | None = None) -> Path:
 
 def on_cpu(*keys: str, folder: Path) -> Path:
     """Run a command on the CPU to its end; return its run folder."""
-    return _run(*keys, "backend.device=cpu", folder=folder, environ={"PYTHONPATH": str(PARTS)})
+    on_cpu = ("backend=gloo", "backend.device=cpu")
+    return _run(*keys, *on_cpu, folder=folder, environ={"PYTHONPATH": str(PARTS)})
 
 
 def _run(*keys: str, folder: Path, environ: dict[str, str]) -> Path:
@@ -164,8 +165,9 @@ def _more(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {cause: number for cause, number in more.items() if number}
 
 
-def predictions(run_dir: Path) -> list[list[str]]:
-    """Return the rows of a run's predictions, the head first."""
+def predictions(run_dir: Path) -> list[float]:
+    """Return the numbers of a run's predictions, one sample after the other."""
     (path,) = run_dir.rglob("predictions.csv")
     with path.open(newline="") as file:
-        return list(csv.reader(file))
+        _, *rows = csv.reader(file)
+    return [float(number) for row in rows for number in row[1:]]  # after the split

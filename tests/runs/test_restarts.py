@@ -26,6 +26,7 @@ from trainings import EQUAL, assert_continued, shared_outputs
 pytestmark = pytest.mark.full
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_in_its_own_folder_beside_an_equal_one(tmp_path: Path) -> None:
     """After a rank was killed, the run continues from a checkpoint; the other run is untouched."""
     command = ("-m", "ddp_runner", *EQUAL)

@@ -57,9 +57,15 @@ HALF = [
     Row("ddp", 2, "fp16", source="workers", more=("train.clip_norm=1.0",)),
 ]
 DEFAULT = {Row("ddp", 2), Row("tp", 2)}
-FULL = {Row("single", 1), Row("ddp", 4), *(Row(mode, USUAL[mode]) for mode in RANKS)}
-FULL |= {*MORE, Row("ddp", 2, source="workers"), Row("tp", 2, source="workers")}
-FULL |= {Row("ddp", 2, "bf16"), Row("fsdp", 2, "bf16"), Row("ddp", 2, "fp16")}
+FULL = {
+    Row("ddp_mp", 2),
+    Row("fsdp", 2),
+    Row("ps", 2),
+    Row("ddp", 2, "fp16"),
+    Row("fsdp", 2, "bf16"),
+}
+FULL |= {Row("ddp", 2, source=source) for source in ("workers", "loader", "padded")}
+FULL |= {Row("ddp", 2, more=(AVERAGED,))}
 ROUNDING = 3e-7 if IS_SIMULATED else 1e-3  # relative
 SAME = {"rtol": 1e-4, "atol": 1e-5}  # AdamW's first steps divide by small gradients
 NEAR = {"bf16": 0.02, "fp16": 0.1}  # of losses; fp16's first step overflows and is left out
@@ -135,8 +141,9 @@ def wait_no_more_than_written(row: Row, path: Path) -> None:
         assert sum(waits.checkpoint.values()) <= most, waits.checkpoint
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mode", named(RANKS, quick=[], slow={*RANKS} - {"ddp_mp", "tp"}))
+@pytest.mark.parametrize(
+    "mode", named(["single", "ddp_mp", "fsdp"], quick=[], slow=["single", "fsdp"])
+)
 def test_a_trained_model_is_used_as_on_the_cpu(mode: str, tmp_path: Path) -> None:
     """By task=evaluate, to the last digit of the run's own evaluation, and by task=predict."""
     row = Row(mode, USUAL[mode])
@@ -150,5 +157,4 @@ def test_a_trained_model_is_used_as_on_the_cpu(mode: str, tmp_path: Path) -> Non
         predictions(run_on("task=predict", f"resume={run}", TRUSTED, folder=tmp_path / kind))
         for kind, run_on in (("device", on_device), ("cpu", on_cpu))
     )
-    assert len(on_gpu) == len(on_host)
-    assert on_gpu == on_host or not IS_SIMULATED
+    assert on_gpu == pytest.approx(on_host, rel=1e-5, abs=1e-5 if IS_SIMULATED else 1e-3)

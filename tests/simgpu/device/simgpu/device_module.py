@@ -147,8 +147,13 @@ def get_device_name(device: Device = None) -> str:
 
 
 def get_device_properties(device: Device = None) -> SimpleNamespace:
-    """Return the name and the UUID of a device."""
-    return SimpleNamespace(name=get_device_name(device), uuid=f"SIM-{_index(device)}")
+    """Return the facts of a device that torch and programs ask for."""
+    return SimpleNamespace(
+        name=get_device_name(device),
+        uuid=f"SIM-{_index(device)}",
+        total_memory=library.memory_info(_index(device))[1],
+        multi_processor_count=1,
+    )
 
 
 def memory_allocated(device: Device = None) -> int:
