@@ -6,8 +6,6 @@ world size and every mode of parallelism takes the same steps. The same holds fo
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ from ddp_runner.metric_names import StepPart
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.buffers import share_changing
-from ddp_runner.train.clipping import has_gradient, scale_and_clip
+from ddp_runner.train.clipping import has_gradient, scale_and_clip, step_unless_overflowed
 from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.metrics import ensure_known, step_metrics
@@ -126,7 +124,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
     loss = state.gradients.compute(state, batch)
     scale_and_clip(state)
     try:
-        took_step = _take(optimizer, scaler)
+        took_step = step_unless_overflowed(optimizer, scaler)
     except RuntimeError as error:
         named = f"optimizer={setup.config.optimizer.get('name')}"
         refuse_sparse(error, named, instead="optimizer=sgd optimizer.weight_decay=0")
@@ -137,28 +135,6 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
             state.ema.update(state.module)
     setup.timer.mark(StepPart.OPTIMIZER)
     return loss
-
-
-def _take(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
-    """Step; return whether it did so. It does not where a scaled gradient has overflowed."""
-    if not scaler.is_enabled():
-        optimizer.step()
-        return True
-    # To ask the scaler for its scale, before and after, would make a GPU wait twice more. Torch
-    # leaves a step out by not calling it; a fused one it calls in any case, with what it found.
-    took_step, step = False, optimizer.step
-
-    @wraps(step)
-    def noted(*arguments: Any, **named: Any) -> Any:
-        nonlocal took_step
-        took_step = not getattr(optimizer, "found_inf", 0)
-        return step(*arguments, **named)
-
-    optimizer.step = noted  # type: ignore[method-assign]
-    scaler.step(optimizer)
-    optimizer.step = step  # type: ignore[method-assign]
-    scaler.update()
-    return took_step
 
 
 def seed_step(state: TrainState) -> None:

@@ -1,6 +1,7 @@
 """Build the simulated GPU of tests/simgpu once a machine, and run programs on it."""
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import tempfile
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -36,6 +38,21 @@ def environ(*, devices: int = 2, delay_us: int = 300) -> dict[str, str]:
         "SIMGPU_DELAY_US": str(delay_us),
         "CUDA_VISIBLE_DEVICES": "",  # NVIDIA's GPUs come first
     }
+
+
+def answers(program: Path, *arguments: str, **more: str) -> dict[str, Any]:
+    """Return what a program prints as JSON, in a process of its own, with more variables."""
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        env={**os.environ, **environ(), **more},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @cache

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, Any]:
     """What the programs saw, all in one process: torch takes seconds to import."""
-    environ = {**simgpu_build.environ(), "SIMGPU_WAITS_FILE": str(folder / "waits")}
-    environ |= {"SIMGPU_TRACE": "event.synchronize", "SIMGPU_TRACE_FILE": str(folder / "trace")}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAMS), str(folder)],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    files = {"SIMGPU_WAITS_FILE": str(folder / "waits"), "SIMGPU_TRACE_FILE": str(folder / "trace")}
+    return simgpu_build.answers(PROGRAMS, str(folder), SIMGPU_TRACE="event.synchronize", **files)
 
 
 def test_the_host_cannot_touch_device_memory(seen: dict[str, Any]) -> None:

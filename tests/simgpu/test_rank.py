@@ -1,9 +1,5 @@
 """Parts of a rank on the simulated GPU; see rank_programs.py for what each answer is of."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +12,7 @@ pytestmark = [pytest.mark.simgpu, pytest.mark.full]
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """What the programs saw, all in one process: torch takes seconds to import."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("rank_programs.py"))],
-        env={**os.environ, **simgpu_build.environ()},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return simgpu_build.answers(Path(__file__).with_name("rank_programs.py"))
 
 
 def test_times_are_read_once_the_device_has_passed_them(seen: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ std::optional<Stack> shapes(const Call& call) {
   try {
     call.op.callBoxed(&stack);
     return stack;
-  } catch (const c10::NotImplementedError&) {
+  } catch (const c10::NotImplementedError&) { // no meta kernel: the caller waits for the values
   } catch (const std::exception& e) { // a meta kernel of Python's raises errors of its own
     const std::string what = e.what();
     const auto parts = {"meta", "Meta", "DynamicOutputShape", "NotImplemented"};
