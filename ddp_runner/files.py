@@ -10,11 +10,13 @@ import html
 import math
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -54,6 +56,18 @@ def replacing(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             temp.unlink()
         raise
+
+
+@contextmanager
+def temp_folder_in(parent: Path, *, prefix: str) -> Iterator[Path]:
+    """Give a new folder, and remove it afterwards with those that killed processes have left.
+
+    Its name is new, so that a rank that lives longer than its launcher writes into none of these.
+    """
+    for path in parent.glob(f"{prefix}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    with TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as temp:
+        yield Path(temp)
 
 
 def is_missing(path: Path) -> bool:
@@ -132,6 +146,15 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_safe(item) for item in value]
     return value
+
+
+def leaves(state: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a state's mappings, lists and tuples hold, each with its place: "s['w'][0]"."""
+    if not isinstance(state, Mapping | list | tuple):
+        yield place, state
+        return
+    for key, part in state.items() if isinstance(state, Mapping) else enumerate(state):
+        yield from leaves(part, f"{place}[{key!r}]")
 
 
 def in_markdown(text: str) -> str:

@@ -2,13 +2,13 @@
 
 import pickle
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_runner.errors import UserError, typed
+from ddp_runner.files import leaves
 
 
 def load_plain_data(file: Path, *, named: str, fix: str, is_mapped: bool = False) -> Any:
@@ -44,18 +44,12 @@ def reject_sharded(state: Any, name: str = "the state") -> None:
     Raises:
         UserError: the state holds a part of a tensor; the message has its key.
     """
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            reject_sharded(value, f"{name}[{key!r}]")
-    elif isinstance(state, list | tuple):
-        for index, value in enumerate(state):
-            reject_sharded(value, f"{name}[{index}]")
-    # DTensor, ShardedTensor, … by their module: importing the classes takes time.
-    elif isinstance(state, torch.Tensor) and any(
-        base.__module__.startswith("torch.distributed") for base in type(state).__mro__
-    ):
-        raise UserError(
-            f"{name} is a {type(state).__name__}, of which each rank holds only a part, and a "
-            "checkpoint holds whole tensors; train under parallelism=ddp, or give back whole "
-            "tensors from the model's state_dict()"
-        )
+    for place, value in leaves(state, name):
+        # DTensor, ShardedTensor, … by their module: importing the classes takes time.
+        kinds = type(value).__mro__ if isinstance(value, torch.Tensor) else ()
+        if any(kind.__module__.startswith("torch.distributed") for kind in kinds):
+            raise UserError(
+                f"{place} is a {type(value).__name__}, of which each rank holds only a part, and a "
+                "checkpoint holds whole tensors; train under parallelism=ddp, or give back whole "
+                "tensors from the model's state_dict()"
+            )

@@ -3,9 +3,7 @@
 Rank 0 alone reads them.
 """
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, listed, os_errors
-from ddp_runner.files import file_sha256, read_yaml, replacing
+from ddp_runner.files import file_sha256, read_yaml, replacing, temp_folder_in
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -144,7 +142,9 @@ def export_weights(
     facts = {name: str(value) for name, value in metrics.items() if value is not None}
     facts |= {"weights": "ema"} if is_average else {}
     try:
-        with replacing(path) as temp, _empty_folder(path.with_name(f".{path.name}.parts")) as parts:
+        # safetensors writes to a file with a name of its own, which a killed process leaves.
+        prefix = f".{path.name}.parts"
+        with replacing(path) as temp, temp_folder_in(path.parent, prefix=prefix) as parts:
             written = parts / path.name
             written.touch()
             mode = written.stat().st_mode
@@ -159,21 +159,6 @@ def export_weights(
             "folder writable, then resume: the checkpoints are intact"
         ) from error
     return digest
-
-
-@contextmanager
-def _empty_folder(path: Path) -> Iterator[Path]:
-    """Give an empty folder, and remove it after the block.
-
-    safetensors writes to a file with a name of its own, which a killed process leaves; the next
-    export removes it with the folder.
-    """
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir()
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str, str]]:

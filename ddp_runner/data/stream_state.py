@@ -1,13 +1,13 @@
 """The state of a stream between two blocks of samples, as a checkpoint keeps it."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ddp_runner.errors import UserError
+from ddp_runner.files import leaves
 
 PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)  # what a checkpoint holds
 
@@ -39,24 +39,10 @@ def state_of(part: Any, name: str) -> Any:
     if not all(hasattr(part, method) for method in ("state_dict", "load_state_dict")):
         return None
     state = copy.deepcopy(part.state_dict())
-    _validate_plain(state, f"the state of the {name} stream")
+    for place, value in leaves(state, f"the state of the {name} stream"):
+        if not isinstance(value, PLAIN):
+            raise UserError(
+                f"{place} is a {type(value).__name__}, which a checkpoint cannot hold; return "
+                "numbers, texts and tensors from its state_dict, in lists, tuples and dicts"
+            )
     return state
-
-
-def _validate_plain(state: Any, place: str) -> None:
-    """Reject a state of a user's dataset that a checkpoint cannot hold.
-
-    Raises:
-        UserError: it has more than plain data and tensors; the message has the place.
-    """
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            _validate_plain(value, f"{place}.{key}")
-    elif isinstance(state, list | tuple):
-        for index, value in enumerate(state):
-            _validate_plain(value, f"{place}.{index}")
-    elif not isinstance(state, PLAIN):
-        raise UserError(
-            f"{place} is a {type(state).__name__}, which a checkpoint cannot hold; return numbers, "
-            "texts and tensors from its state_dict, in lists, tuples and dicts"
-        )

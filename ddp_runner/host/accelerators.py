@@ -8,7 +8,7 @@ from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.context import ForkServerProcess
 
-from ddp_runner.host.processes import start_fork_server
+from ddp_runner.host.processes import import_errors, start_fork_server
 
 CUDA = "cuda"  # NVIDIA's, and AMD's by ROCm
 # The backend of each kind, as of torch.distributed.get_default_backend_for_device. MPS has none.
@@ -45,6 +45,8 @@ def _answer(pipe: Connection) -> None:
 
 def _ask() -> Accelerators | str:
     try:
+        for error in import_errors:
+            raise error
         import torch
         import torch.distributed as dist
 

@@ -34,7 +34,7 @@ STOP_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-PRELOAD = "ddp_runner.launch.preload"  # what the fork server imports
+import_errors: list[Exception] = []  # why the fork server, whose child this is, has not all of it
 # The only object of each module.
 _SERVER: Any = forkserver._forkserver
 _TRACKER: Any = resource_tracker._resource_tracker
@@ -137,7 +137,7 @@ def start_fork_server() -> None:
     ):
         with suppress(FileNotFoundError):
             _SERVER._stop()  # waits for its end: until then multiprocessing believes that it runs
-    multiprocessing.set_forkserver_preload([PRELOAD])
+    multiprocessing.set_forkserver_preload(["ddp_runner.launch.preload"])
     with stop_signals_held():
         forkserver.ensure_running()
 

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.errors import UserError, is_lost_peer
+from ddp_runner.errors import UserError, is_lost_peer, typed
 from ddp_runner.host.load import address_limit
 from ddp_runner.host.processes import (
     SERVER_GRACE_S,
     die_with_parent,
     ignore_stop_signals,
+    import_errors,
     release_fork_server,
 )
 from ddp_runner.job import Failure, Job
@@ -157,11 +158,12 @@ def run_rank(job: Job, work: str, environ: dict[str, str], pipe: Connection) -> 
     rank, wire, failure = int(environ["RANK"]), PipeWire(pipe), None
     try:
         try:
+            for error in import_errors:
+                raise error
             from ddp_runner.rank.numa import bound_to_cores  # imports torch, as the server has
         except Exception as error:
-            if limit := address_limit():
-                raise UserError(f"torch cannot be imported: {limit}") from error
-            raise
+            reason = address_limit() or f"{typed(error).rstrip('.')}; repair the installation"
+            raise UserError(f"torch cannot be imported: {reason}") from error
         bound = bound_to_cores(pkgutil.resolve_name(work), int(environ["LOCAL_RANK"]), job.config)
         last = ("result", bound(replace(job, wire=wire)))
     except BaseException as error:  # sys.exit in a model ends a rank just as an error does

@@ -6,6 +6,7 @@ method ``full_tensor``, and a run without any pays nothing.
 
 import copy
 from collections.abc import Iterable, Mapping
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -102,7 +103,7 @@ def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
         return result
     if isinstance(state, list | tuple):
         items = [gathered(value, keep=keep, copies=copies) for value in state]
-        return state if all(map(_is_same, items, state)) else items
+        return state if all(map(is_, items, state)) else items
     if not is_shard(state):
         return state
     full = whole(state.detach())
@@ -113,10 +114,6 @@ def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
     if copies is not None and (address := full.untyped_storage().data_ptr()) != source.data_ptr():
         copies.add(address)
     return full
-
-
-def _is_same(one: object, other: object) -> bool:
-    return one is other
 
 
 def like(value: Tensor, own: Tensor) -> Tensor:

@@ -4,13 +4,11 @@ Sources: https://docs.pytorch.org/docs/stable/export.html and
 https://docs.pytorch.org/docs/stable/onnx_export.html
 """
 
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,12 +20,12 @@ from ddp_runner.data.batches import NUM_FIRST
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.errors import UserError, os_errors, typed
+from ddp_runner.files import temp_folder_in
 from ddp_runner.train.build import build_step
 from ddp_runner.train.build_model import place_alone
 from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
-TEMP_PREFIX = ".export-"
 MOST_CHARACTERS = 200  # of an error of torch's exporter, which may fill a page
 CPU = torch.device("cpu")
 MOST_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; beyond them a second file has them
@@ -65,7 +63,8 @@ def export_programs(
     for name in dict.fromkeys(config.checkpoint.export):
         what = f"{folder / FILES[name]} cannot be written"
         try:
-            with os_errors(what), _quiet(), torch.no_grad(), _new_folder(folder) as temp:
+            new = temp_folder_in(folder, prefix=".export-")
+            with os_errors(what), _quiet(), torch.no_grad(), new as temp:
                 args, kwargs = _call(module, step, dataset.prepare(samples, CPU))
                 is_text = dataset.padding_id is not None or dataset.vocab_size is not None
                 shapes = _dynamic_axes((args, kwargs), is_text=is_text)
@@ -83,18 +82,6 @@ def export_programs(
                 "model: model.safetensors has the weights"
             ) from error
     return written
-
-
-@contextmanager
-def _new_folder(parent: Path) -> Iterator[Path]:
-    """Give a temporary folder, and remove it afterwards with those that killed exports have left.
-
-    Its name is new, so that a rank that lives longer than its launcher writes into none of these.
-    """
-    for path in parent.glob(f"{TEMP_PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
-    with TemporaryDirectory(dir=parent, prefix=TEMP_PREFIX, ignore_cleanup_errors=True) as temp:
-        yield Path(temp)
 
 
 def _call(module: nn.Module, step: StepFunction, data: Any) -> tuple[Any, dict[str, Any]]:

@@ -192,7 +192,7 @@ def test_an_error_in_a_stream_is_one_line(num_workers: int) -> None:
 
 def test_a_state_that_no_checkpoint_can_hold_is_an_error() -> None:
     """It is found with the first batch, and not when the run is resumed."""
-    with pytest.raises(UserError, match=r"train stream\.seen is a set, which a checkpoint cannot"):
+    with pytest.raises(UserError, match=r"train stream\['seen'\] is a set, which a checkpoint "):
         read(StreamSplit("train", NotPlain(4)))
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -119,29 +118,6 @@ def test_a_server_that_is_killed_while_ranks_start_is_named(tmp_path: Path, numb
     assert line.startswith(f"error: {SERVER_KILLED}")
     assert end.stderr.strip() == line
     assert record(end.run_dir)["status"] == "failed"
-
-
-# The runner under ``ulimit -v`` of 1 GiB.
-LIMITED = """
-import resource, runpy, sys
-
-if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
-    sys.argv[0] = "ddp_runner"
-    runpy.run_module("ddp_runner", run_name="__main__", alter_sys=True)
-"""
-
-
-def test_a_limit_that_torch_does_not_fit_in_is_named(tmp_path: Path) -> None:
-    """By one line, and run.json says that the run has failed."""
-    command = (sys.executable, "-c", LIMITED)
-    with background("model=toy", folder=tmp_path, program=command) as process:
-        end = wait_for_end(process, tmp_path)
-    assert end.exit_code == 2
-    sentence = "torch cannot be imported: ulimit -v allows each process 1.0 GiB of addresses"
-    assert end.stderr == f"error: {sentence}; raise it\n"
-    fields = record(end.run_dir)
-    assert (fields["status"], fields["error"]["kind"]) == ("failed", "user")
 
 
 LOUD = """

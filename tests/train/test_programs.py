@@ -6,6 +6,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 
+from ddp_runner import files
 from ddp_runner.errors import UserError
 from ddp_runner.train import programs
 
@@ -47,6 +48,6 @@ def test_a_disk_without_room_for_a_folder_is_named(
 ) -> None:
     """A training that is complete goes on after a UserError, and after no other one."""
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(programs, "TemporaryDirectory", full)
+    monkeypatch.setattr(files, "TemporaryDirectory", full)
     with pytest.raises(UserError, match=r"model\.pt2 cannot be written \(No space left"):
         export("torch_export")

@@ -1,0 +1,46 @@
+"""What a rank cannot import is one line, which the fork server's first attempt decides."""
+
+import sys
+from pathlib import Path
+
+from commands import background, error_line, run_command, wait_for_end
+from run_folders import record
+
+# The runner under ``ulimit -v`` of 1 GiB.
+LIMITED = """
+import resource, runpy, sys
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+    sys.argv[0] = "ddp_runner"
+    runpy.run_module("ddp_runner", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_limit_that_torch_does_not_fit_in_is_named(tmp_path: Path) -> None:
+    """By one line, and run.json says that the run has failed."""
+    command = (sys.executable, "-c", LIMITED)
+    with background("model=toy", folder=tmp_path, program=command) as process:
+        end = wait_for_end(process, tmp_path)
+    assert end.exit_code == 2
+    sentence = "torch cannot be imported: ulimit -v allows each process 1.0 GiB of addresses"
+    assert end.stderr == f"error: {sentence}; raise it\n"
+    fields = record(end.run_dir)
+    assert (fields["status"], fields["error"]["kind"]) == ("failed", "user")
+
+
+def test_a_plug_in_that_torch_cannot_load_is_named(tmp_path: Path) -> None:
+    """By one line: the fork server's first import of torch says why, and no later one would."""
+    folder = tmp_path / "broken-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text("[torch.backends]\nbroken = no_such_module:load\n")
+    environ = {"PYTHONPATH": str(tmp_path)}
+    ended = error_line(run_command("model=toy", folder=tmp_path, environ=environ, fresh=True))
+    assert ended.startswith("torch cannot be imported: RuntimeError: Failed to load the backend ")
+    assert "extension: broken" in ended
+    assert ended.endswith("; repair the installation")
+    asked = ("model=toy", "backend=nccl")
+    refused = error_line(run_command(*asked, folder=tmp_path, environ=environ, fresh=True))
+    assert "torch cannot say which accelerators it sees (RuntimeError(" in refused
+    assert "extension: broken" in refused
