@@ -1,5 +1,6 @@
 """Keep tests apart: whatever a test leaves behind is undone, and fails that test."""
 
+import gc
 import os
 import signal
 import sys
@@ -7,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -43,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         *("test_restarts.py", "test_runs.py", "test_slurm.py", "test_your_own.py"),
     }
     items.sort(key=lambda item: item.path.name not in longest)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported and collected to no later garbage collection: it stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -127,9 +135,24 @@ def _processes() -> set[psutil.Process]:
         shared |= {*ranks.rank_pids()}
     return {
         process
-        for process in psutil.Process().children(recursive=True)
+        for process in _descendants(os.getpid())
         if process.pid not in shared and not _belongs_to_multiprocessing(process)
     }
+
+
+def _descendants(pid: int) -> Iterator[psutil.Process]:
+    """Yield the processes below one; psutil alone would read those of the whole machine."""
+    if not sys.platform.startswith("linux"):
+        yield from psutil.Process(pid).children(recursive=True)
+        return
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        children = list[int]()
+        with suppress(OSError):  # the thread has ended meanwhile
+            children = [*map(int, path.read_text().split())]
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                yield psutil.Process(child)
+            yield from _descendants(child)
 
 
 def _belongs_to_multiprocessing(process: psutil.Process) -> bool:

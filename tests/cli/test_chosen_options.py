@@ -181,6 +181,7 @@ def test_an_option_of_the_users_comes_before_ours(own: str, tmp_path: Path) -> N
     assert planned("--config-dir=/", "optimizer=adamw")[0].optimizer["name"] == "adamw"
 
 
+@pytest.mark.full
 def test_the_rows_of_the_chosen_dataset_are_trained_on(tmp_path: Path) -> None:
     """In the jobs of a sweep, and in what --cfg shows."""
     (tmp_path / "mine.py").write_text(ROWS)

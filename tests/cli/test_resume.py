@@ -326,6 +326,7 @@ def test_a_rejected_resume_leaves_the_run_as_it_was(keys: list[str], tmp_path: P
     assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["train"]["max_steps"] == 12
 
 
+@pytest.mark.full
 def test_a_resume_with_nothing_left_to_train_says_so(tmp_path: Path) -> None:
     """The run is longer than it is asked to be, or it is complete."""
     toy = ("model=toy", "train.max_steps=7", "train.num_threads=1", "hydra.run.dir=run")

@@ -85,6 +85,7 @@ def wait_with_workers(pipe: Any, how: str) -> None:
     globals()["kept"] = (split, loaded)  # still there at the end of the process
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", first_of(["end", "wait"]))
 def test_workers_end_with_their_rank(how: str) -> None:
     """However it ends: killed, or ordinarily with an epoch still open."""

@@ -185,7 +185,7 @@ def failed(
     return ends
 
 
-@pytest.mark.parametrize("name", named(FAILURES, quick=("raises", "suspended")))
+@pytest.mark.parametrize("name", named(FAILURES, quick=("raises",)))
 def test_a_failed_or_late_rank_is_named_and_ends_the_run(
     failed: dict[str, CommandResult], name: str
 ) -> None:

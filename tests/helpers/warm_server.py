@@ -5,6 +5,7 @@ to run is the last thing that the script does, and the interpreter ends it as it
 """
 
 import atexit
+import gc
 import importlib
 import os
 import pickle
@@ -108,6 +109,8 @@ if __name__ == "__main__":
     own_link = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else a collection in each forked process copies the pages of all modules
     try:
         run(serve(own_link))
     except SystemExit as stop:

@@ -221,6 +221,7 @@ def test_other_kinds_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) 
         assert (detect().num_gpus, detect().kind, detect().backend) == (1, "mps", "gloo")
 
 
+@pytest.mark.full
 def test_torch_is_asked_in_another_process() -> None:
     """The answer comes, and this process has not imported torch."""
     code = (

@@ -116,6 +116,7 @@ def test_a_log_on_a_full_disk_is_reported_of_once(
     assert "No space left on device" in err
 
 
+@pytest.mark.full
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     """The live line with the last step, the end's lines, and nothing after them."""
     with terminal() as (stream, shown):

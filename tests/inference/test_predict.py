@@ -256,6 +256,7 @@ def in_memory():
 """
 
 
+@pytest.mark.full
 def test_new_samples_need_no_targets_and_only_the_split_that_is_predicted(tmp_path: Path) -> None:
     """A tensor, a mapping, or tensors in memory; targets that are there are written."""
     run = train(tmp_path, "model=toy", "world_size=2")
@@ -281,6 +282,7 @@ def test_new_samples_need_no_targets_and_only_the_split_that_is_predicted(tmp_pa
     assert line.startswith("dataset.train has no _target_; name your Dataset")
 
 
+@pytest.mark.full
 def test_a_training_without_evaluations_needs_no_evaluation_split(tmp_path: Path) -> None:
     """And goes on without one; with evaluations a line says what is missing, before any step."""
     (tmp_path / "new.py").write_text(NEW)

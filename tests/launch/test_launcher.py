@@ -321,6 +321,7 @@ def lose_the_folder(job: Job) -> dict[str, Any]:
     return {"status": "completed", "run_dir": str(Path.cwd())}
 
 
+@pytest.mark.full
 def test_a_restart_needs_nothing_that_a_cleaner_of_temporary_files_removes(tmp_path: Path) -> None:
     """Neither the folder nor the server's socket in it."""
     end = supervised(tmp_path, lose_the_folder)
@@ -393,6 +394,7 @@ def die_in_a_save(job: Job) -> dict[str, Any]:
     return {"status": "completed", "run_dir": str(Path.cwd())}
 
 
+@pytest.mark.full
 def test_a_rank_that_was_killed_does_not_save_any_more(tmp_path: Path) -> None:
     """Whoever holds its pipe: a restart waits for a save, five minutes by default."""
     end = supervised(tmp_path, die_in_a_save)

@@ -201,6 +201,7 @@ def test_torch_has_the_private_names_that_say_who_is_there() -> None:
     assert {"_this_node", "_state_holder"} <= set(names)
 
 
+@pytest.mark.full
 def test_a_machine_says_that_its_ranks_have_ended_before_it_leaves() -> None:
     """Else the others, which ended before, would wait for it in vain."""
     with round_of("a", "b", own=0) as (found, store):

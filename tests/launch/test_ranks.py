@@ -79,6 +79,7 @@ def importing_server(launcher_pid: int) -> psutil.Process:
     )[0]
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_while_it_imports_is_replaced(tmp_path: Path) -> None:
     """No rank has started yet, so nothing is lost."""
     (tmp_path / "sitecustomize.py").write_text(HOLD)
@@ -106,6 +107,7 @@ if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", first_of([2, 1], num_full=0))
 def test_a_server_that_is_killed_while_ranks_start_is_named(tmp_path: Path, number: int) -> None:
     """In the sentence of a server that is killed later; a second one ends like the first."""

@@ -116,6 +116,7 @@ def test_inherited_ignores_are_kept(tmp_path: Path) -> None:
     assert out.count("SIGTERM: stopping; again to end at once") == 1  # no training has begun
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_at_once_even_while_run_json_is_locked(tmp_path: Path) -> None:
     """The main thread may hold the lock itself, or a rank that is stopped: no wait for ever."""
     wait = f"{HOLD}; Path('asked').touch(); watch(600)"

@@ -26,6 +26,7 @@ def launchers(
         yield started
 
 
+@pytest.mark.full
 def test_two_of_three_wait_until_they_are_stopped(tmp_path: Path) -> None:
     """Each says how many are missing, and Ctrl-C ends it; nothing is left."""
     keys = (*EQUAL, "launch.nnodes=3")

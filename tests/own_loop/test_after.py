@@ -56,6 +56,7 @@ def test_a_model_of_the_config_is_used_as_that_of_any_run(tmp_path: Path) -> Non
     assert all(torch.equal(ours[key], weights[key]) for key in weights)
 
 
+@pytest.mark.full
 def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     """A model that the loop made itself, and a loop that exported nothing."""
     own = run_function(OF_ITS_OWN, folder=tmp_path / "own").run_dir

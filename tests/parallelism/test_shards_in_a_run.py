@@ -35,6 +35,7 @@ def weights_of(env: DistEnv, config: Config, max_steps: int, folder: Path | None
     return run_loop(env, config, max_steps=max_steps, folder=folder, state=state).weights
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kept_for", first_of(["1", "false"]))
 def test_blocks_that_stay_whole_are_shards_again_after_an_evaluation(
     kept_for: str, tmp_path: Path

@@ -183,12 +183,12 @@ def resumes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def cases() -> Iterator[Any]:
-    """Yield the cases; by default each scheduler with a key of its own that changes."""
+    """Yield the cases: before a release all, else a key that changes, from ddp to fsdp."""
     for before, after in PAIRS:
         for scheduler in SCHEDULERS:
             for change in CHANGES:
                 is_quick = (before, after) == ("ddp", "fsdp") and "key" in change
-                marks = [] if is_quick else [pytest.mark.slow]
+                marks = [pytest.mark.full if is_quick else pytest.mark.slow]
                 case = (scheduler, change, before, after)
                 yield pytest.param(
                     case, id=f"{before} to {after}-{scheduler}-{change}", marks=marks

@@ -33,7 +33,7 @@ from run_folders import (
     tensorboard_scalars,
 )
 from texts import write_reviews
-from tiers import named, selected
+from tiers import named, runs_full, selected
 
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.tracking.outputs import claim
@@ -118,7 +118,7 @@ TABLE = {
 }
 # By default; the other rows are `full`. bert and resnet18 are `slow`, since test_text_runs.py and
 # test_experiments.py train them.
-QUICK = (*("single", "ddp", "ddp_mp", "fsdp", "tp", "ps", "gpt", "plateau", "uninterrupted"),)
+QUICK = ("single", "ddp", "fsdp", "ps", "gpt")
 NAPPING = '''
 import os, time
 from ddp_runner.models.toy import ToyModel
@@ -140,7 +140,9 @@ def table(
     folder = tmp_path_factory.mktemp("table")
     write_reviews(folder / "texts.csv")
     port = str(free_port())
-    rows = dict.fromkeys([*selected(request, "name"), "uninterrupted"])
+    rows = selected(request, "name")
+    if runs_full(request) and "uninterrupted" not in rows:
+        rows.append("uninterrupted")
     for name in rows:
         overrides, _ = TABLE[name]
         filled = [key.replace("PORT", port).replace("FOLDER", str(folder)) for key in overrides]
@@ -271,6 +273,7 @@ def test_torchrun_starts_one_run(tmp_path: Path) -> None:
     assert end.run_dir.parent == tmp_path / "outputs" / "toy-random-ddp-ws2"
 
 
+@pytest.mark.full
 def test_a_run_stopped_by_ctrl_c_continues_where_it_stopped(
     table: CommandResult, tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ def test_gpus_that_cannot_be_shown_to_some_jobs_alone_are_not_shared() -> None:
         validate_sweep(config, machine, searches=False)
 
 
+@pytest.mark.full
 @needs_two_cores
 def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
     """Two at a time; pinned as run.json says; each line names its job; failures count over all."""

@@ -152,6 +152,7 @@ def train(
     return run_loop(env, config, max_steps=5, state=state), state.measured
 
 
+@pytest.mark.full
 def test_measuring_changes_no_step() -> None:
     """No random number, no statistic; and no line with times has a step that was traced."""
     config = compose_config("model=convnet", *IMAGES, "train.log_every_steps=1", world_size=2)
@@ -192,6 +193,7 @@ class Waves(Dataset[tuple[Tensor, Tensor]]):
         return torch.full((10,), float(index)).sin(), torch.full((5,), float(index)).cos()
 
 
+@pytest.mark.full
 def test_measuring_leaves_the_loading_processes_alone() -> None:
     """They load for one epoch at a time, and it is measured amid one."""
     own = f"{{_target_:{__name__}.Waves}}"

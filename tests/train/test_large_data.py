@@ -61,6 +61,7 @@ def columns(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return (means.flip(0) if torch.rand(()) < 0.5 else means), row["cls"].float().expand(5)
 
 
+@pytest.mark.full
 def test_shards_train_alike_at_each_world_size_and_resume_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

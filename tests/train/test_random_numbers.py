@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
@@ -64,6 +65,7 @@ def drawn(*traces: Trace) -> dict[int, list[float]]:
     }
 
 
+@pytest.mark.full
 def test_evaluations_change_nothing_that_a_run_learns() -> None:
     """However many there are: they draw dropout's numbers, too, and read the same generators."""
     traces = [
