@@ -46,6 +46,7 @@ def readme(project: Path, number: int) -> list[str]:
     return [line.replace("my_project", project.name) for line in COMMANDS[number]]
 
 
+@pytest.mark.slow
 def test_its_two_commands_run_and_pass(project: Path) -> None:
     """The training learns, and the test trains on two ranks and on one."""
     train, test = readme(project, 0)

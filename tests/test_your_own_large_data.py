@@ -9,7 +9,7 @@ from pages import commands, write_files
 from pictures import write_folders, write_shards
 from run_folders import metrics, record
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 PAGE = "docs/your_own_large_data.md"
 

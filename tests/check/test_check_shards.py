@@ -86,6 +86,7 @@ def check_all(env: DistEnv, cases: Mapping[str, Case]) -> dict[str, list[Finding
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cases", only("2 ranks", {"2 ranks": ON_TWO, "4 ranks": ON_FOUR}))
 def test_what_is_split_over_ranks_is_checked(cases: dict[str, Case]) -> None:
     """A good model passes; a fault is named by the check that fails first, on every rank alike."""

@@ -101,6 +101,7 @@ def test_of_a_key_that_the_command_line_gives_nothing_is_said(own: str) -> None:
     assert (config.optimizer["lr"], config.optimizer["amsgrad"], notes) == (0.3, False, [])
 
 
+@pytest.mark.full
 def test_an_experiment_gives_way_to_the_command_line_as_well(own: str) -> None:
     """What it says of another model than the chosen one is left out as well."""
     config, notes = planned(own, "model=own", "experiment=other")

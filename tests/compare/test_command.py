@@ -246,6 +246,7 @@ def test_settings_of_many_keys_have_short_names_in_plots(tmp_path: Path) -> None
         assert not any("…" in one for one in texts), name
 
 
+@pytest.mark.full
 def test_a_doubtful_speed_is_marked_wherever_it_is_shown(
     outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -206,6 +206,7 @@ def test_what_ones_own_yaml_reads_need_not_be_said_again(
         planned(f"resume={run}", words[0])
 
 
+@pytest.mark.full
 def test_a_command_that_goes_on_by_itself_says_the_same(tmp_path: Path) -> None:
     """As a job that is queued again does: resume=auto in a folder, twice."""
     words = (*TOY, f"hydra.run.dir={tmp_path}/run", "resume=auto", "notes='${oc.env:USER_NOTE}'")

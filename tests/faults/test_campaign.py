@@ -20,7 +20,8 @@ from kill_campaign import NUM_STEPS, campaign, uninterrupted
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("mode", ["fsdp", pytest.param("ps", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "ps"])
 def test_killed_runs_end_as_uninterrupted_runs(short_temp: Path, mode: str) -> None:
     """Every checkpoint loads, every resume is exact, and nothing is left."""
     result = campaign(short_temp, kills=1, seed=1, jobs=1, modes=(mode,), log=print)

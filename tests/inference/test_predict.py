@@ -66,6 +66,7 @@ def test_the_file_is_the_same_whatever_the_world_size(
     assert len(contents) == 1
 
 
+@pytest.mark.full
 def test_predictions_are_what_the_loaded_model_gives_for_each_sample(tmp_path: Path) -> None:
     """Each sample has one row, and the hits give the run's own accuracy."""
     run_dir = train(

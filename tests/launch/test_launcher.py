@@ -368,6 +368,7 @@ def hang_in_a_save(job: Job) -> NoReturn:
     hang(job)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("work", [hang_in_a_save, hang])
 def test_what_hangs_is_not_waited_for_for_ever(tmp_path: Path, work: Work) -> None:
     """After shutdown_timeout_s, or ten times that during a save, the run ends all the same."""

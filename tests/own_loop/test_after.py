@@ -33,6 +33,7 @@ def train(run):
 KEYS = ("model=mnist_net", "train.num_threads=1")
 
 
+@pytest.mark.full
 def test_a_model_of_the_config_is_used_as_that_of_any_run(tmp_path: Path) -> None:
     """Loaded, predicted with, exported, and trained on; its task is not called again."""
     end = run_function(OF_THE_CONFIG, *KEYS, folder=tmp_path)

@@ -254,9 +254,9 @@ LIKE_OTHERS = {
     *(way for way, mode in WAYS.items() if smallest_world(mode) > 3),
 }
 FEW = {
-    *("plain", "uneven in three", "tokens, uneven in two, clipped", "clipped by norm"),
-    *("clipped by value", "own step, uneven in three", "scalars named by data", "average", "bf16"),
-    *("frozen", "sparse", "without dimensions, uneven in three", "tied"),
+    *("uneven in three", "tokens, uneven in two, clipped", "own step, uneven in three"),
+    *("without dimensions, uneven in three", "clipped by value", "average"),
+    *("frozen", "sparse", "tied"),
 }
 FEW_OF_STREAMS = {"own step, uneven in three", "tokens, uneven in two, clipped"}
 

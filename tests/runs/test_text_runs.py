@@ -184,6 +184,7 @@ def write_english(path: Path, *, num_rows: int) -> None:
     write_rows(path, rows)
 
 
+@pytest.mark.slow
 def test_a_pretrained_bert_is_fine_tuned(tmp_path: Path) -> None:
     """Real weights with their own tokenizer and a new head, at another learning rate."""
     folder = pretrained_folder()

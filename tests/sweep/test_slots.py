@@ -260,6 +260,7 @@ def has_slot(launcher_pid: int) -> bool:
 
 @needs_two_cores
 @pytest.mark.full
+@pytest.mark.slow
 def test_a_signal_while_slots_start_ends_them(tmp_path: Path) -> None:
     """None has begun a job, so none has anything to say."""
     keys = ("-m", *TOY, "train.epochs=10000", "seed=1,2", "sweep.parallel_jobs=2")

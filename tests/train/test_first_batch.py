@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import first_of
 from torch import nn
 from train_states import MNIST_NET, TOY, build, compose_config
 
@@ -248,7 +249,7 @@ def test_a_peer_that_is_lost_in_the_trial_is_no_fault_of_the_model() -> None:
     assert run_ranks(refusal, 1, compose_config(*of("Cursed"))) == ["UserError"]
 
 
-@pytest.mark.parametrize("at_random", ["false", "true"])
+@pytest.mark.parametrize("at_random", first_of(["true", "false"]))
 def test_a_layer_that_only_some_batches_use_is_named_where_ranks_gather_it(at_random: str) -> None:
     """Else a rank waits for one that leaves it out, until the timeout."""
     keys = (*of("Choosing"), f"+model.at_random={at_random}")

@@ -194,6 +194,7 @@ os._exit(0)
     wait_for(lambda: not psutil.pid_exists(pid) and not psutil.pid_exists(service))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("start")  # it writes the folder
 def test_a_tracker_sees_that_rank_zero_is_gone_though_its_stdin_stays_open(tmp_path: Path) -> None:
     """A process that rank 0 has forked, as a loader's worker is, holds the other end."""
