@@ -36,7 +36,9 @@ def test_a_plug_in_that_torch_cannot_load_is_named(tmp_path: Path) -> None:
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (folder / "entry_points.txt").write_text("[torch.backends]\nbroken = no_such_module:load\n")
     environ = {"PYTHONPATH": str(tmp_path)}
-    ended = error_line(run_command("model=toy", folder=tmp_path, environ=environ, fresh=True))
+    end = run_command("model=toy", folder=tmp_path, environ=environ, fresh=True)
+    ended, fields = error_line(end), record(end.run_dir)
+    assert (fields["status"], fields["error"]["kind"]) == ("failed", "user")
     assert ended.startswith("torch cannot be imported: RuntimeError: Failed to load the backend ")
     assert "extension: broken" in ended
     assert ended.endswith("; repair the installation")

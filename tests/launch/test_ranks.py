@@ -151,18 +151,6 @@ def test_an_error_of_a_megabyte_is_cut(tmp_path: Path) -> None:
     assert len(record(end.run_dir)["error"]["sentence"]) < 10_000
 
 
-def test_torch_that_fails_to_import_is_an_error_of_a_rank(tmp_path: Path) -> None:
-    """As where a library of CUDA is missing; the server that imports it first survives it."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.12: no file')")
-    environ = {"PYTHONPATH": str(tmp_path)}
-    with background("model=toy", folder=tmp_path, environ=environ, fresh=True) as process:
-        end = wait_for_end(process, tmp_path)
-    assert end.exit_code == 1
-    assert end.stderr.count("raised OSError: libcudart.so.12: no file") == 1
-    assert record(end.run_dir)["error"]["kind"] == "crash"
-
-
 @pytest.mark.parametrize("is_training_yet", first_of([False, True]))
 def test_ctrl_c_while_a_command_starts_ends_it(tmp_path: Path, *, is_training_yet: bool) -> None:
     """While the server imports torch, or as soon as the ranks train."""
