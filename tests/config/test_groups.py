@@ -30,11 +30,13 @@ OPTIONS = {
     for path in sorted(CONFIG_DIR.glob("*/*.yaml"))
     if path.parent.name != "hydra"
 }
-# By default what runs are made of; of the groups that only choose or list it, and of sizes, one.
-QUICK = {"experiment=mnist_ddp", "metrics=top_k"} | {
+# By default what runs are made of; of the groups that only choose or list it, of sizes, and of what
+# is a class of torch and its arguments, one.
+TORCHS = {name.lower() for name in [*dir(torch.optim), *dir(torch.optim.lr_scheduler)]}
+QUICK = {"experiment=mnist_ddp", "metrics=top_k", "optimizer=adamw", "scheduler=cycliclr"} | {
     option
     for option, path in OPTIONS.items()
-    if path.parent.name not in ("experiment", "metrics") and path.stem not in LARGE
+    if path.parent.name not in ("experiment", "metrics") and path.stem not in {*LARGE, *TORCHS}
 }
 
 
