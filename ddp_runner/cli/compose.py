@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,13 @@ class Invocation:
     warnings: tuple[str, ...] = ()  # about stdout and stderr
 
 
+@cache
 def register() -> None:
     """Give Hydra the schema, and OmegaConf the resolvers of conf/."""
     ConfigStore.instance().store(name="schema", node=Config)
     data_root = partial(os.environ.get, "DDP_RUNNER_DATA_ROOT", "data")
     OmegaConf.register_new_resolver("data_root", data_root, replace=True)
-    OmegaConf.register_new_resolver("keys", help_text, replace=True)
+    OmegaConf.register_new_resolver("keys", cache(help_text), replace=True)  # asked each time
 
 
 def compose(command: CommandLine) -> DictConfig:

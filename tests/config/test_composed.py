@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from configs import compose_by_hydra, compose_raw, register
+from configs import compose_by_hydra, compose_raw
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -40,7 +40,6 @@ WRONG = (
 @pytest.mark.parametrize("line", LINES)
 def test_keys_set_in_a_copy_give_what_hydra_composes(line: str) -> None:
     """Twice, since the second one is made from the first one's options."""
-    register()
     expected = compose_by_hydra(*shlex.split(line))
     for _ in range(2):
         found = compose_raw(*shlex.split(line))
@@ -51,7 +50,6 @@ def test_keys_set_in_a_copy_give_what_hydra_composes(line: str) -> None:
 @pytest.mark.parametrize("line", WRONG)
 def test_a_mistake_is_hydras(line: str) -> None:
     """The error and its sentence."""
-    register()
     with pytest.raises(HydraException) as expected:
         compose_by_hydra(*shlex.split(line))
     with pytest.raises(type(expected.value)) as found:

@@ -16,8 +16,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import ddp_runner.cli.compose as compose_module
-from ddp_runner.cli.compose import validate_files
+from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_adapter import OWN_GROUPS, ROOT_CONFIG
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.resume import with_resumed
@@ -28,9 +27,6 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
 
 LAPTOP = Hardware(num_gpus=0, num_cores=4)  # so that tests resolve alike on every machine
-
-
-register = cache(compose_module.register)  # the schema never changes
 
 
 def compose_raw(*overrides: str, folders: Sequence[Path] = ()) -> Any:
