@@ -72,9 +72,9 @@ def library() -> Path:
         if not built.exists():
             _build(built)
         built.touch()
-    for other in folder.parent.glob("simgpu-*"):
-        if time.time() - max(path.stat().st_mtime for path in [other, *other.iterdir()]) > UNUSED_S:
-            shutil.rmtree(other, ignore_errors=True)
+    for other in folder.parent.glob(f"simgpu-*/{NAME}.so"):
+        if time.time() - other.stat().st_mtime > UNUSED_S:
+            shutil.rmtree(other.parent, ignore_errors=True)
     return built
 
 
