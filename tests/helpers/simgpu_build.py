@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -18,17 +19,19 @@ from filelock import FileLock
 
 DEVICE = Path(__file__).parents[1] / "simgpu" / "device"
 UNITS = ("unit_operators.cpp", "unit_runtime.cpp")
-FLAGS = ["-O1", "-g0", "-std=c++20", "-w"]
+FLAGS = ["-O1", "-g0", "-std=c++20", "-Wall", "-Wextra"]
+UNUSED_S = 30 * 24 * 3600  # after which a build is removed
 NAME = "_simgpu"
 TORCH = (2, 15)
 
 
-def environ(*, devices: int = 2, delay_us: int = 300) -> dict[str, str]:
+def environ(*, devices: int = 2, delay_us: int = 300, side_delay_us: int = 0) -> dict[str, str]:
     """Return the variables of a command that has simulated GPUs.
 
     Args:
         devices: how many, at most 8.
         delay_us: microseconds that a stream sleeps before each task.
+        side_delay_us: what streams but the default one sleep before a task that nothing waits for.
     """
     paths = [str(DEVICE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
@@ -36,6 +39,7 @@ def environ(*, devices: int = 2, delay_us: int = 300) -> dict[str, str]:
         "SIMGPU_LIBRARY": str(library()),
         "SIMGPU_DEVICES": str(devices),
         "SIMGPU_DELAY_US": str(delay_us),
+        "SIMGPU_SIDE_DELAY_US": str(side_delay_us),
         "CUDA_VISIBLE_DEVICES": "",  # NVIDIA's GPUs come first
     }
 
@@ -67,13 +71,17 @@ def library() -> Path:
     with FileLock(folder / "lock"):
         if not built.exists():
             _build(built)
+        built.touch()
+    for other in folder.parent.glob(f"simgpu-*/{NAME}.so"):
+        if time.time() - other.stat().st_mtime > UNUSED_S:
+            shutil.rmtree(other.parent, ignore_errors=True)
     return built
 
 
 def _missing() -> str | None:
     if not sys.platform.startswith("linux"):
         return "the simulated GPU needs Linux"
-    if not shutil.which(os.environ.get("CXX", "c++")):
+    if not shutil.which(_compiler()):
         return "the simulated GPU needs a C++ compiler"
     if tuple(map(int, version("torch").split(".")[:2])) < TORCH:
         return "the simulated GPU needs torch 2.15 or newer: it is not sound with 2.11"
@@ -82,8 +90,13 @@ def _missing() -> str | None:
     return None
 
 
+def _compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
 def _key() -> str:
-    parts = [version("torch"), sys.version, *FLAGS]
+    compiler = subprocess.check_output([_compiler(), "--version"], text=True)
+    parts = [version("torch"), sys.version, compiler, *FLAGS]
     parts += [path.read_text() for path in sorted((DEVICE / "src").iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

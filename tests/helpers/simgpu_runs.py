@@ -20,10 +20,12 @@ IS_SIMULATED = KIND == "simgpu"
 MOST_DEVICES = 8 if IS_SIMULATED else torch.accelerator.device_count()
 PARTS = simgpu_build.DEVICE.parent / "parts"
 DELAY_US = 300  # before each task of each stream
+LATE_US = 1_000_000  # longer than the default stream takes for what the host has given it
 NET = ("model.dropout1=0", "model.dropout2=0", "model.channels_last=false")
 GPT = ("model=gpt", "model.num_layers=2", "model.width=32", "model.feedforward=64")
 PICTURES = ("dataset=fake_images", "dataset.num_samples=96", "dataset.eval_samples=24")
 TEXT = ("dataset=text", "dataset.sequence_length=16", "dataset.eval_fraction=0.0005")
+ACCUMULATED = "train.grad_accum_steps=2"
 TRUSTED = "allowed_targets=[counted]"
 FACTS = (
     *("dataset.num_classes=10", "dataset.channels=1", "dataset.height=28", "dataset.width=28"),
@@ -52,6 +54,11 @@ class Row:
 
     def __str__(self) -> str:
         return "-".join([self.mode, str(self.ranks), self.precision, self.source, *self.more])
+
+    @property
+    def micro_batches(self) -> int:
+        """How many forwards a step has."""
+        return 2 if ACCUMULATED in self.more else 1
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -87,11 +94,20 @@ def need_devices(row: Row) -> None:
         pytest.skip(f"needs {needed} devices, here are {MOST_DEVICES}")
 
 
-def on_device(*keys: str, folder: Path, waits: Path | None = None) -> Path:
-    """Run a command on the simulated GPU to its end; return its run folder."""
+def on_device(
+    *keys: str, folder: Path, waits: Path | None = None, has_late_streams: bool = False
+) -> Path:
+    """Run a command on the simulated GPU to its end; return its run folder.
+
+    Late streams, all but the default one, are behind it until something waits for them; else they
+    are ahead of it.
+    """
     environ = {"PYTHONPATH": str(PARTS)}
     if IS_SIMULATED:
-        environ = simgpu_build.environ(devices=MOST_DEVICES, delay_us=DELAY_US)
+        side_delay_us = LATE_US if has_late_streams else 0
+        environ = simgpu_build.environ(
+            devices=MOST_DEVICES, delay_us=DELAY_US, side_delay_us=side_delay_us
+        )
         environ["PYTHONPATH"] += f":{PARTS}"
         environ |= {"COUNTED_WAITS": str(waits)} if waits else {}
     return _run(*keys, f"backend.device={KIND}", folder=folder, environ=environ)
@@ -135,29 +151,35 @@ def states(run_dir: Path) -> States:
 class Waits:
     """What made the host wait between two forwards in a row, by its cause; see ``host_waits``."""
 
-    step: dict[str, int]  # between the forwards of the last two steps
-    checkpoint: dict[str, int]  # between those of the third and the fourth, with a checkpoint
+    step: dict[str, int]  # between the first forwards of the last two steps
+    checkpoint: dict[str, int]  # between those around the checkpoint
     evaluation: dict[str, int]  # from the first to the last batch of the last evaluation
     pageable: int  # copies from pageable memory, which no GPU makes beside its work, in two steps
 
 
-def host_waits(path: Path, *, rank: int) -> Waits:
-    """Return how often a rank's host has waited in a run of six steps, as ``counted.step`` noted.
+def host_waits(path: Path, *, rank: int, num_steps: int, micro_batches: int) -> Waits:
+    """Return how often a rank's host has waited in a run, as ``counted.step`` noted.
 
-    What comes before the third step may wait: DDP orders its buckets.
+    What comes in the first two steps may wait: DDP orders its buckets. The run has a checkpoint
+    before its last three steps, and each step a forward for each of its micro-batches.
     """
     lines: list[Any] = [
         json.loads(line) for line in Path(f"{path}.{rank}").read_text().splitlines()
     ]
     is_training = [line["training"] for line in lines]
-    last = len(lines) - 1 - is_training[::-1].index(True)
-    steps = [line["waits"] for line in lines[last - 5 : last + 1]]
-    pageable = lines[last]["pageable"] - lines[last - 2]["pageable"]
-    evaluation = [line["waits"] for line in lines[last + 1 :]]
-    assert all(is_training[last - 5 : last + 1])
+    end = len(lines) - is_training[::-1].index(True)
+    start = end - num_steps * micro_batches
+    assert all(is_training[start:end])
+    assert not is_training[start - 1]  # of the model's first look at a batch
+    before, after, second_last, last = lines[start:end:micro_batches][-4:]
+    evaluation = [line["waits"] for line in lines[end:]]
     assert len(evaluation) > 1
-    last_step, with_checkpoint = _more(steps[4], steps[5]), _more(steps[2], steps[3])
-    return Waits(last_step, with_checkpoint, _more(evaluation[0], evaluation[-1]), pageable)
+    return Waits(
+        step=_more(second_last["waits"], last["waits"]),
+        checkpoint=_more(before["waits"], after["waits"]),
+        evaluation=_more(evaluation[0], evaluation[-1]),
+        pageable=last["pageable"] - after["pageable"],
+    )
 
 
 def _more(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:

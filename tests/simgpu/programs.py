@@ -6,25 +6,9 @@ from typing import Any
 
 import simgpu
 import torch
+from memory_programs import SIZE, default, freed, out_of_memory, pinned, resized, unwritten
 from process_programs import DEVICE, collective, forks, host_reads, two_ranks
 from torch.nn import functional
-
-SIZE = 1000
-
-
-def default() -> torch.Stream:
-    """Return the current stream, which is the default one everywhere here."""
-    return torch.accelerator.current_stream(0)
-
-
-def unwritten() -> Any:
-    """Memory that nothing has written: fresh, and used before."""
-    fresh = torch.empty(SIZE, device=DEVICE)
-    place = fresh.fill_(1).data_ptr()
-    del fresh
-    used = torch.empty(SIZE, device=DEVICE)
-    assert used.data_ptr() == place
-    return [torch.empty(SIZE + 1, device=DEVICE).isnan().all().item(), used.isnan().all().item()]
 
 
 def streams() -> Any:
@@ -59,21 +43,35 @@ def streams() -> Any:
     }
 
 
-def freed(*, recorded: bool) -> Any:
-    """A tensor of the default stream is freed while a side stream still has to read it."""
-    tensor, side = torch.ones(SIZE, device=DEVICE), torch.Stream(DEVICE)
-    place = tensor.data_ptr()
-    side.wait_stream(default())
-    with simgpu.held(side):
+def late() -> Any:
+    """What the default stream sees of a side stream: without a wait, and with one.
+
+    The side stream has had nothing to do, and the default one a lot.
+    """
+    side, found = torch.Stream(DEVICE), []
+    for waits in (False, True):
+        torch.accelerator.synchronize()
+        busy = torch.ones(SIZE, device=DEVICE)
+        for _ in range(20):
+            busy = busy * 1
         with side:
-            doubled = tensor * 2
-        if recorded:
-            tensor.record_stream(side)
-        del tensor
-        other = torch.full((SIZE,), 7.0, device=DEVICE)
-        default().synchronize()
-    default().wait_stream(side)
-    return [other.data_ptr() == place, doubled[0].item()]
+            written = torch.ones(4, device=DEVICE)
+        if waits:
+            default().wait_stream(side)
+        found.append(written * 1)
+    return [tensor.tolist() for tensor in found]
+
+
+def queries() -> Any:
+    """Whether a stream ever seems busy after the host has waited for it."""
+    side = torch.Stream(DEVICE)
+    found = []
+    for _ in range(100):
+        with side:
+            torch.ones(4, device=DEVICE)
+        side.synchronize()
+        found.append(side.query())
+    return all(found)
 
 
 def copies() -> Any:
@@ -104,32 +102,21 @@ def copies() -> Any:
     return found
 
 
-def pinned() -> Any:
-    """Pinned memory: how it is told apart, and when it is given back."""
-    before = simgpu.pinned_bytes()
-    host = torch.ones(SIZE).pin_memory()
-    is_pinned = [host.is_pinned(), host[5:].is_pinned(), torch.ones(3).is_pinned()]
-    is_pinned.append(torch.empty(3, pin_memory=True).is_pinned())
-    with simgpu.held(default()):
-        device = host.to(DEVICE, non_blocking=True)
-        del host
-        while_used = simgpu.pinned_bytes() - before
-    ones = (device == 1).all().item()
-    default().synchronize()
-    return [is_pinned, while_used, ones, simgpu.pinned_bytes() - before]
-
-
-def out_of_memory() -> Any:
-    """A tensor larger than the device, and one larger than a share of it."""
+def refused() -> Any:
+    """What torch refuses at once, and the device goes on: shapes, and a scalar of the CPU."""
+    tensor, scalar = torch.ones(4, device=DEVICE), torch.tensor(0.0)
     found = []
-    for share, gib in ((1.0, 5), (0.1, 1)):
-        torch.simgpu.set_per_process_memory_fraction(share)
+    for wrong in (
+        lambda: tensor.copy_(torch.ones(3)),
+        lambda: torch.ones(3).copy_(tensor),
+        lambda: torch.sum(tensor, 0, out=scalar),
+        lambda: scalar.masked_fill_(tensor[0] > 0, 1),
+    ):
         try:
-            torch.empty(gib << 30, dtype=torch.uint8, device=DEVICE)
-        except torch.OutOfMemoryError as error:
-            found.append(str(error).partition(".")[0])
-    torch.simgpu.set_per_process_memory_fraction(1.0)
-    return found
+            wrong()
+        except RuntimeError as error:
+            found.append(str(error).partition(",")[0])
+    return [found, (tensor * 2).tolist()]
 
 
 def waits() -> Any:
@@ -173,7 +160,12 @@ def training() -> Any:
         losses.append(loss.item())
     with torch.autocast("simgpu", dtype=torch.bfloat16):
         low = model(inputs)
-        types = [str(low.dtype), str(functional.cross_entropy(low, targets).dtype)]
+        high = (functional.cross_entropy(low, targets), torch.ops.aten.norm(low, 2))
+        types = [str(tensor.dtype) for tensor in (low, *high)]
+        try:
+            functional.binary_cross_entropy(low.sigmoid(), low.sigmoid())
+        except RuntimeError as error:
+            types.append(str(error))
     drawn = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -204,9 +196,12 @@ def errors() -> Any:
 def main(folder: str) -> None:
     """Run everything in its order: two ranks part first, and the error that stays comes last."""
     found: dict[str, Any] = {"two_ranks": two_ranks(f"{folder}/store2")}
-    for function in (host_reads, forks, unwritten, streams, copies, pinned, out_of_memory):
+    for function in (host_reads, forks, unwritten, streams, late, queries, copies, pinned):
+        found[function.__name__] = function()
+    for function in (resized, refused, out_of_memory):
         found[function.__name__] = function()
     found["freed"] = [freed(recorded=recorded) for recorded in (False, True)]
+    found["freed"].append(freed(recorded=False, reused=False))
     found["collective"] = collective(f"{folder}/store1")
     found["training"] = training()
     found["missing"] = missing()

@@ -22,7 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(folder: Path) -> dict[str, Any]:
     """What the programs saw, all in one process: torch takes seconds to import."""
     files = {"SIMGPU_WAITS_FILE": str(folder / "waits"), "SIMGPU_TRACE_FILE": str(folder / "trace")}
-    return simgpu_build.answers(PROGRAMS, str(folder), SIMGPU_TRACE="event.synchronize", **files)
+    more = {"SIMGPU_TRACE": "event.synchronize", "SIMGPU_SIDE_DELAY_US": "2000000"}
+    return simgpu_build.answers(PROGRAMS, str(folder), **more, **files)
 
 
 def test_the_host_cannot_touch_device_memory(seen: dict[str, Any]) -> None:
@@ -49,11 +50,38 @@ def test_a_missing_wait_between_streams_shows(seen: dict[str, Any]) -> None:
     assert found["order"]
 
 
+def test_a_missing_wait_for_a_stream_without_work_shows(seen: dict[str, Any]) -> None:
+    """Its tasks are late until something waits for them."""
+    without, waited = seen["late"]
+    assert all(math.isnan(number) for number in without)
+    assert waited == [1.0] * 4
+
+
+def test_a_stream_is_idle_once_the_host_has_waited_for_it(seen: dict[str, Any]) -> None:
+    """Whatever its thread still does."""
+    assert seen["queries"]
+
+
 def test_a_missing_record_stream_shows(seen: dict[str, Any]) -> None:
     """Freed memory is overwritten while another stream reads it, unless that is recorded."""
-    without, recorded = seen["freed"]
-    assert without == [True, 14.0]  # the same place, and twice what the next tensor wrote
+    without, recorded, unused = seen["freed"]
+    assert without == [True, 14.0]  # the same address, and twice what the next tensor wrote
     assert recorded == [False, 2.0]
+    assert math.isnan(unused[1])  # though nobody has the memory again
+
+
+def test_a_tensor_grows_on_its_own_device(seen: dict[str, Any]) -> None:
+    """By a copy in its stream, whatever the current device is."""
+    assert seen["resized"] == [[1.0] * 4, [0, 4096 - 512]]
+
+
+def test_torch_refuses_mistakes_at_once(seen: dict[str, Any]) -> None:
+    """Wrong shapes, and results that would be a CPU's; what follows is computed."""
+    errors, after = seen["refused"]
+    sizes = "The size of tensor a [{}] must match the size of tensor b [{}]"
+    devices = "Expected all tensors to be on the same device"
+    assert errors == [sizes.format(4, 3), sizes.format(3, 4), devices, devices]
+    assert after == [2.0] * 4
 
 
 def test_copies_keep_the_rules_of_cuda(seen: dict[str, Any]) -> None:
@@ -81,9 +109,12 @@ def test_a_collective_blocks_the_stream_and_not_the_host(seen: dict[str, Any]) -
 
 
 def test_two_ranks_meet(seen: dict[str, Any]) -> None:
-    """The device's backend is simccl, with mean, reduce_scatter, gather and send."""
-    values = [[0.5] * 4, [0.0, 2.0], [0.0, 2.0, 4.0, 6.0], 6.0]
-    assert seen["two_ranks"] == {"backend": "simccl", "values": values, "waits": {}}
+    """The device's backend is simccl, with means, reduce_scatter, gather and send."""
+    means = [[0.5] * 4, [0.5] * 4, [1] * 4]  # of whole numbers as NCCL's
+    values = [*means, [0.0, 2.0], [0.0, 2.0, 4.0, 6.0], [6.0]]
+    gaps = "Tensors must be contiguous"
+    expected = {"backend": "simccl", "values": values, "waits": {}, "gaps": gaps}
+    assert seen["two_ranks"] == expected
 
 
 def test_memory_has_an_end(seen: dict[str, Any]) -> None:
@@ -95,7 +126,8 @@ def test_it_computes_what_the_cpu_does(seen: dict[str, Any]) -> None:
     """A training's loss, the types of autocast, and random numbers that a seed repeats."""
     on_cpu, on_device, types, (first, second) = seen["training"]
     assert on_device == pytest.approx(on_cpu, rel=1e-5)
-    assert types == ["torch.bfloat16", "torch.float32"]
+    assert types[:3] == ["torch.bfloat16", "torch.float32", "torch.float32"]
+    assert "unsafe to autocast" in types[3]
     assert first == second
     assert first[0] != first[1]
 

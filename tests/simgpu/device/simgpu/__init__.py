@@ -30,13 +30,6 @@ def reset_waits() -> None:
     library.reset_counts()
 
 
-def set_delay_us(delay_us: int) -> None:
-    """Change the delay before each task of a stream."""
-    from simgpu.native import library
-
-    library.set_delay_us(delay_us)
-
-
 def pinned_bytes() -> int:
     """Return the bytes of pinned memory that tensors or copies under way hold."""
     from simgpu.native import library

@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,8 +22,8 @@ def register() -> None:
 
 def _drain() -> None:
     # Else the streams' threads would run while the process is taken apart.
-    if library.is_initialized():
-        library.drain(DRAIN_S)
+    if library.is_initialized() and (hung := library.drain(DRAIN_S)):
+        print(f"simgpu: {hung} was not done {DRAIN_S:g} s after the end", file=sys.stderr)
 
 
 def _write_waits(path: str) -> None:

@@ -99,12 +99,6 @@ def current_stream(device: Device = None) -> torch.Stream:
     return torch.accelerator.current_stream(_index(device))
 
 
-def default_stream(device: Device = None) -> torch.Stream:
-    """Return the first stream of a device."""
-    kind = current_stream(device).device_type
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=kind)
-
-
 def get_rng_state(device: Device = None) -> torch.Tensor:
     """Return the state of a device's generator."""
     return library.default_generator(_index(device)).get_state()
@@ -124,11 +118,6 @@ def manual_seed_all(seed: int) -> None:
     """Seed the generators of all devices."""
     for index in range(device_count()):
         library.default_generator(index).manual_seed(int(seed))
-
-
-def initial_seed() -> int:
-    """Return the seed of the current device's generator."""
-    return library.default_generator(-1).initial_seed()
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -154,27 +143,6 @@ def get_device_properties(device: Device = None) -> SimpleNamespace:
         total_memory=library.memory_info(_index(device))[1],
         multi_processor_count=1,
     )
-
-
-def memory_allocated(device: Device = None) -> int:
-    """Return the bytes of a device that are in use."""
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device: Device = None) -> int:
-    """Return the most bytes of a device that were in use at a time."""
-    return library.peak_bytes(_index(device))
-
-
-def reset_peak_memory_stats(device: Device = None) -> None:
-    """Begin to look for the most bytes anew."""
-    torch.accelerator.reset_peak_memory_stats(_index(device))
-
-
-def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Return the free and all bytes of a device."""
-    free, total = library.memory_info(_index(device))
-    return free, total
 
 
 def set_per_process_memory_fraction(share: float, device: Device = None) -> None:

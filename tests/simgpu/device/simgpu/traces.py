@@ -18,15 +18,17 @@ def start() -> None:
     def write(name: str) -> None:
         if any(part in name for part in watched.split(",")):
             with Path(f"{path}.{os.getpid()}").open("a") as file:
-                file.write(f"{name} at {_place()}\n")
+                file.write(f"{name} at {_callers()}\n")
 
     library.watch(write)
 
 
-def _place() -> str:
+def _callers() -> str:
     stack = traceback.extract_stack()[:-2]
     ours = [frame for frame in stack if "ddp_runner" in frame.filename][-LEVELS:]
-    frames = [stack[-1], *reversed(ours)]
+    frames = [*stack[-1:], *reversed(ours)]
+    if not frames:
+        return "autograd"  # whose threads are C++
     return " < ".join(f"{_short(frame.filename)}:{frame.lineno}" for frame in frames)
 
 

@@ -3,6 +3,7 @@
 // to pageable memory, the host waits even when told not to; and so it does for item().
 #include "simgpu.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -73,6 +74,8 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   raise_error();
+  TORCH_CHECK(at::is_expandable_to(from.sizes(), to.sizes()), "The size of tensor a ", to.sizes(),
+              " must match the size of tensor b ", from.sizes());
   if (from.numel() == 0) return to;
   if (from.is_cpu()) copy_to_device(from, to, non_blocking);
   else if (to.is_cpu()) copy_to_host(from, to, non_blocking);

@@ -2,6 +2,9 @@
 // killed by SIGSEGV when it touches it, and where tasks look, it is plain memory.
 // Freed memory is free for its own stream at once, as in CUDA's caching allocator, and for nobody
 // before the streams that record_stream named are done with it. What is free is kept by its size.
+// Memory is spoilt (0xff: floats read NaN, integers -1, bools true) when it is new. What was freed
+// is spoilt at the next allocation of its stream, whatever its size, since CUDA's could be the same
+// memory; not before, since a stream may wait for who still uses it, and then allocate, as FSDP2's.
 #include "simgpu.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -18,10 +21,12 @@ namespace simgpu {
 namespace {
 constexpr size_t kAddresses = size_t(16) << 30; // bytes of a device's address space
 
+using DeviceStream = std::pair<int, c10::StreamId>;
+
 struct Block {
   size_t size;
   c10::StreamId stream;
-  std::set<c10::StreamId> users; // further streams, by record_stream
+  std::set<DeviceStream> users; // further streams, by record_stream
 };
 
 struct Memory {
@@ -30,6 +35,7 @@ struct Memory {
   size_t used = 0; // bytes of the addresses that some block has had
   size_t limit = settings().memory;
   std::map<std::pair<c10::StreamId, size_t>, std::vector<size_t>> free; // offsets by stream, size
+  std::map<c10::StreamId, std::vector<std::pair<size_t, size_t>>> freed; // not spoilt yet
   std::map<size_t, Block> blocks; // in use, by their offsets
   int leaving = 0; // freed, but another stream still uses them
   c10::CachingDeviceAllocator::DeviceStats stats;
@@ -59,13 +65,17 @@ Memory& memory_of(int device) {
   return all->at(device);
 }
 
-// A block's place as the context of its DataPtr, which is never null.
+// Device and offset of a block as the context of its DataPtr, which is never null.
 void* context_of(int device, size_t offset) {
   return (void*)(offset * kMostDevices + device + 1);
 }
-std::pair<int, size_t> place_of(void* context) {
+std::pair<int, size_t> block_at(void* context) {
   const size_t key = (size_t)context - 1;
   return {int(key % kMostDevices), key / kMostDevices};
+}
+
+std::function<void()> spoil(char* start, size_t size) {
+  return [start, size] { std::memset(start, 0xff, size); };
 }
 
 void give_back(int device, size_t offset) {
@@ -74,6 +84,7 @@ void give_back(int device, size_t offset) {
   const auto found = memory.blocks.find(offset);
   const auto& block = found->second;
   memory.leaving -= !block.users.empty();
+  memory.freed[block.stream].emplace_back(offset, block.size);
   memory.free[{block.stream, block.size}].push_back(offset);
   memory.stats.allocated_bytes[0].decrease(block.size);
   memory.blocks.erase(found);
@@ -81,8 +92,8 @@ void give_back(int device, size_t offset) {
 
 void release_block(void* context) {
   if (!context || !is_owner()) return; // a forked process has no streams
-  const auto [device, offset] = place_of(context);
-  std::set<c10::StreamId> users;
+  const auto [device, offset] = block_at(context);
+  std::set<DeviceStream> users;
   {
     auto& memory = memory_of(device);
     std::lock_guard lock(memory.mutex);
@@ -94,15 +105,15 @@ void release_block(void* context) {
   const auto leave = [left, device = device, offset = offset] {
     if (--*left == 0) give_back(device, offset);
   };
-  for (auto user : users) enqueue(device, user, leave, Delay::no);
+  for (auto [of, stream] : users) enqueue(of, stream, leave, Delay::no);
 }
 
 class DeviceAllocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     const int device = current_device();
-    const c10::Device place(kType, device);
-    if (bytes == 0) return {nullptr, nullptr, &release_block, place};
+    const c10::Device on(kType, device);
+    if (bytes == 0) return {nullptr, nullptr, &release_block, on};
     own_process();
     auto& memory = memory_of(device);
     const auto stream = current_stream(device);
@@ -114,6 +125,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
       wait_for_device(device, "allocation");
       lock.lock();
     }
+    for (auto [start, length] : std::exchange(memory.freed[stream], {}))
+      if (settings().poison)
+        enqueue(device, stream, spoil(memory.task_side + start, length), Delay::no);
     auto& free = memory.free[{stream, size}];
     const bool fits = memory.allocated() + size <= memory.limit &&
         (!free.empty() || memory.used + size <= kAddresses);
@@ -132,12 +146,8 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     memory.blocks[offset] = {size, stream, {}};
     memory.stats.allocated_bytes[0].increase(size);
     lock.unlock();
-    if (settings().poison) {
-      const auto spoil = [at = memory.task_side + offset, size] { std::memset(at, 0xff, size); };
-      if (is_new) spoil(); // nobody has used it
-      else enqueue(device, stream, spoil, Delay::no); // as a kernel that writes in it
-    }
-    return {memory.device_side + offset, context_of(device, offset), &release_block, place};
+    if (settings().poison && is_new) spoil(memory.task_side + offset, size)();
+    return {memory.device_side + offset, context_of(device, offset), &release_block, on};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return &release_block;
@@ -198,17 +208,13 @@ bool has_memory(int device) {
 
 void record_use(const c10::DataPtr& data, int device, c10::StreamId stream) {
   if (!data.get_context()) return;
-  const auto [owner, offset] = place_of(data.get_context());
+  const auto [owner, offset] = block_at(data.get_context());
   auto& memory = memory_of(owner);
   std::lock_guard lock(memory.mutex);
   const auto found = memory.blocks.find(offset);
-  if (found != memory.blocks.end() && owner == device && found->second.stream != stream)
-    found->second.users.insert(stream);
-}
-
-long peak_bytes(int device) {
-  std::lock_guard lock(memory_of(device).mutex);
-  return memory_of(device).stats.allocated_bytes[0].peak;
+  if (found == memory.blocks.end()) return;
+  if (DeviceStream user{device, stream}; user != DeviceStream{owner, found->second.stream})
+    found->second.users.insert(user);
 }
 
 std::pair<size_t, size_t> memory_info(int device) {

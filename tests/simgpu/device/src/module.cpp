@@ -10,11 +10,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
   simgpu::register_device();
   m.def("device_count", [] { return simgpu::settings().devices; });
-  m.def("set_delay_us", simgpu::set_delay_us);
   m.def("is_initialized", simgpu::is_owner);
   m.def("is_forked", simgpu::is_forked);
   m.def("set_memory_share", simgpu::set_memory_share);
-  m.def("peak_bytes", simgpu::peak_bytes);
   m.def("memory_info", simgpu::memory_info);
   m.def("waits", simgpu::waits);
   m.def("copies", simgpu::copies);

@@ -3,10 +3,10 @@
 // is none, since the shape or a value depends on the data, the host waits, as with CUDA.
 #include "simgpu.h"
 
+#include "call.h"
 #include "mapped.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -15,79 +15,10 @@
 
 namespace simgpu {
 namespace {
-using c10::IValue;
 using torch::jit::Stack;
 
 bool contains(const std::string& text, const char* part) {
   return text.find(part) != std::string::npos;
-}
-
-struct Call {
-  c10::OperatorHandle op;
-  std::string name;
-  std::vector<IValue> arguments;
-  c10::Device place;
-  c10::StreamId stream;
-  // For each result, the argument that is written and returned, or -1 for a new value.
-  std::vector<int> written;
-  bool has_new_tensors; // or out= arguments, perhaps to be resized
-  bool has_new_values;  // numbers, which no stream can hold
-
-  int device() const {
-    return place.index();
-  }
-  [[noreturn]] void refuse(c10::Device other) const {
-    TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two "
-                "devices, ", place, " and ", other, "! (", name, ")");
-  }
-};
-
-void find_place(Call& call) {
-  bool found = false;
-  for (auto& argument : call.arguments) {
-    each_tensor(argument, [&](const at::Tensor& tensor) {
-      if (tensor.device().type() != kType) return;
-      if (!found) call.place = tensor.device();
-      found = true;
-      if (call.place != tensor.device()) call.refuse(tensor.device());
-    });
-    if (!found && argument.isDevice() && argument.toDevice().type() == kType) {
-      call.place = argument.toDevice();
-      found = true;
-    }
-  }
-  if (call.place.index() < 0) call.place = c10::Device(kType, current_device());
-}
-
-void find_results(Call& call) {
-  const auto& schema = call.op.schema();
-  for (const auto& result : schema.returns()) {
-    int written = -1;
-    const auto* alias = result.alias_info();
-    if (alias && alias->isWrite()) {
-      for (size_t a = 0; a < schema.arguments().size(); ++a)
-        if (auto* own = schema.arguments()[a].alias_info(); own && *own == *alias) written = a;
-      TORCH_INTERNAL_ASSERT(written >= 0, call.name);
-      call.has_new_tensors |= schema.arguments()[written].kwarg_only();
-    } else {
-      TORCH_CHECK(!alias, "simgpu has no view ", call.name);
-      const auto kind = result.type()->kind();
-      const bool tensor = kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType;
-      (tensor ? call.has_new_tensors : call.has_new_values) = true;
-    }
-    call.written.push_back(written);
-  }
-}
-
-Call make_call(const c10::OperatorHandle& op, Stack* stack) {
-  const size_t number = op.schema().arguments().size();
-  Call call{op, toString(op.schema().operator_name()), {stack->end() - number, stack->end()},
-            c10::Device(kType, -1), 0, {}, false, false};
-  torch::jit::drop(*stack, number);
-  find_place(call);
-  call.stream = current_stream(call.device());
-  find_results(call);
-  return call;
 }
 
 // Return the results' shapes as meta tensors; nothing where they depend on the data.
@@ -108,10 +39,11 @@ std::optional<Stack> shapes(const Call& call) {
     return stack;
   } catch (const c10::NotImplementedError&) { // no meta kernel: the caller waits for the values
   } catch (const std::exception& e) { // a meta kernel of Python's raises errors of its own
-    const std::string what = e.what();
-    const auto parts = {"meta", "Meta", "DynamicOutputShape", "NotImplemented"};
-    const auto is_in = [&](const char* part) { return contains(what, part); };
-    if (std::none_of(parts.begin(), parts.end(), is_in)) throw;
+    const auto* own = dynamic_cast<const c10::Error*>(&e);
+    const std::string what = own ? own->what_without_backtrace() : e.what();
+    for (auto* part : {"meta", "Meta", "DynamicOutputShape", "NotImplemented"})
+      if (contains(what, part)) return std::nullopt;
+    throw;
   }
   return std::nullopt;
 }
@@ -142,8 +74,8 @@ Stack task_arguments(const Call& call) {
   return stack;
 }
 
-at::Tensor device_like(const at::Tensor& tensor, c10::Device place) {
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(place));
+at::Tensor device_like(const at::Tensor& tensor, c10::Device device) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
 }
 
 void run_now(const Call& call, Stack* stack) {
@@ -154,7 +86,7 @@ void run_now(const Call& call, Stack* stack) {
   for (size_t r = 0; r < call.written.size(); ++r) {
     const int written = call.written[r];
     stack->push_back(written >= 0 ? call.arguments[written] : mapped(values[r], [&](auto& tensor) {
-      auto result = device_like(tensor, call.place);
+      auto result = device_like(tensor, call.target);
       host_wait(record(call.device(), call.stream)); // its memory is free of what was there
       task_view(result).copy_(tensor);
       return result;
@@ -193,7 +125,7 @@ void run_later(const Call& call, const Stack& metas, Stack* stack) {
       continue;
     }
     stack->push_back(mapped(metas[r], [&](const at::Tensor& tensor) {
-      return device_like(tensor, call.place);
+      return device_like(tensor, call.target);
     }));
     outputs.emplace_back(r, mapped(stack->back(), task_view));
   }
@@ -215,7 +147,7 @@ void launch(const c10::OperatorHandle& op, Stack* stack) {
   const auto call = make_call(op, stack);
   TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
                               "simgpu has no ", call.name, ", since the CPU has none");
-  const c10::DeviceGuard guard(call.place);
+  const c10::DeviceGuard guard(call.target);
   const at::AutoDispatchBelowADInplaceOrView below;
   std::optional<Stack> metas;
   if (!call.has_new_values) metas = call.has_new_tensors ? shapes(call) : Stack();

@@ -34,6 +34,7 @@ PinnedBlocks& blocks() {
 }
 
 void release_pinned(void* start) {
+  if (!is_owner()) return; // in a forked process the lock may be held for ever
   std::shared_ptr<PinnedBlock> last; // freed outside the lock
   std::lock_guard lock(blocks().mutex);
   const auto found = blocks().held.find((char*)start);
@@ -45,14 +46,14 @@ void release_pinned(void* start) {
 class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    const c10::Device place(c10::DeviceType::CPU);
-    if (bytes == 0) return {nullptr, nullptr, &release_pinned, place};
+    const c10::Device cpu(c10::DeviceType::CPU);
+    if (bytes == 0) return {nullptr, nullptr, &release_pinned, cpu};
     own_process();
     auto block = std::make_shared<PinnedBlock>(bytes);
     char* start = block->start;
     std::lock_guard lock(blocks().mutex);
     blocks().held[start] = std::move(block);
-    return {start, start, &release_pinned, place};
+    return {start, start, &release_pinned, cpu};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return &release_pinned;
@@ -69,6 +70,7 @@ c10::Allocator* pinned_allocator() {
 }
 
 std::shared_ptr<void> hold_pinned(const void* address) {
+  if (!is_owner()) return nullptr;
   std::lock_guard lock(blocks().mutex);
   auto next = blocks().held.upper_bound((const char*)address);
   if (next == blocks().held.begin()) return nullptr;

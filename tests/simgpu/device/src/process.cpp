@@ -25,7 +25,9 @@ const Settings& settings() {
   static const Settings read{
       (int)std::min<long>(variable("SIMGPU_DEVICES", 2), kMostDevices),
       size_t(variable("SIMGPU_MEMORY_MB", 4096)) << 20,
-      variable("SIMGPU_POISON", 1) != 0};
+      variable("SIMGPU_POISON", 1) != 0,
+      variable("SIMGPU_DELAY_US", 0),
+      variable("SIMGPU_SIDE_DELAY_US", 0)};
   return read;
 }
 
@@ -39,11 +41,7 @@ bool is_forked() {
 
 void own_process() {
   pid_t none = 0;
-  if (owner == getpid()) return;
-  if (owner.compare_exchange_strong(none, getpid())) {
-    set_delay_us(variable("SIMGPU_DELAY_US", 0));
-    return;
-  }
+  if (owner == getpid() || owner.compare_exchange_strong(none, getpid())) return;
   TORCH_CHECK(none == getpid(), "Cannot re-initialize simgpu in forked subprocess. To use simgpu "
               "with multiprocessing, you must use the 'spawn' start method");
 }

@@ -1,15 +1,15 @@
 // The process group simccl, over gloo, with NCCL's manners: a stream of its own a device and group,
 // which waits for the current stream; wait() lets the current stream wait, not the host; it takes
-// tensors of one device that are dense; and it knows AVG and reduce_scatter.
+// contiguous tensors of one device; and it knows AVG and reduce_scatter, which gloo does not.
 #include "process_group.h"
 
 #include "simgpu.h"
+#include "work.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace simgpu {
 namespace {
@@ -20,43 +20,6 @@ using WorkPtr = c10::intrusive_ptr<Work>;
 using BackendPtr = c10::intrusive_ptr<Backend>;
 using Future = c10::ivalue::Future;
 using std::chrono::milliseconds;
-
-class SimWork final : public Work {
- public:
-  SimWork(int device, MarkPtr mark, const Tensors& outputs, OpType kind)
-      : Work(-1, kind), device_(device), mark_(mark), outputs_(outputs) {}
-  bool isCompleted() override {
-    return mark_->is_done();
-  }
-  bool isSuccess() const override {
-    return true;
-  }
-  void synchronize() override {
-    let_wait(device_, current_stream(device_), mark_);
-  }
-  bool wait(milliseconds) override {
-    raise_error();
-    synchronize();
-    if (host_waits) {
-      count_wait("barrier");
-      host_wait(mark_);
-    }
-    return true;
-  }
-  Tensors result() override {
-    return outputs_;
-  }
-  c10::intrusive_ptr<Future> getFuture() override {
-    return future;
-  }
-  bool host_waits = false;
-  c10::intrusive_ptr<Future> future;
-
- private:
-  int device_;
-  MarkPtr mark_;
-  Tensors outputs_;
-};
 
 Tensors task_views(const Tensors& tensors) {
   Tensors views;
@@ -75,14 +38,22 @@ Tensors joined(Tensors tensors, const Lists& lists) {
   return tensors;
 }
 
-// gloo has no AVG, and no reduce_scatter.
+ReduceOp without_mean(const ReduceOp& op) {
+  return op == ReduceOp::AVG ? ReduceOp(ReduceOp::SUM) : op;
+}
+
+void divide_mean(at::Tensor sum, const ReduceOp& op, int size) {
+  if (op != ReduceOp::AVG) return;
+  if (at::isIntegralType(sum.scalar_type(), true)) sum.div_(size, "trunc");
+  else sum.div_(size);
+}
+
 void reduce_all(const BackendPtr& gloo, const at::Tensor& tensor, const ReduceOp& op, int size) {
-  const bool mean = op == ReduceOp::AVG;
   AllreduceOptions options;
-  options.reduceOp = mean ? ReduceOp(ReduceOp::SUM) : op;
+  options.reduceOp = without_mean(op);
   Tensors one{tensor};
   gloo->allreduce(one, options)->wait();
-  if (mean) one[0].div_(size);
+  divide_mean(tensor, op, size);
 }
 
 class SimCCL final : public Backend {
@@ -105,7 +76,10 @@ class SimCCL final : public Backend {
     gloo_->setTimeout(timeout);
   }
   void shutdown() override { // as NCCL's: waits for all collectives
-    for (auto [key, stream] : streams_) wait_for_stream(key.first, stream, "shutdown");
+    std::unique_lock lock(mutex_);
+    const auto streams = streams_;
+    lock.unlock();
+    for (auto [key, stream] : streams) wait_for_stream(key.first, stream, "shutdown");
   }
 
   WorkPtr broadcast(Tensors& tensors, const BroadcastOptions& options) override {
@@ -125,8 +99,12 @@ class SimCCL final : public Backend {
   }
   WorkPtr reduce(Tensors& tensors, const ReduceOptions& options) override {
     return run(OpType::REDUCE, tensors, tensors,
-               [=, gloo = gloo_, views = task_views(tensors)]() mutable {
-                 gloo->reduce(views, options)->wait();
+               [=, gloo = gloo_, views = task_views(tensors), rank = getRank(),
+                n = getSize()]() mutable {
+                 auto of_gloo = options;
+                 of_gloo.reduceOp = without_mean(options.reduceOp);
+                 gloo->reduce(views, of_gloo)->wait();
+                 if (rank == options.rootRank) divide_mean(views[0], options.reduceOp, n);
                });
   }
   WorkPtr allgather(Lists& to, Tensors& from, const AllgatherOptions& options) override {
@@ -204,10 +182,9 @@ class SimCCL final : public Backend {
                });
   }
   WorkPtr barrier(const BarrierOptions& options) override {
-    const int bound = bound_ < 0 ? current_device() : bound_;
+    const int bound = bound_ < 0 ? current_device() : bound_.load();
     const int device = options.device_ids.empty() ? bound : options.device_ids[0];
-    const auto place = at::TensorOptions().device(c10::Device(kType, device));
-    const auto token = at::zeros({1}, place);
+    const auto token = at::zeros({1}, at::TensorOptions().device(c10::Device(kType, device)));
     auto work = run(OpType::BARRIER, {token}, {token}, [gloo = gloo_] { gloo->barrier()->wait(); });
     static_cast<SimWork*>(work.get())->host_waits = true;
     return work;
@@ -223,8 +200,11 @@ class SimCCL final : public Backend {
       TORCH_CHECK(tensor.device().type() == kType, "simccl moves only simgpu tensors, got ",
                   tensor.device());
       TORCH_CHECK(tensor.device().index() == device, "simccl: tensors of two devices");
-      TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
+      const bool is_sent = kind == OpType::SEND || kind == OpType::RECV; // NCCL only warns
+      TORCH_CHECK_VALUE(is_sent || tensor.is_contiguous(tensor.suggest_memory_format()),
+                        "Tensors must be contiguous");
     }
+    std::lock_guard lock(mutex_);
     if (bound_ < 0) bound_ = device;
     ++calls_;
     // A send has a stream of its own: gloo knows no groups of calls.
@@ -239,19 +219,20 @@ class SimCCL final : public Backend {
     enqueue(device, stream, std::move(task));
     last_[sends] = record(device, stream);
     auto work = c10::make_intrusive<SimWork>(device, last_[sends], outputs, kind);
-    const c10::Device place(kType, device);
+    const c10::Device on(kType, device);
     const auto type = c10::ListType::create(c10::TensorType::get());
-    work->future = c10::make_intrusive<Future>(type, std::vector<c10::Device>{place});
-    const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, place, stream));
+    work->future = c10::make_intrusive<Future>(type, std::vector<c10::Device>{on});
+    const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, on, stream));
     work->future->markCompleted(c10::IValue(outputs));
     return work;
   }
   BackendPtr gloo_;
   c10::intrusive_ptr<Options> options_;
-  int bound_ = -1; // the device of the first collective
+  std::mutex mutex_; // of what follows
+  std::atomic<int> bound_{-1}; // the device of the first collective
   std::map<std::pair<int, bool>, c10::StreamId> streams_; // by device, and whether it sends
   std::map<bool, MarkPtr> last_; // the end of the last call, by whether it sends
-  uint64_t calls_ = 0;
+  std::atomic<uint64_t> calls_{0};
 };
 } // namespace
 

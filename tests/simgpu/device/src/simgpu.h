@@ -27,10 +27,11 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr int kMostDevices = 8;
 
 // ---- process.cpp: the process that owns the devices, its current device, its errors
-struct Settings { // read when the process first asks
+struct Settings { // read when the process first asks for one, such as how many devices there are
   int devices;
   size_t memory; // bytes a device
-  bool poison;   // memory is NaN until a task has written it
+  bool poison;   // memory is spoilt until a task has written it, and after it was freed
+  long delay_us, side_delay_us;
 };
 const Settings& settings();
 bool is_owner();  // has this process used a device?
@@ -48,6 +49,7 @@ class Mark { // one recording of an event
   void wait();
   bool wait_until(std::chrono::steady_clock::time_point deadline);
   bool is_done();
+  std::function<void()> hurry; // lets its stream come to it without its side delay
   std::chrono::steady_clock::time_point time; // when the stream reached it
 
  private:
@@ -56,7 +58,6 @@ class Mark { // one recording of an event
   bool done_ = false;
 };
 using MarkPtr = std::shared_ptr<Mark>;
-void set_delay_us(long delay_us);
 c10::StreamId current_stream(int device);
 c10::StreamId exchange_stream(int device, c10::StreamId stream);
 c10::StreamId pool_stream(int device); // one of 32, as CUDA's
@@ -69,7 +70,7 @@ void host_wait(const MarkPtr& mark);
 void wait_for_stream(int device, c10::StreamId stream, const std::string& why);
 void wait_for_device(int device, const std::string& why);
 bool is_idle(int device, c10::StreamId stream);
-bool drain(double seconds); // at exit: true when all streams are empty
+std::string drain(double seconds); // at exit: the name of a stream that is not done by then
 
 // ---- waits.cpp
 using Counts = std::map<std::string, long>;
@@ -85,7 +86,6 @@ void* task_address(const void* device_address); // where tasks find what the hos
 int device_of(const void* device_address); // -1: no device's
 bool has_memory(int device);
 void record_use(const c10::DataPtr& data, int device, c10::StreamId stream);
-long peak_bytes(int device);
 std::pair<size_t, size_t> memory_info(int device); // free bytes, all bytes
 void set_memory_share(int device, double share);
 

@@ -1,29 +1,33 @@
 // Streams: each is a thread that runs its tasks in their order, SIMGPU_DELAY_US late each.
-// Nothing else orders two streams, or a stream and the host, so that a missing wait shows.
+// Nothing else orders two streams, or a stream and the host, so that a missing wait shows. But a
+// stream that has little to do is always done before the default one asks for it. So the others
+// may be later still, SIMGPU_SIDE_DELAY_US, with each task for which nothing waits yet.
 #include "simgpu.h"
 
 #include <Python.h>
 
 #include <array>
-#include <atomic>
 #include <deque>
 #include <thread>
 
 namespace simgpu {
 namespace {
 constexpr size_t kPool = 32;
-std::atomic<long> delay_before_task_us{0};
+using std::chrono::microseconds;
 
 class Stream {
  public:
   // The thread never ends: the process ends without it.
-  Stream() {
+  explicit Stream(bool is_default)
+      : side_delay_(is_default ? 0 : settings().side_delay_us) {
     std::thread([this] { run(); }).detach();
   }
-  void add(std::function<void()> task, Delay delay) {
+  void add(std::function<void()> task, Delay delay, MarkPtr mark = nullptr) {
     std::lock_guard lock(mutex_);
-    tasks_.push_back({std::move(task), delay});
-    ++unfinished_;
+    ++added_;
+    if (mark) mark->hurry = [this, number = added_] { hurry(number); };
+    tasks_.push_back({std::move(task), delay, std::move(mark)});
+    unfinished_ += delay == Delay::yes;
     changed_.notify_one();
   }
   bool is_idle() {
@@ -35,7 +39,13 @@ class Stream {
   struct Task {
     std::function<void()> run;
     Delay delay;
+    MarkPtr mark; // of its end
   };
+  void hurry(size_t number) { // something waits for the tasks up to this one
+    std::lock_guard lock(mutex_);
+    wanted_ = std::max(wanted_, number);
+    changed_.notify_one();
+  }
   [[noreturn]] void run() {
     for (;;) {
       Task task;
@@ -44,23 +54,29 @@ class Stream {
         changed_.wait(lock, [&] { return !tasks_.empty(); });
         task = std::move(tasks_.front());
         tasks_.pop_front();
+        ++begun_;
+        if (task.delay == Delay::yes)
+          changed_.wait_for(lock, side_delay_, [&] { return wanted_ >= begun_; });
       }
-      if (long us = delay_before_task_us; us && task.delay == Delay::yes)
-        std::this_thread::sleep_for(std::chrono::microseconds(us));
+      if (task.delay == Delay::yes) std::this_thread::sleep_for(delay_);
       try {
-        task.run();
+        if (task.run) task.run();
       } catch (...) {
         set_error(std::current_exception());
       }
       task.run = nullptr; // frees what it holds before the stream counts as idle
-      std::lock_guard lock(mutex_);
-      --unfinished_;
+      {
+        std::lock_guard lock(mutex_);
+        unfinished_ -= task.delay == Delay::yes;
+      }
+      if (task.mark) task.mark->finish(); // who waits for it finds the stream idle
     }
   }
+  const microseconds delay_{settings().delay_us}, side_delay_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
-  size_t unfinished_ = 0;
+  size_t added_ = 0, begun_ = 0, wanted_ = 0, unfinished_ = 0;
 };
 
 struct Streams { // of a device; the first is its default stream
@@ -75,8 +91,8 @@ Streams& streams_of(int device) {
 }
 
 c10::StreamId add_stream(Streams& streams) {
-  if (streams.all.empty()) streams.all.push_back(new Stream);
-  streams.all.push_back(new Stream);
+  if (streams.all.empty()) streams.all.push_back(new Stream(true));
+  streams.all.push_back(new Stream(false));
   return streams.all.size() - 1;
 }
 
@@ -84,7 +100,7 @@ Stream* stream_of(int device, c10::StreamId id) {
   own_process();
   auto& streams = streams_of(device);
   std::lock_guard lock(streams.mutex);
-  if (streams.all.empty()) streams.all.push_back(new Stream);
+  if (streams.all.empty()) streams.all.push_back(new Stream(true));
   return streams.all.at(id);
 }
 
@@ -105,11 +121,13 @@ void Mark::finish() {
 }
 
 void Mark::wait() {
+  if (hurry) hurry();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return done_; });
 }
 
 bool Mark::wait_until(std::chrono::steady_clock::time_point deadline) {
+  if (hurry) hurry();
   std::unique_lock lock(mutex_);
   return changed_.wait_until(lock, deadline, [&] { return done_; });
 }
@@ -117,10 +135,6 @@ bool Mark::wait_until(std::chrono::steady_clock::time_point deadline) {
 bool Mark::is_done() {
   std::lock_guard lock(mutex_);
   return done_;
-}
-
-void set_delay_us(long delay_us) {
-  delay_before_task_us = delay_us;
 }
 
 c10::StreamId current_stream(int device) {
@@ -158,7 +172,7 @@ void enqueue(int device, c10::StreamId stream, std::function<void()> task, Delay
 
 MarkPtr record(int device, c10::StreamId stream) {
   auto mark = std::make_shared<Mark>();
-  enqueue(device, stream, [mark] { mark->finish(); });
+  stream_of(device, stream)->add(nullptr, Delay::yes, mark);
   return mark;
 }
 
@@ -196,15 +210,17 @@ bool is_idle(int device, c10::StreamId stream) {
   return stream_of(device, stream)->is_idle();
 }
 
-bool drain(double seconds) {
-  if (!is_owner()) return true;
+std::string drain(double seconds) {
+  if (!is_owner()) return "";
   const std::chrono::milliseconds limit(long(seconds * 1e3));
   const auto deadline = std::chrono::steady_clock::now() + limit;
-  std::deque<MarkPtr> marks;
+  std::map<std::pair<int, size_t>, MarkPtr> marks;
   for (int device = 0; device < kMostDevices; ++device)
-    for (size_t id = 0; id < number_of_streams(device); ++id) marks.push_back(record(device, id));
-  for (auto& mark : marks)
-    if (!mark->wait_until(deadline)) return false;
-  return true;
+    for (size_t id = 0; id < number_of_streams(device); ++id)
+      marks[{device, id}] = record(device, id);
+  for (auto& [stream, mark] : marks)
+    if (!mark->wait_until(deadline))
+      return c10::str("stream ", stream.second, " of simgpu:", stream.first);
+  return "";
 }
 } // namespace simgpu

@@ -4,6 +4,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
@@ -69,6 +70,12 @@ Tensor reshape_alias(const Tensor& tensor, at::IntArrayRef size, at::IntArrayRef
 
 const Tensor& resize_(const Tensor& tensor, at::IntArrayRef size,
                       Optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(tensor.device());
+  const auto bytes = at::detail::computeStorageNbytesContiguous(
+      size, tensor.itemsize(), tensor.storage_offset());
+  // torch's own would copy the old memory by the host.
+  if (bytes > tensor.storage().nbytes())
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), bytes);
   return at::native::resize_(tensor, size, format);
 }
 

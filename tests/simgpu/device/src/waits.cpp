@@ -1,5 +1,7 @@
-// Counts everything that makes the host wait for a stream, by its cause, and beside it the copies
-// that it does not wait for. A function of Python's may watch both, to tell their place.
+// Counts the calls that make the host wait for a stream, by their cause, also where the stream is
+// done already; not who asks again and again (query, is_completed), and one for a call that waits
+// twice. Beside it, the copies that the host does not wait for. A function of Python's may watch
+// both, to tell the lines that cause them.
 #include <Python.h>
 
 #include "simgpu.h"
