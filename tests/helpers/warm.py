@@ -43,7 +43,7 @@ LENGTH_BYTES = 8
 MOST_PASSED = 16  # descriptors
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# One for each set of variables that a device reads when torch, which loads it, is imported.
+# One for each set of variables that choose the device which torch loads when it is imported.
 _servers = dict[tuple[str, ...], tuple[subprocess.Popen[bytes], socket.socket]]()
 
 
@@ -52,9 +52,9 @@ def start_server(environ: Mapping[str, str] | None = None) -> socket.socket:
 
     It returns at once. Call it on the main thread.
     """
-    read = {key: one for key, one in (environ or {}).items() if key.startswith("SIMGPU_")}
-    if read and environ:
-        read["PYTHONPATH"] = environ["PYTHONPATH"]
+    read = dict[str, str]()
+    if environ and "SIMGPU_LIBRARY" in environ:
+        read = {key: environ[key] for key in ("SIMGPU_LIBRARY", "PYTHONPATH")}
     of_device = tuple(f"{key}={one}" for key, one in sorted(read.items()))
     if of_device in _servers and _servers[of_device][0].poll() is None:
         return _servers[of_device][1]

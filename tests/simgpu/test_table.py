@@ -45,9 +45,8 @@ MEMORY = [Row(mode, size) for mode, sizes in RANKS.items() for size in sizes]
 WORKERS = [Row(mode, size, source="workers") for mode, size in USUAL.items()]
 MORE = [
     Row("fsdp", 2, more=(OFFLOADED,)),
-    Row("ddp", 2, more=(AVERAGED,)),
     Row("ddp", 2, more=(ACCUMULATED, "train.clip_norm=1.0")),
-    Row("ddp", 2, source="loader"),
+    Row("ddp", 2, source="loader", more=(AVERAGED,)),
     Row("ddp", 2, source="padded"),
 ]
 HALF = [
@@ -59,14 +58,11 @@ HALF = [
 ]
 DEFAULT = {Row("ddp", 2), Row("tp", 2)}
 FULL = {
-    Row("ddp_mp", 2),
-    Row("fsdp", 2),
-    Row("ps", 2),
-    Row("ddp", 2, "fp16"),
-    Row("fsdp", 2, "bf16"),
+    *(Row("ddp_mp", 2), Row("fsdp", 2), Row("ps", 2)),
+    *(Row("ddp", 2, "fp16"), Row("fsdp", 2, "bf16")),
+    *(Row("ddp", 2, source="workers"), Row("ddp", 2, source="padded")),
+    Row("ddp", 2, source="loader", more=(AVERAGED,)),
 }
-FULL |= {Row("ddp", 2, source=source) for source in ("workers", "loader", "padded")}
-FULL |= {Row("ddp", 2, more=(AVERAGED,))}
 ROUNDING = 3e-7 if IS_SIMULATED else 1e-3  # relative
 SAME = {"rtol": 1e-4, "atol": 1e-5}  # AdamW's first steps divide by small gradients
 NEAR = {"bf16": 0.02, "fp16": 0.1}  # of losses; fp16's first step overflows and is left out
