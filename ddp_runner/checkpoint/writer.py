@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.store import retain, save_checkpoint
 from ddp_runner.config.training import CheckpointConfig
-from ddp_runner.device import synchronize
+from ddp_runner.device import has_streams, synchronize
 from ddp_runner.errors import UserError
 from ddp_runner.job import Wire
 
@@ -28,7 +28,6 @@ class CheckpointWriter:
         config: which checkpoints are kept.
         wire: asks our launcher to let a save finish; None under another one.
         log: takes a sentence for the user, also from the thread.
-        pinned: copy to page-locked memory, for a state on GPUs.
     """
 
     def __init__(
@@ -38,12 +37,11 @@ class CheckpointWriter:
         *,
         wire: Wire | None,
         log: Callable[[str], None],
-        pinned: bool,
     ) -> None:
         self._wire, self._log = wire, log
         self._save = partial(save_checkpoint, folder, config=config, log=log)
         self.retain = partial(retain, folder, config, log=log)
-        self._stager = Stager(pinned=pinned)
+        self._stager = Stager()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
 
@@ -103,15 +101,12 @@ class CheckpointWriter:
 class Stager:
     """Copies a state to the CPU, into memory that the next copy uses again.
 
-    Allocation makes the first copy slower. torch's DefaultStager works only once in torch 2.11: it
-    clears its own table of types after the first state.
-
-    Args:
-        pinned: use page-locked memory, to which a GPU copies all tensors side by side.
+    It is pinned for a tensor of a GPU, which copies all of them beside its work. Allocation makes
+    the first copy slower. torch's DefaultStager works only once in torch 2.11: it clears its own
+    table of types after the first state.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self) -> None:
         self._memory: dict[Any, Tensor] = {}
 
     def stage(self, state: dict[str, Any], copies: Container[int] = ()) -> dict[str, Any]:
@@ -147,7 +142,8 @@ class Stager:
         if key not in self._memory:
             memory = before.get(key)
             if memory is None:
-                memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=self._pinned)
+                pinned = has_streams(tensor.device)
+                memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             memory.untyped_storage().copy_(source, non_blocking=True)
             self._memory[key] = memory
         target = self._memory[key].untyped_storage()

@@ -47,6 +47,9 @@ def resolve(
     validate_keywords(config)
     validate_values(config)
     validate_config(config, chosen=chosen)
+    asked = {"backend", "backend.name", "backend.device"} & {*chosen}
+    if config.resume and asked == {"backend.device"}:  # which the run's own backend may not serve
+        config = replace(config, backend=replace(config.backend, name="auto"))
     config, notes = fitted(config, hardware, chosen=chosen)
     ranks = num_ranks(config, hardware, env)
     nproc = env.local_world_size if env else num_local_ranks(config, hardware, ranks)
@@ -62,7 +65,7 @@ def resolve(
     validate_profile(resolved, num_steps=known_steps(resolved), chosen=chosen)
     warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
     # A resumed run has the device of its frozen config, whoever chose it.
-    is_inherited = config.resume is not None and not {"backend", "backend.device"} & set(chosen)
+    is_inherited = config.resume is not None and not asked - {"backend.name"}
     if backend.device == "cpu" and (config.backend.device != "cpu" or is_inherited):
         idle = _idle_gpus(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
         warnings = [*idle, *warnings]
@@ -80,7 +83,8 @@ def _backend(
         ("device", {"auto", "cpu", *kinds}),
     ):
         if (value := getattr(config.backend, key)) not in options:
-            raise UserError(f"backend.{key} ({value}) must be one of {', '.join(sorted(options))}")
+            known = ", ".join(sorted(options))
+            raise UserError(f"backend.{key} ({value}) must be one of {known}; write backend=auto")
     kind_of = {own: kind for kind, own in kinds.items() if own not in FOR_CPU}
     wanted = kind_of.get(name) or (device if device in kinds else None)
     if wanted is not None:
@@ -89,7 +93,8 @@ def _backend(
         if hardware.unusable:
             raise UserError(f"{lacks}: {hardware.unusable}, or write {ON_CPU}")
         if gpus and hardware.kind != wanted:
-            raise UserError(f"{lacks} and torch has {hardware.kind} here; write backend=auto")
+            fix = f"write {asked.partition('=')[0]}=auto"
+            raise UserError(f"{lacks} and torch has {hardware.kind} here; {fix}")
         if gpus == 0 and name in kind_of:
             raise UserError(f"{lacks} and this machine shows none; write backend=gloo")
         if device not in ("auto", wanted):
@@ -103,7 +108,7 @@ def _backend(
         most = gpus // needs.devices_per_rank
         raise UserError(
             f"{counted(nproc, 'rank')} with {counted(needs.devices_per_rank, 'device')} each need "
-            f"{counted(num_devices, 'GPU')} and this machine shows {gpus}; "
+            f"{counted(num_devices, f'{wanted.upper()} device')} and this machine shows {gpus}; "
             f"{f'write world_size={most}, or' if most else 'write'} {ON_CPU}"
         )
     obstacle = _obstacle(config, hardware)
@@ -129,7 +134,7 @@ def _obstacle(config: Config, hardware: Hardware) -> str | None:
         other = "single" if hardware.backend in FOR_CPU else "ddp"
         return f"since torch's DataParallel is for CUDA alone; write parallelism={other}"
     if name == "mpi" or (name == "gloo" and kind != CUDA and hardware.backend != name):
-        return f"since backend={name} moves CPU tensors; write backend={hardware.backend}"
+        return f"since backend={name} moves CPU tensors; write backend=auto"
     return None
 
 

@@ -44,9 +44,9 @@ def _answer(pipe: Connection) -> None:
 
 
 def _ask() -> Accelerators | str:
+    if import_errors:
+        return f"torch cannot say which GPUs it sees ({import_errors[0]}); repair its install"
     try:
-        for error in import_errors:
-            raise error
         import torch
         import torch.distributed as dist
 
@@ -55,4 +55,4 @@ def _ask() -> Accelerators | str:
         known = dist.Backend.default_device_backend_map | BACKENDS
         return found.type, torch.accelerator.device_count(), known.get(found.type, FOR_CPU[0])
     except Exception as error:  # whatever a broken driver makes torch raise
-        return f"torch cannot say which accelerators it sees ({error!r:.200}); repair its install"
+        return f"torch cannot say which GPUs it sees ({error!r:.200}); repair its install"

@@ -34,7 +34,7 @@ STOP_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-import_errors: list[Exception] = []  # why the fork server, whose child this is, has not all of it
+import_errors: list[str] = []  # why the fork server, whose child this is, lacks what it imports
 # The only object of each module.
 _SERVER: Any = forkserver._forkserver
 _TRACKER: Any = resource_tracker._resource_tracker

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.errors import UserError, is_lost_peer, typed
+from ddp_runner.errors import UserError, is_lost_peer
 from ddp_runner.host.load import address_limit
 from ddp_runner.host.processes import (
     SERVER_GRACE_S,
@@ -157,13 +157,11 @@ def run_rank(job: Job, work: str, environ: dict[str, str], pipe: Connection) -> 
         release_fork_server()
     rank, wire, failure = int(environ["RANK"]), PipeWire(pipe), None
     try:
-        try:
-            for error in import_errors:
-                raise error
-            from ddp_runner.rank.numa import bound_to_cores  # imports torch, as the server has
-        except Exception as error:
-            reason = address_limit() or f"{typed(error).rstrip('.')}; repair the installation"
-            raise UserError(f"torch cannot be imported: {reason}") from error
+        if import_errors:
+            reason = address_limit() or f"{import_errors[0]}; repair the installation"
+            raise UserError(f"torch cannot be imported: {reason}")
+        from ddp_runner.rank.numa import bound_to_cores  # imports torch, as the server has
+
         bound = bound_to_cores(pkgutil.resolve_name(work), int(environ["LOCAL_RANK"]), job.config)
         last = ("result", bound(replace(job, wire=wire)))
     except BaseException as error:  # sys.exit in a model ends a rank just as an error does

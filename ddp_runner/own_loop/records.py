@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_runner.checkpoint.weights import export_weights
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.data.trees import shape_of
-from ddp_runner.device import has_streams, peak_memory_gib
+from ddp_runner.device import peak_memory_gib
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
@@ -66,7 +66,6 @@ class Records:
                 session.config.checkpoint,
                 wire=session.job.wire,
                 log=session.log,
-                pinned=has_streams(session.devices[0]),
             )
             stack.enter_context(self._logger)
             stack.enter_context(self._writer)

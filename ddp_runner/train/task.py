@@ -9,7 +9,6 @@ from functools import partial
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.monitors import validate_known
 from ddp_runner.data.streams import num_samples
-from ddp_runner.device import has_streams
 from ddp_runner.errors import UserError, counted
 from ddp_runner.job import Status
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
@@ -176,7 +175,6 @@ def _writer(
         session.config.checkpoint,
         wire=session.job.wire,
         log=session.log,
-        pinned=has_streams(session.devices[0]),
     )
     if resume_step is not None:
         writer.retain(step=resume_step)

@@ -76,7 +76,6 @@ def writer(
         CheckpointConfig(**config),
         wire=MARK,
         log=(logged if logged is not None else []).append,
-        pinned=False,
     ) as opened:
         yield opened
 
@@ -286,7 +285,7 @@ def test_a_copy_equals_its_state_and_shares_no_memory_with_it() -> None:
         "model": model.state_dict(),
         "plain": {"rate": 0.5, "names": ["a", None, True]},
     }
-    copied = Stager(pinned=False).stage(state)
+    copied = Stager().stage(state)
     given = [*state["cut"], state["empty"], *state["small"], *state["model"].values()]
     found = [*copied["cut"], copied["empty"], *copied["small"], *copied["model"].values()]
     for one, other in zip(given, found, strict=True):
@@ -307,7 +306,7 @@ def test_a_copy_equals_its_state_and_shares_no_memory_with_it() -> None:
 def test_the_next_copy_takes_the_memory_of_the_one_before() -> None:
     """Allocation takes most of the first copy's time. Memory of dropped tensors is released."""
     weights, once = torch.zeros(1000), torch.zeros(10)
-    stager = Stager(pinned=False)
+    stager = Stager()
     first = stager.stage({"weights": weights, "once": once})
     weights += 1
     second = stager.stage({"weights": weights})
@@ -320,7 +319,7 @@ def test_what_is_a_copy_already_is_not_copied_again() -> None:
     """Rank 0 puts the whole of a split state together; a second one beside it would not fit."""
     gathered, weights = torch.arange(6.0), torch.zeros(3)
     state = {"gathered": gathered, "view": gathered[2:4], "weights": weights}
-    copied = Stager(pinned=False).stage(state, {gathered.untyped_storage().data_ptr()})
+    copied = Stager().stage(state, {gathered.untyped_storage().data_ptr()})
     assert copied["gathered"].data_ptr() == gathered.data_ptr()
     assert copied["view"].tolist() == [2.0, 3.0]
     assert copied["weights"].data_ptr() != weights.data_ptr()

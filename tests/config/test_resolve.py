@@ -85,7 +85,7 @@ def test_negative_numbers_are_rejected(key: str) -> None:
 
 INVALID = [
     ("backend.device=cuda world_size=2",
-     "2 ranks with 1 device each need 2 GPUs and this machine shows 0; write backend=gloo "
+     "2 ranks with 1 device each need 2 CUDA devices and this machine shows 0; write backend=gloo "
      "backend.device=cpu"),
     ("parallelism=ps train.precision=fp16",
      "parallelism=ps has no scaled loss; write train.precision=bf16"),
@@ -186,8 +186,10 @@ INVALID = [
     ("train.precision=int8", "train.precision (int8) must be one of fp32, tf32, bf16, fp16"),
     ("train.precision=fp16", "train.precision=fp16 needs a GPU; on a CPU write bf16"),
     ("checkpoint.mode=best", "checkpoint.mode (best) must be one of max, min"),
-    ("backend.name=tcp", "backend.name (tcp) must be one of auto, gloo, mpi, nccl, xccl"),
-    ("backend.device=tpu", "backend.device (tpu) must be one of auto, cpu, cuda, mps, xpu"),
+    ("backend.name=tcp",
+     "backend.name (tcp) must be one of auto, gloo, mpi, nccl, xccl; write backend=auto"),
+    ("backend.device=tpu",
+     "backend.device (tpu) must be one of auto, cpu, cuda, mps, xpu; write backend=auto"),
     ("backend=nccl",
      "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo"),
     ("launch.nnodes=2",
@@ -337,9 +339,9 @@ def test_ranks_backend_and_device_follow_the_hardware(
     ("overrides", "gpus", "sentence"),
     [
         ("backend=nccl world_size=8", 4,
-         "need 8 GPUs and this machine shows 4; write world_size=4"),
+         "need 8 CUDA devices and this machine shows 4; write world_size=4"),
         ("model=toy_mp parallelism=ddp_mp backend=nccl world_size=4", 4,
-         "4 ranks with 2 devices each need 8 GPUs and this machine shows 4; write world_size=2"),
+         "4 ranks with 2 devices each need 8 CUDA devices and this machine shows 4; write world_"),
         ("backend=nccl backend.device=cpu", 4, "backend.device=cpu needs gloo"),
     ],
 )  # fmt: skip
@@ -389,7 +391,7 @@ LAUNCHED = DistEnv(rank=3, local_rank=3, world_size=4, local_world_size=4)
          f"world_size=4 to use them, {MEANT}"),
         ("backend=mpi", 2,
          "2 GPUs are visible and the run computes on the CPU, since backend=mpi moves CPU "
-         f"tensors; write backend=nccl to use them, {MEANT}"),
+         f"tensors; write backend=auto to use them, {MEANT}"),
     ],
 )  # fmt: skip
 def test_gpus_that_lie_idle_are_said(overrides: str, gpus: int, warning: str) -> None:
@@ -465,7 +467,7 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
     (warning,) = resolved(hardware=machine, env=LAUNCHED)[1]
     assert "its 4 ranks need 4; write backend.device=cuda if each rank has its own" in warning
     assert resolved("backend.device=cuda", hardware=machine, env=LAUNCHED)[1] == []
-    assert "need 4 GPUs" in config_error("backend=nccl", "world_size=4", hardware=machine)
+    assert "need 4 CUDA devices" in config_error("backend=nccl", "world_size=4", hardware=machine)
 
 
 @pytest.mark.parametrize(
@@ -476,13 +478,13 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
         ("npu hccl", "backend.name=hccl", (4, "hccl", "npu")),
         ("xpu xccl", "parallelism=fsdp train.precision=bf16", (4, "xccl", "xpu")),
         ("xpu xccl", "backend=gloo world_size=2", "since backend=gloo moves CPU tensors; write "
-         "backend=xccl to use them"),
+         "backend=auto to use them"),
         ("xpu xccl", "parallelism=dp", "since torch's DataParallel is for CUDA alone; write "
          "parallelism=ddp to use them"),
         ("xpu xccl", "backend=nccl", "backend=nccl needs CUDA devices and torch has xpu here; "
          "write backend=auto"),
         ("xpu xccl", "backend=gloo backend.device=xpu", "backend.device=xpu cannot be used, since "
-         "backend=gloo moves CPU tensors; write backend=xccl, or backend.device=cpu"),
+         "backend=gloo moves CPU tensors; write backend=auto, or backend.device=cpu"),
         ("xpu xccl", "parallelism=single train.precision=tf32", "train.precision=tf32 needs a "
          "CUDA device; elsewhere write fp32"),
         ("mps gloo", "parallelism=single", (1, "gloo", "mps")),
@@ -491,7 +493,7 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
         ("mps gloo", "backend.device=mps world_size=1", "backend.device=mps cannot be used, since "
          "no backend moves MPS tensors; write parallelism=single, or backend.device=cpu"),
         ("cuda nccl", "backend.device=xpu", "backend.device=xpu needs XPU devices and torch "
-         "has cuda here; write backend=auto"),
+         "has cuda here; write backend.device=auto"),
         ("cuda nccl", "backend=nccl backend.device=xpu", "backend=nccl moves only CUDA tensors; "
          "backend.device=xpu needs xccl"),
     ],
