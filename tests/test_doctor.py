@@ -19,6 +19,7 @@ def disk_with(monkeypatch: pytest.MonkeyPatch, *, free: float) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
 
 
+@pytest.mark.full
 def test_it_examines_this_machine(tmp_path: Path) -> None:
     """With torch's own report in front; nothing is left in the folder."""
     command = [sys.executable, "-m", "ddp_runner.doctor"]

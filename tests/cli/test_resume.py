@@ -297,6 +297,7 @@ def test_a_run_folder_of_the_users_is_taken_as_it_is_written(tmp_path: Path) -> 
     assert "name two folders; leave hydra.run.dir out" in both.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "keys",
     first_of(

@@ -16,6 +16,7 @@ import torch
 from commands import run_command
 from configs import config_error, frozen_text, resolved
 from omegaconf import OmegaConf
+from tiers import first_of
 
 from ddp_runner.checkpoint.manifest import MANIFEST, manifest_text
 from ddp_runner.config.allowed_targets import OWN, TORCH, TORCH_LOSS_NAMES, validate_targets
@@ -321,7 +322,7 @@ def test_a_run_folder_leads_nowhere_else(name: str, tmp_path: Path) -> None:
 ODD = ("checkpoints", "logs", "images/deep", "pipe:logs/rank-0.log", "pipe:.lock", "socket:odd")
 
 
-@pytest.mark.parametrize("name", [*ODD, "pipe:run.json", "pipe:.hydra/config.yaml"])
+@pytest.mark.parametrize("name", first_of(["pipe:run.json", *ODD, "pipe:.hydra/config.yaml"]))
 def test_a_run_folder_holds_files_and_folders_alone(name: str, tmp_path: Path) -> None:
     """A linked folder would lose its files, and a pipe would hang: refused, and nothing changes."""
     kind, _, place = name.rpartition(":")

@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("args", "samples"), first_of(MODELS.values()), ids=MODELS)
 def test_programs_give_what_the_model_gives(
     args: tuple[str, ...], samples: Any, tmp_path: Path

@@ -66,6 +66,7 @@ def test_a_run_logs_its_perplexity_and_keeps_its_tokenizer(folder: Path) -> None
     assert (folder / RUN / "tokenizer" / "tokenizer.json").is_file()
 
 
+@pytest.mark.full
 def test_the_text_is_what_the_loaded_model_gives_with_the_seed(folder: Path) -> None:
     """The command on one rank and a notebook write the same; the seed of the run decides."""
     text = sample(folder, *ASKED, name="sampled")

@@ -37,6 +37,7 @@ def test_a_killed_server_leaves_no_child_of_a_rank(tmp_path: Path) -> None:
     assert SERVER_KILLED in end.stderr
 
 
+@pytest.mark.full
 def test_a_killed_server_is_replaced_where_a_restart_is_left(tmp_path: Path) -> None:
     """The new ranks continue from the last checkpoint."""
     keys = (*SAVED, "launch.max_restarts=1")
@@ -202,6 +203,7 @@ def started_jobs(folder: Path) -> list[Path]:
     return runs
 
 
+@pytest.mark.full
 def test_a_request_to_a_sweep_saves_its_parallel_jobs(tmp_path: Path) -> None:
     """Each slot has a launcher of its own, which ignores signals and asks its ranks."""
     with background(*SWEEP, folder=tmp_path, spares=4) as process:

@@ -87,6 +87,7 @@ def train(run, *, steps=2):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", [RUNNER, pytest.param(TORCHRUN, marks=pytest.mark.full)])
 def test_a_loop_that_completed_without_a_checkpoint_is_not_called_again(
     program: tuple[str, ...], tmp_path: Path

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from commands import error_line, run_command
 from own_loops import run_function
@@ -12,6 +13,7 @@ from run_folders import checkpoint_dir, checkpoint_steps, metrics, record
 from safetensors.torch import load_file
 
 
+@pytest.mark.full
 def test_what_else_a_run_offers(tmp_path: Path) -> None:
     """Groups of the config, a torch dataset with workers, plain values, the best checkpoint."""
     source = """

@@ -81,6 +81,7 @@ def results() -> list[dict[str, Trace]]:
     return run_ranks(trained, 2, configs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hook", HOOKS)
 def test_steps_are_near_those_without_a_hook(results: list[dict[str, Trace]], hook: str) -> None:
     """Equal on all ranks, and inexact from the second step on."""

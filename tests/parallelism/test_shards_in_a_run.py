@@ -54,6 +54,7 @@ def clipped(env: DistEnv, config: Config) -> torch.Tensor:
     return take_steps(env, config, 3).weights
 
 
+@pytest.mark.full
 def test_values_are_clipped_after_the_sum_over_ranks() -> None:
     """With sequence parallelism each rank has a summand of the gradient of a norm."""
     keys = (
@@ -82,6 +83,7 @@ class Scaled(ToyModel):
         return super().forward(inputs) * self.logit_scale.exp() + self.offset
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "world_size"), first_of([("fsdp", 2), ("hsdp", 4), ("fsdp_tp", 4)])
 )

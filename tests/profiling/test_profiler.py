@@ -92,6 +92,7 @@ def names_without_time(line: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if not name.startswith("perf/")}
 
 
+@pytest.mark.full
 def test_the_losses_are_the_same_with_a_profile(tmp_path: Path) -> None:
     """Bit for bit, and so are the weights; only the times of the steps it slowed are left out."""
     plain, _ = run_ranks(train, 2, tmp_path, None)

@@ -135,6 +135,7 @@ def test_checkpoints_by_steps_keep_the_newest(sweep: CommandResult) -> None:
     assert same(weights(folder), saved_weights(folder, 9))
 
 
+@pytest.mark.full
 def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(sweep: CommandResult) -> None:
     """It has the lowest loss, which is not the last; it is evaluated again and exported."""
     folder = run_dir(sweep, "best")

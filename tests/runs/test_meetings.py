@@ -205,7 +205,6 @@ QUICK = {
     Meeting("workers", "ddp", "uneven in three"),
     Meeting("stream", "ddp", "own step, uneven in three"),
     Meeting("stream", "tp", "own step, uneven in three"),
-    Meeting("stream", "fsdp_tp", "tokens, uneven in two, clipped"),
     Meeting("stream", "ps", "plain"),
 }
 

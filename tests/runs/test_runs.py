@@ -215,6 +215,7 @@ def test_every_mode_model_optimizer_and_schedule_has_a_row() -> None:
         assert options - chosen - sizes <= {"scheduler=constant"}
 
 
+@pytest.mark.full
 def test_the_default_run_learns_the_digits_in_a_folder_of_any_name(tmp_path: Path) -> None:
     """It reaches accuracy 0.95 without an argument; odd paths work and secrets are not written."""
     run_dir, data = tmp_path / ODD_NAME, tmp_path / f"data {ODD_NAME}"

@@ -56,9 +56,9 @@ HALF = [
     Row("ddp", 2, "bf16", source="workers"),
     Row("ddp", 2, "fp16", source="workers", more=("train.clip_norm=1.0",)),
 ]
-DEFAULT = {Row("ddp", 2), Row("tp", 2)}
+DEFAULT = {Row("ddp", 2)}
 FULL = {
-    *(Row("ddp_mp", 2), Row("fsdp", 2), Row("ps", 2)),
+    *(Row("ddp_mp", 2), Row("fsdp", 2), Row("tp", 2), Row("ps", 2)),
     *(Row("ddp", 2, "fp16"), Row("fsdp", 2, "bf16")),
     *(Row("ddp", 2, source="workers"), Row("ddp", 2, source="padded")),
     Row("ddp", 2, source="loader", more=(AVERAGED,)),

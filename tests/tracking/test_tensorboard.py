@@ -95,6 +95,7 @@ def charts(run_dir: Path) -> dict[str, list[str]]:
     return {one.title: [chart.title for chart in one.chart] for one in layout.category}
 
 
+@pytest.mark.full
 def test_the_default_loader_shows_no_point_twice_after_resumes(tmp_path: Path) -> None:
     """What was logged after the checkpoint is gone, also where no later point takes its place."""
     run_dir = tmp_path / "board" / "run"

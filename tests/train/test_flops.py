@@ -108,6 +108,7 @@ def count(env: DistEnv, config: Config) -> float:
     return flops_per_sample(state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "keys"), first_of(MODES))
 def test_a_sample_has_as_many_operations_in_every_mode(mode: str, keys: tuple[str, ...]) -> None:
     """Also in shards, in stages, and where activations are computed twice."""

@@ -167,7 +167,10 @@ def evaluation(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str
 @pytest.mark.parametrize(
     "keys",
     [
-        ("model=mnist_net", "dataset=fake_images", "dataset.eval_samples=37"),
+        pytest.param(
+            ("model=mnist_net", "dataset=fake_images", "dataset.eval_samples=37"),
+            marks=pytest.mark.full,
+        ),
         ("model=toy", "dataset.eval_samples=2"),
         pytest.param(
             (
@@ -215,6 +218,7 @@ def test_the_losses_of_an_evaluation_are_added_in_float64() -> None:
     assert run_ranks(evaluated_loss, 1, config, [2.0**24, 1.0]) == [(2**24 + 1) / 2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_samples", "grad_accum_steps", "world_size"),
     first_of([(33, 1, 2), (33, 1, 1), (44, 8, 1)]),

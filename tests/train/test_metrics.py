@@ -58,6 +58,7 @@ def logged_losses(env: DistEnv, config: Config) -> list[float]:
     return run_loop(env, config, max_steps=3).losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_replicas", "mode"),
     first_of([(1, "tp"), (2, "fsdp_tp")]),
