@@ -89,6 +89,7 @@ def test_wordpiece_keeps_its_size_and_knows_words(vocab_size: int) -> None:
         ]
 
 
+@pytest.mark.full
 def test_a_tokenizer_of_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     """Its size and padding id reach the model; a damaged file is reported."""
     path = write_reviews(tmp_path / "x.csv")

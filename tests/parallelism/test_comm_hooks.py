@@ -92,6 +92,7 @@ def test_steps_are_near_those_without_a_hook(results: list[dict[str, Trace]], ho
     torch.testing.assert_close(own.losses, plain.losses, rtol=2e-2, atol=0.0)
 
 
+@pytest.mark.full
 def test_a_hook_of_the_users_own_decides_what_ranks_get(
     results: list[dict[str, Trace]],
 ) -> None:

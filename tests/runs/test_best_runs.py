@@ -154,6 +154,7 @@ def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(sweep: CommandResult)
     assert (metadata["step"], float(metadata["eval/loss"])) == (str(best), losses[best])
 
 
+@pytest.mark.full
 def test_what_is_exported_is_what_is_shown_and_ranked(sweep: CommandResult) -> None:
     """In run.json, in the sweep's table, as its objective, and in a comparison."""
     folder = run_dir(sweep, "best")

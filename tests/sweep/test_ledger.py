@@ -308,6 +308,7 @@ def test_a_job_whose_launcher_is_gone_is_interrupted_in_the_table(
     assert table_row(sweep_table(tmp_path), "a")[1] == "preempted"
 
 
+@pytest.mark.full
 def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
     """SIGKILL in the second of three jobs: the first is skipped, the second resumes."""
     command = ("-m", "seed=0,1,2", *TOY, "train.max_steps=100", "checkpoint.every_steps=15")

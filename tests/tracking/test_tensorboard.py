@@ -120,6 +120,7 @@ def test_the_default_loader_shows_no_point_twice_after_resumes(tmp_path: Path) -
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 6, 10]
 
 
+@pytest.mark.full
 def test_hparams_has_a_row_with_values_for_each_run_however_it_ended(tmp_path: Path) -> None:
     """One row for a resumed run, with the keys and the status of its last attempt."""
     board = tmp_path / "board"

@@ -562,6 +562,7 @@ KILLED = (
 NUM_KILLED_STEPS = 32
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_twice_equals_one_that_was_not(
     tmp_path: Path, chance: Random
 ) -> None:

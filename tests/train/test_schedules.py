@@ -166,6 +166,7 @@ def resumed_runs(
     return found
 
 
+@pytest.mark.full
 def test_every_scheduler_goes_on_after_a_resume(tmp_path: Path) -> None:
     """With two groups of parameters, whose rates both follow it."""
     config = compose_config(

@@ -88,6 +88,7 @@ def test_a_name_that_mlflow_rejects_gets_another(store: str, tmp_path: Path) -> 
     assert max(map(len, run.data.metrics)) == MOST
 
 
+@pytest.mark.full
 def test_an_attempt_without_an_answer_leaves_no_second_run(store: str, tmp_path: Path) -> None:
     """The server has made the run, or the run without its tags, when the answer gets lost."""
 
