@@ -128,6 +128,7 @@ def test_the_own_loop_equals_the_script(own_loop: Path, tmp_path: Path) -> None:
     assert len(lines) == 5
 
 
+@pytest.mark.slow
 def test_lightning_equals_the_own_loop(own_loop: Path, tmp_path: Path) -> None:
     """Where it is installed: uv sync --group benchmarks."""
     require("lightning")

@@ -270,6 +270,7 @@ def odd_configs() -> Iterator[tuple[str, Any]]:
     assert len(seen) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_no_odd_value_of_any_key_is_more_than_a_sentence(tmp_path: Path) -> None:
     """It is taken, or refused in one line: nothing else comes of it, with GPUs and without."""

@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("args", "samples"), first_of(MODELS.values()), ids=MODELS)
+@pytest.mark.parametrize(("args", "samples"), first_of(MODELS.values(), num_full=1), ids=MODELS)
 def test_programs_give_what_the_model_gives(
     args: tuple[str, ...], samples: Any, tmp_path: Path
 ) -> None:

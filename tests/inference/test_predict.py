@@ -130,6 +130,7 @@ def test_predictions_name_pictures_by_their_files(tmp_path: Path) -> None:
     assert len({row["sample"] for row in rows}) == len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_predictions_of_texts_name_the_lines_and_keep_the_tokens_of_the_run(tmp_path: Path) -> None:
     """Other texts get the run's own tokens, and rows name the lines."""

@@ -93,6 +93,7 @@ def test_a_late_rank_is_named_with_its_stack(offline: CommandResult) -> None:
     assert f"experiment=slow_rank: {sentence}" in offline.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.real_data
 def test_the_experiments_on_mnist_complete(data_root: Path, tmp_path: Path) -> None:
     """The tutorial's ConvNet and the parameter server take a few steps each."""

@@ -32,6 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
         yield one
 
 
+@pytest.mark.slow
 def test_a_sweep_is_in_mlflow(server: MlflowServer, tmp_path: Path) -> None:
     """Its runs by name, with parameters, metrics, tags, notes and files, all as in the folders."""
     result = run_command(

@@ -116,8 +116,9 @@ TABLE = {
     "file": (("launch.init_method=file://FOLDER/store", *TOY), 2),
     "uninterrupted": (STOPPABLE, 2),  # the resumed run below must equal it
 }
-# By default; the other rows are `full`. bert and resnet18 are `slow`, since test_text_runs.py and
-# test_experiments.py train them.
+# By default; the other rows are `full`. Those are `slow` that other tests train as well:
+# test_text_runs.py, test_experiments.py, and those of parity and of resuming.
+SLOW = ("bert", "resnet18", "mnist_net_mp", "adam", "momentum")
 QUICK = ("single", "ddp", "fsdp", "ps", "gpt")
 NAPPING = '''
 import os, time
@@ -187,7 +188,7 @@ def check_run(run_dir: Path, *, world_size: int) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize("name", named(TABLE, quick=QUICK, slow=("bert", "resnet18")))
+@pytest.mark.parametrize("name", named(TABLE, quick=QUICK, slow=SLOW))
 def test_each_row_leaves_a_complete_run(table: CommandResult, name: str) -> None:
     """Exit code 0, and each row's folder has a run whose files agree."""
     overrides, world_size = TABLE[name]
