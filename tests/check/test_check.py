@@ -222,6 +222,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
     )
 
 
+@pytest.mark.full
 def test_the_command_reports_each_check(sweep: CommandResult) -> None:
     """Exit code 0, a line and a record for each, and a line for what one rank cannot show."""
     assert (sweep.exit_code, sweep.stderr) == (0, "")

@@ -60,6 +60,7 @@ def planned(own: str, *words: str) -> tuple[RunConfig, list[str]]:
     return job.config, [one for one in job.warnings if "option" in one]
 
 
+@pytest.mark.full
 def test_a_model_trains_with_what_it_brings(own: str) -> None:
     """Also if the command line chooses the options that the model chooses."""
     for words in ((), ("optimizer=adamw", "scheduler=cosine", "metrics=[top_k]")):
@@ -161,6 +162,7 @@ def test_a_wrong_key_beside_another_target_is_named(own: str) -> None:
         planned(own, "optimizer._target_=torch.optim.Adadelta", "optimizer.roh=0.5")
 
 
+@pytest.mark.full
 def test_the_command_finds_packages_in_its_folder(own: str, tmp_path: Path) -> None:
     """As ``python -m`` does: both words start the same program."""
     program = (str(Path(sys.executable).with_name("ddp-runner")),)
@@ -168,6 +170,7 @@ def test_the_command_finds_packages_in_its_folder(own: str, tmp_path: Path) -> N
     assert "2 valid jobs" in run_command(*words, folder=tmp_path, program=program).stdout
 
 
+@pytest.mark.full
 def test_an_option_of_the_users_comes_before_ours(own: str, tmp_path: Path) -> None:
     """Of the same name, for one run and in a sweep."""
     (tmp_path / "conf" / "optimizer").mkdir()

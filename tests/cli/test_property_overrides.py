@@ -340,6 +340,7 @@ nested = st.recursive(
 )
 
 
+@pytest.mark.full
 @given(st.data(), st.booleans())
 @examples(50)
 def test_any_value_of_any_key_resolves_or_is_rejected_in_one_line(

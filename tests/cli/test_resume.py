@@ -280,6 +280,7 @@ def test_torchrun_has_a_rendezvous_of_its_own() -> None:
     assert _init_method(job, by_hand) == "tcp://h:1"
 
 
+@pytest.mark.full
 def test_a_run_folder_of_the_users_is_taken_as_it_is_written(tmp_path: Path) -> None:
     """Also the current one; a change of folder, or a second name for it, is refused."""
     toy = ("model=toy", "train.max_steps=2", "train.num_threads=1", "parallelism=single")

@@ -172,6 +172,7 @@ def test_everything_is_written_into_a_folder(
         assert ElementTree.parse(tmp_path / "report" / f"{plot}.svg").getroot().tag.endswith("svg")
 
 
+@pytest.mark.full
 def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     """Speedups beside the ideal ones, and the parts of a step with the rest of its time."""
     lines = lines_of([1.0, 4000.0], **PARTS, **SHARE, **RANKS)

@@ -6,6 +6,7 @@ import pytest
 from configs import compose_by_hydra, compose_raw
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from tiers import first_of
 
 LINES = (
     "",
@@ -37,7 +38,7 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", first_of(LINES, num_quick=6))
 def test_keys_set_in_a_copy_give_what_hydra_composes(line: str) -> None:
     """Twice, since the second one is made from the first one's options."""
     expected = compose_by_hydra(*shlex.split(line))

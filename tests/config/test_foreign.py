@@ -162,6 +162,7 @@ def planned(*arguments: str) -> Job:
     return plan(compose(command), LAPTOP, Invocation(command, None, 0.0, {}))
 
 
+@pytest.mark.full
 def test_a_command_that_goes_on_with_ones_own_run_is_complete(tmp_path: Path) -> None:
     """What the end of a run prints, and what a job of Slurm runs, says it all again."""
     own = ("+user.token='${oc.env:AWS_SECRET_ACCESS_KEY}'", "+user.at=['http://a b','c']")

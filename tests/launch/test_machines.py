@@ -211,6 +211,7 @@ def test_a_machine_says_that_its_ranks_have_ended_before_it_leaves() -> None:
         assert store.check(["ended/0"])
 
 
+@pytest.mark.full
 def test_no_machine_leaves_before_the_ranks_of_all_have_ended() -> None:
     """A restart needs all of them; a limit lets them leave, and so does the end of rank 0."""
     with round_of("a", "b", own=1) as (found, store):
@@ -225,6 +226,7 @@ def test_no_machine_leaves_before_the_ranks_of_all_have_ended() -> None:
         assert found.all_ended(limit_s=0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("own", first_of([0, 1]))
 def test_without_the_store_a_run_is_complete_once_rank_0_has_ended(own: int) -> None:
     """Rank 0 writes the result, so its machine may leave; the others cannot know."""

@@ -115,6 +115,7 @@ def test_a_wrong_call_is_one_line(tmp_path: Path) -> None:
         assert line.startswith(sentence)
 
 
+@pytest.mark.full
 def test_arguments_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     """Reported by the ranks, since only they import the function."""
     source = "def train(run, *, latent):\n    pass\n"

@@ -239,6 +239,7 @@ def drawn_parts(env: DistEnv, config: Config) -> list[list[float]]:
     return found
 
 
+@pytest.mark.full
 def test_ranks_draw_their_own_numbers_where_features_are_split() -> None:
     """Dropout would otherwise drop the same units of different heads; elsewhere they agree."""
     keys = (*TOY, f"model._target_={__name__}.Drawing", f"allowed_targets=[{__name__}]")
@@ -249,6 +250,7 @@ def test_ranks_draw_their_own_numbers_where_features_are_split() -> None:
     assert run_ranks(drawn_parts, 2, config)[1] == [other_split, other_whole]
 
 
+@pytest.mark.full
 def test_blocks_are_gathered_in_bf16_and_kept_in_fp32() -> None:
     """What is outside of the blocks, and what the optimizer changes, keeps its precision."""
     keys = ("parallelism=fsdp", "train.precision=bf16", "batch.global_size=8", "optimizer.lr=0.01")

@@ -113,6 +113,7 @@ def test_the_losses_are_the_same_with_a_profile(tmp_path: Path) -> None:
     assert restart == "timer restarted"  # so that step 7 does not pay for the files
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("asked", "first", "last"),
     first_of([("4-6", 4, 6), ("1-2", 1, 2), (3, 6, 8), ("5-100", 5, 8)]),

@@ -119,7 +119,7 @@ TABLE = {
 # By default; the other rows are `full`. Those are `slow` that other tests train as well:
 # test_text_runs.py, test_experiments.py, and those of parity and of resuming.
 SLOW = ("bert", "resnet18", "mnist_net_mp", "adam", "momentum")
-QUICK = ("single", "ddp", "fsdp", "ps", "gpt")
+QUICK = ("single", "ddp", "ps", "gpt")
 NAPPING = '''
 import os, time
 from ddp_runner.models.toy import ToyModel

@@ -25,6 +25,7 @@ def rows(stdout: str) -> list[list[str]]:
     return [line.split() for line in lines[start + 1 :] if not line.count(": ")][:-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("skips", [False, True])
 def test_jobs_are_listed_with_the_rules_that_they_break(tmp_path: Path, *, skips: bool) -> None:
     """An invalid job makes the exit code 2, unless it would be skipped; whatever the batches."""

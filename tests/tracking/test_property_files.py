@@ -191,6 +191,7 @@ def ledger_bytes() -> tuple[bytes, bytes]:
         return journal, (here / LEDGER).read_bytes()
 
 
+@pytest.mark.full
 @given(
     st.one_of(
         faulty(ledger_bytes()[0]).map(lambda content: (JOURNAL, content)),
@@ -295,6 +296,7 @@ def faulty_runs(draw: st.DrawFn) -> tuple[str, bytes]:
     return name, b"".join([*lines, changed])
 
 
+@pytest.mark.full
 @given(faulty_runs())
 @examples(150)
 def test_a_faulty_run_is_compared_or_left_out_in_one_line(fault: tuple[str, bytes]) -> None:

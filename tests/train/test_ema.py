@@ -138,6 +138,7 @@ def loop(env: DistEnv, config: Config, folder: Path, stop_after: int | None = No
     return run_loop(env, config, max_steps=NUM_STEPS, folder=folder, stop_after=stop_after)
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_same_average_bit_for_bit(tmp_path: Path) -> None:
     """With its metrics, which are the average's."""
     config = compose_config(*MNIST_NET, DECAY, "train.log_every_steps=1", world_size=2)

@@ -194,6 +194,7 @@ def test_ranks_that_take_turns_are_both_named() -> None:
     assert min(by_rank) > 0.5 * 1000 * NAP_S / 2
 
 
+@pytest.mark.full
 def test_a_checkpoint_makes_nobody_late(tmp_path: Path) -> None:
     """Rank 0 alone writes one after each step, for which the others wait in the next step."""
     config = config_of(2, "checkpoint.every_steps=1", "train.log_every_steps=1")

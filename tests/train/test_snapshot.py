@@ -149,6 +149,7 @@ def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "world_size", "grad_accum_steps"),
     first_of([("ddp", 4, 1), ("single", 1, 1), ("ddp", 1, 2), ("ddp", 4, 2)]),

@@ -55,6 +55,7 @@ def lines_of(trace: Trace) -> list[dict[str, float]]:
     return [line for line in trace.lines if "train/loss" in line][UNMEASURED_STEPS:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("accumulated", first_of([1, 2]))
 def test_what_others_lose_to_a_slow_rank_is_waiting(accumulated: int, tmp_path: Path) -> None:
     """Rank 0 waits as long as rank 1 sleeps; over both that is half a nap a micro-step."""
