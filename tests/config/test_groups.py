@@ -30,13 +30,14 @@ OPTIONS = {
     for path in sorted(CONFIG_DIR.glob("*/*.yaml"))
     if path.parent.name != "hydra"
 }
-# By default what runs are made of; of the groups that only choose or list it, of sizes, and of what
-# is a class of torch and its arguments, one.
+# By default models, modes and data; of the other groups, of sizes, and of what is a class of torch
+# and its arguments, one.
 TORCHS = {name.lower() for name in [*dir(torch.optim), *dir(torch.optim.lr_scheduler)]}
 QUICK = {"experiment=mnist_ddp", "metrics=top_k", "optimizer=adamw", "scheduler=cycliclr"} | {
     option
     for option, path in OPTIONS.items()
-    if path.parent.name not in ("experiment", "metrics") and path.stem not in {*LARGE, *TORCHS}
+    if path.parent.name in ("model", "parallelism", "dataset")
+    and path.stem not in {*LARGE, *TORCHS}
 }
 
 

@@ -267,6 +267,7 @@ def test_a_slow_rank_is_named_at_the_end(tmp_path: Path) -> None:
     assert any(line.get("perf/skew_rank") == 1 for line in metrics(tmp_path / "run"))
 
 
+@pytest.mark.full
 def test_torchrun_starts_one_run(tmp_path: Path) -> None:
     """Ranks that torchrun starts share one folder, which rank 0 chose."""
     end = run_command("-m", "ddp_runner", *TOY, folder=tmp_path, program=TORCHRUN)
