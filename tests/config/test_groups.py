@@ -30,9 +30,7 @@ OPTIONS = {
     for path in sorted(CONFIG_DIR.glob("*/*.yaml"))
     if path.parent.name != "hydra"
 }
-# By default models, modes and data; of the other groups, of sizes, and of what is a class of torch
-# and its arguments, one.
-TORCHS = {name.lower() for name in [*dir(torch.optim), *dir(torch.optim.lr_scheduler)]}
+# By default models, modes and data; of the other groups, and of sizes, one.
 QUICK = {"experiment=mnist_ddp", "metrics=top_k", "optimizer=adamw", "scheduler=cycliclr"} | {
     option
     for option, path in OPTIONS.items()
