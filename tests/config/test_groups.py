@@ -34,8 +34,7 @@ OPTIONS = {
 QUICK = {"experiment=mnist_ddp", "metrics=top_k", "optimizer=adamw", "scheduler=cycliclr"} | {
     option
     for option, path in OPTIONS.items()
-    if path.parent.name in ("model", "parallelism", "dataset")
-    and path.stem not in {*LARGE, *TORCHS}
+    if path.parent.name in ("model", "parallelism", "dataset") and path.stem not in LARGE
 }
 
 
