@@ -47,8 +47,8 @@ def resolve(
     validate_keywords(config)
     validate_values(config)
     validate_config(config, chosen=chosen)
-    asked = {"backend", "backend.name", "backend.device"} & {*chosen}
-    if config.resume and asked == {"backend.device"}:  # which the run's own backend may not serve
+    given = {"backend", "backend.name", "backend.device"} & {*chosen}
+    if config.resume and given == {"backend.device"}:  # which the run's own backend may not serve
         config = replace(config, backend=replace(config.backend, name="auto"))
     config, notes = fitted(config, hardware, chosen=chosen)
     ranks = num_ranks(config, hardware, env)
@@ -65,7 +65,7 @@ def resolve(
     validate_profile(resolved, num_steps=known_steps(resolved), chosen=chosen)
     warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
     # A resumed run has the device of its frozen config, whoever chose it.
-    is_inherited = config.resume is not None and not asked - {"backend.name"}
+    is_inherited = config.resume is not None and not given - {"backend.name"}
     if backend.device == "cpu" and (config.backend.device != "cpu" or is_inherited):
         idle = _idle_gpus(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
         warnings = [*idle, *warnings]
