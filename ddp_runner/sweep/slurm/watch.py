@@ -72,19 +72,20 @@ class Watch:
     def run(self) -> list[Outcome]:
         """Wait for the jobs, and note how each ends; return it, last a signal that ended this.
 
-        The first Ctrl-C leaves the jobs alone unless a second one cancels them. Another signal
-        leaves them at once.
+        The first Ctrl-C leaves the jobs alone unless a second one cancels them; what fails
+        meanwhile is for the next command to note. Another signal leaves them at once.
         """
         poll_at, folder = -math.inf, shlex.quote(str(shown_path(self._folder)))
         if self._numbers:
             jobs = counted(len(self._numbers), "job")
             self._say(f"waits for {jobs}: python -m ddp_runner.status {folder} shows how they are")
         while self._numbers and not self._is_over():
-            if (began_at := time.monotonic()) >= poll_at:
+            is_leaving = self._received is not None and not self._is_cancelling
+            if not is_leaving and (began_at := time.monotonic()) >= poll_at:
                 self._poll()
                 poll_at = began_at + poll_interval(time.monotonic() - began_at)
                 continue
-            until = min(poll_at, self._deadline or poll_at)
+            until = min(math.inf if is_leaving else poll_at, self._deadline or math.inf)
             try:
                 self._react(self._signals.get(timeout=max(0.0, until - time.monotonic())))
             except Empty:

@@ -3,6 +3,7 @@
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_slurm import Queue, three_jobs
@@ -108,3 +109,32 @@ def test_the_first_ctrl_c_leaves_the_jobs_and_the_second_cancels_them(
     outcomes = cancelling.run()
     assert queue.cancelled == ["1_0", "1_1", "1_2"]
     assert [one.exit_code for one in outcomes] == [130]
+
+
+def test_a_failure_after_ctrl_c_is_left_to_the_next_command(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jobs were said to go on; a failure noted here would not count for that command."""
+    sweep, strict = batch.ledger.folder, replace(batch, settings=SweepConfig(fail_fast=True))
+    numbers = {"a": "1_0", "b": "1_1", "c": "1_2"}
+    queue = Queue(monkeypatch, dict.fromkeys(numbers.values(), "RUNNING"))
+    monkeypatch.setattr(slurm_watch, "SECOND_CHANCE_S", 0.2)
+
+    class CtrlC(slurm_watch.Signals):
+        """One between two looks, just before a job fails."""
+
+        def get(self, *args: Any, **kwargs: Any) -> int:
+            if queue.states["1_0"] == "FAILED":
+                return super().get(*args, **kwargs)
+            queue.states["1_0"] = "FAILED"
+            error = {"rank": 0, "kind": "crash", "sentence": "why"}
+            write_run_record(sweep / "a", status="failed", error=error)
+            return signal.SIGINT
+
+    leaving = slurm_watch.Watch(strict, numbers, CtrlC())
+    assert [one.exit_code for one in leaving.run()] == [130]
+    assert queue.cancelled == []
+    assert statuses(sweep)["a"] == "running"
+    watch(strict, **numbers).run()
+    assert queue.cancelled == ["1_1", "1_2"]
+    assert statuses(sweep)["a"] == "failed"
