@@ -177,6 +177,7 @@ def test_a_hydra_project_trains(tmp_path: Path) -> None:
     assert (done.exit_code, record(done.run_dir)["status"]) == (0, "completed"), done.stderr
 
 
+@pytest.mark.slow
 def test_the_accelerate_program_learns(tmp_path: Path) -> None:
     """Where it is installed: uv sync --group benchmarks."""
     require("accelerate")

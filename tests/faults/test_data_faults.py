@@ -160,7 +160,10 @@ CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    "names", first_of([["flipped", "version"], ["cut", "manifest", "tensors_gone"]])
+    "names",
+    first_of(
+        [["flipped", "version"], ["cut", "manifest", "tensors_gone"]], num_quick=0, num_full=1
+    ),
 )
 def test_a_damaged_or_old_cache_is_rebuilt_with_a_message(
     names: Sequence[str], tmp_path: Path
@@ -202,7 +205,9 @@ def slow_build() -> None:
     FakeImages.build = wait_and_build
 
 
-@pytest.mark.parametrize("is_killed", first_of([True, False]), ids=["killed", "whole"])
+@pytest.mark.parametrize(
+    "is_killed", first_of([True, False], num_quick=0, num_full=1), ids=["killed", "whole"]
+)
 def test_one_of_several_sweeps_prepares_the_data_and_the_others_wait(
     is_killed: bool, tmp_path: Path
 ) -> None:

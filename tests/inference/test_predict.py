@@ -11,7 +11,6 @@ from commands import background, error_line, run_command, wait_for, wait_for_end
 from pictures import write_folders
 from run_folders import metrics, record
 from texts import write_reviews
-from tiers import only
 
 import ddp_runner
 from ddp_runner.data.sources.offline import RandomRegression
@@ -51,7 +50,8 @@ def predict(folder: Path, *args: str, name: str = "predicted") -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize("args", only("classes", MODELS))
+@pytest.mark.full
+@pytest.mark.parametrize("args", MODELS.values(), ids=MODELS)
 def test_the_file_is_the_same_whatever_the_world_size(
     args: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -66,7 +66,6 @@ def test_the_file_is_the_same_whatever_the_world_size(
     assert len(contents) == 1
 
 
-@pytest.mark.full
 def test_predictions_are_what_the_loaded_model_gives_for_each_sample(tmp_path: Path) -> None:
     """Each sample has one row, and the hits give the run's own accuracy."""
     run_dir = train(

@@ -103,6 +103,7 @@ def test_a_hook_of_the_users_own_decides_what_ranks_get(
     torch.testing.assert_close(first["object"].losses, first["half"].losses)
 
 
+@pytest.mark.full
 def test_the_hooks_round_differently(results: list[dict[str, Trace]]) -> None:
     """Each key is a hook of its own."""
     assert results[0]["bf16"].losses != results[0]["fp16"].losses

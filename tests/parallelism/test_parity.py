@@ -101,8 +101,10 @@ def ways() -> list[Any]:
         if smallest_world(mode) < 4:
             quick.add(next(iter(several or (way for way in found if way[0] == mode))))
     marks = {way: [] if way in quick else [pytest.mark.full] for way in found}
-    for way in found:  # the larger model once in each mode; toy is trained by all numbers of ranks
-        if way not in quick and way[2] == "mnist_net" and way[1] != smallest_world(way[0]):
+    # The larger model once in each mode of few ranks; all numbers of ranks train toy.
+    for way in found:
+        is_few = way[1] == smallest_world(way[0]) < 4
+        if way not in quick and way[2] == "mnist_net" and not is_few:
             marks[way].append(pytest.mark.slow)
     return [pytest.param(*way, marks=marks[way]) for way in found]
 

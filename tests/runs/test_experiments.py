@@ -40,6 +40,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 def test_the_resnet_trains_on_pictures_of_cifars_size(tmp_path: Path) -> None:
     """CIFAR-10 itself has to be downloaded."""
     end = run_command(

@@ -250,13 +250,16 @@ FEW = {
     *("without dimensions, uneven in three", "clipped by value", "average"),
     *("frozen", "sparse", "tied"),
 }
+FEW_OF_FOUR_RANKS = {"uneven in three", "tokens, uneven in two, clipped", "average", "tied"}
 FEW_OF_STREAMS = {"own step, uneven in three", "tokens, uneven in two, clipped"}
 
 
 def is_slow(meeting: Meeting) -> bool:
     """Return whether a meeting waits for a release."""
     if meeting.way in LIKE_OTHERS:
-        few = FEW if meeting.source == "memory" else FEW_OF_STREAMS
+        few = FEW_OF_FOUR_RANKS if smallest_world(WAYS[meeting.way]) > 3 else FEW
+        if meeting.source != "memory":
+            few = FEW_OF_STREAMS
         if meeting.variant not in few:
             return True
     return "worker" in meeting.source  # they fork in each cell

@@ -28,6 +28,7 @@ STATUS = (*RUNNER[:-1], "ddp_runner.status")
 RUNNING = {"status": "running", "sessions": [{"started_at": 1.0}]}
 
 
+@pytest.mark.full
 def test_a_run_is_shown_while_it_lives_and_as_lost_when_it_was_killed(tmp_path: Path) -> None:
     """By the real commands; after its resume has ended it is not shown any more."""
 

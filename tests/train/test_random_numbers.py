@@ -82,6 +82,7 @@ def test_evaluations_change_nothing_that_a_run_learns() -> None:
         assert torch.equal(trace.weights, traces[0].weights)
 
 
+@pytest.mark.full
 def test_a_step_draws_its_own_numbers_after_any_resume(tmp_path: Path) -> None:
     """Two ranks, one, and two again: what two ranks draw is what they always draw in that step."""
     whole, _ = run_ranks(loop, 2, compose_config(*DRAWING, world_size=2))
