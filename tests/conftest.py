@@ -145,7 +145,10 @@ def _descendants(pid: int) -> Iterator[psutil.Process]:
     if not sys.platform.startswith("linux"):
         yield from psutil.Process(pid).children(recursive=True)
         return
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+    threads = list[Path]()
+    with suppress(OSError):  # the process has ended meanwhile
+        threads += Path(f"/proc/{pid}/task").glob("*/children")
+    for path in threads:
         children = list[int]()
         with suppress(OSError):  # the thread has ended meanwhile
             children = [*map(int, path.read_text().split())]
