@@ -192,6 +192,7 @@ def applied_batches(env: DistEnv, num_steps: int) -> list[int]:
     return computed
 
 
+@pytest.mark.full
 def test_each_batch_is_applied_once_and_none_is_under_way_at_a_boundary() -> None:
     """A stop waits for what the trainers still compute: at most a batch of each."""
     applied, *computed = run_ranks(applied_batches, 4, 510)

@@ -23,7 +23,7 @@ NODES = (
 )
 
 
-@pytest.mark.parametrize("report", first_of(["True", "False"], num_full=0))
+@pytest.mark.parametrize("report", first_of(["True", "False"], num_quick=0, num_full=1))
 def test_each_run_goes_on_in_its_own_folder(report: str, tmp_path: Path) -> None:
     """With its own groups and config; the table and the report are about these folders."""
     short = ("world_size=1", "train.num_threads=1", "train.max_steps=3")

@@ -8,7 +8,7 @@ from commands import run_command
 from modes import MODES, is_cut, smallest_world
 from ranks import run_ranks
 from run_folders import record
-from tiers import first_of
+from tiers import first_of, named
 from train_states import Trace, compose_config, run_loop
 
 from ddp_runner.config.schema import Config
@@ -28,7 +28,7 @@ def keys_of(mode: str) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("mode", first_of(["ddp", "fsdp"]))
+@pytest.mark.parametrize("mode", first_of(["ddp", "fsdp"], num_quick=0, num_full=1))
 def test_gradients_that_are_all_zero_are_one_warning(mode: str, tmp_path: Path) -> None:
     """Over all ranks and shards, though the loss is not zero; without such a loss there is none."""
     keys = (*keys_of(mode), f"world_size={smallest_world(mode)}")
@@ -50,8 +50,7 @@ def taught(env: DistEnv, configs: list[Config]) -> list[list[bool]]:
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", named(MODES, quick=("ddp",)))
 def test_every_mode_finds_gradients_that_are_all_zero(mode: str) -> None:
     """Rank 0, which logs, is told once."""
     size = smallest_world(mode)
