@@ -10,6 +10,7 @@ import pytest
 import torch
 from configs import config_error
 from pictures import write_shards
+from tiers import first_of
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -142,8 +143,8 @@ def test_a_part_of_the_training_split_is_evaluated(data_root: Path) -> None:
     assert numbers[1] != list(range(13, SIZE))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_workers", first_of([2, 0]))
+@pytest.mark.parametrize("kind", first_of(KINDS, num_quick=2))
 def test_rows_are_a_stream(kind: str, num_workers: int, data_root: Path) -> None:
     """Each row once over two ranks, with shards enough or too few; a transform for each row."""
     split = opened(data_root, kind, streaming=True, transform=pair, num_workers=num_workers).train
@@ -157,7 +158,7 @@ def test_rows_are_a_stream(kind: str, num_workers: int, data_root: Path) -> None
     assert sorted(found) == list(range(SIZE))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", first_of([2, 1, 4]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_of_rows_goes_on_from_each_state(
     kind: str, num_ranks: int, data_root: Path

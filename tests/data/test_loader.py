@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from own_data import end_workers
 from properties import examples
-from tiers import first_of
+from tiers import first_of, named
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
@@ -189,7 +189,7 @@ DATASETS = {
 }
 
 
-@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("name", named(DATASETS, quick=("all generators", "fetched together")))
 def test_a_samples_random_numbers_depend_on_seed_epoch_and_index_alone(name: str) -> None:
     """Not on the workers, the ranks, the batch or where a resumed run begins."""
     dataset = DATASETS[name]

@@ -53,7 +53,11 @@ SAVE = partial(Call, within=3)
 # The folder is created, the files are written, by halves, and the folder is renamed.
 @pytest.mark.parametrize(
     ("number", "what"),
-    first_of([(9, kill_tree), (12, KILL), (4, kill_tree), (3, KILL), (13, kill_tree)], num_full=2),
+    first_of(
+        [(9, kill_tree), (12, KILL), (4, kill_tree), (3, KILL), (13, kill_tree)],
+        num_quick=0,
+        num_full=2,
+    ),
     ids=["tree-9", "rank-12", "tree-4", "rank-3", "tree-13"],
 )
 def test_a_run_killed_during_a_save_resumes_from_a_whole_checkpoint(
@@ -198,7 +202,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", first_of(DAMAGES, num_full=3))
+@pytest.mark.parametrize("name", first_of(DAMAGES, num_quick=0, num_full=3))
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     tmp_path: Path, killed: Path, kept: Path, name: str
 ) -> None:

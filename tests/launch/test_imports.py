@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pytest
 from commands import background, error_line, run_command, wait_for_end
 from run_folders import record
 
@@ -29,20 +30,30 @@ def test_a_limit_that_torch_does_not_fit_in_is_named(tmp_path: Path) -> None:
     assert (fields["status"], fields["error"]["kind"]) == ("failed", "user")
 
 
+def broken_plug_in(folder: Path) -> dict[str, str]:
+    """Install a plug-in of torch that cannot be loaded; return the environment that finds it."""
+    info = folder / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nbroken = no_such_module:load\n")
+    return {"PYTHONPATH": str(folder)}
+
+
 def test_a_plug_in_that_torch_cannot_load_is_named(tmp_path: Path) -> None:
     """By one line: the fork server's first import of torch says why, and no later one would."""
-    folder = tmp_path / "broken-1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
-    (folder / "entry_points.txt").write_text("[torch.backends]\nbroken = no_such_module:load\n")
-    environ = {"PYTHONPATH": str(tmp_path)}
+    environ = broken_plug_in(tmp_path)
     end = run_command("model=toy", folder=tmp_path, environ=environ, fresh=True)
     ended, fields = error_line(end), record(end.run_dir)
     assert (fields["status"], fields["error"]["kind"]) == ("failed", "user")
     assert ended.startswith("torch cannot be imported: RuntimeError: Failed to load the backend ")
     assert "extension: broken" in ended
     assert ended.endswith("No module named 'no_such_module'; repair the installation")
-    asked = ("model=toy", "backend=nccl")
+
+
+@pytest.mark.full
+def test_who_asks_for_gpus_learns_of_the_plug_in_as_well(tmp_path: Path) -> None:
+    """Before anything starts: the command asks torch which GPUs there are."""
+    environ, asked = broken_plug_in(tmp_path), ("model=toy", "backend=nccl")
     refused = error_line(run_command(*asked, folder=tmp_path, environ=environ, fresh=True))
     assert "torch cannot say which GPUs it sees (RuntimeError: " in refused
     assert "extension: broken" in refused

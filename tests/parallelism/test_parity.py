@@ -13,6 +13,7 @@ import torch
 from modes import smallest_world
 from omegaconf import DictConfig, OmegaConf
 from ranks import run_ranks
+from tiers import first_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from train_states import (
@@ -209,7 +210,7 @@ def initial_weights(env: DistEnv, config: Config) -> Tensor:
     return flat_weights(build(env, replace(config, seed=config.seed + env.rank)).module)
 
 
-@pytest.mark.parametrize("mode", GROUPS_OF_TWO)
+@pytest.mark.parametrize("mode", first_of(GROUPS_OF_TWO))
 def test_weights_of_rank_zero_reach_all_ranks(mode: str) -> None:
     """Even ranks that drew different weights begin with those that a single process begins with."""
     config = compose_config(*overrides(mode, "toy"), world_size=2)
