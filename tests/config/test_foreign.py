@@ -12,6 +12,7 @@ import pytest
 from commands import run_command
 from configs import LAPTOP, config_error, frozen_text
 from run_folders import record
+from tiers import first_of
 
 import ddp_runner
 from ddp_runner.cli.command_line import parse
@@ -69,7 +70,7 @@ def hub_files(address: str) -> dict[str, Any]:
     return {"_target_": target, "name": "x", "path": "csv", "data_files": files, "eval_split": None}
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", first_of(TASKS))
 def test_a_foreign_run_sends_nothing_to_its_server(task: str, tmp_path: Path) -> None:
     """Whether it is resumed or its model is used: one line with key, variable and what to write."""
     with server() as (port, asked):
