@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
 from ddp_runner.errors import UserError, counted
@@ -73,7 +73,8 @@ class Watch:
         """Wait for the jobs, and note how each ends; return it, last a signal that ended this.
 
         The first Ctrl-C leaves the jobs alone unless a second one cancels them; what fails
-        meanwhile is for the next command to note. Another signal leaves them at once.
+        meanwhile is for the next command to note. Another signal leaves them at once, and so does
+        any once they are being cancelled.
         """
         poll_at, folder = -math.inf, shlex.quote(str(shown_path(self._folder)))
         if self._numbers:
@@ -86,10 +87,8 @@ class Watch:
                 poll_at = began_at + poll_interval(time.monotonic() - began_at)
                 continue
             until = min(math.inf if is_leaving else poll_at, self._deadline or math.inf)
-            try:
+            with suppress(Empty):
                 self._react(self._signals.get(timeout=max(0.0, until - time.monotonic())))
-            except Empty:
-                continue
         outcomes = sorted(self._outcomes.values(), key=lambda one: one.status == Status.PREEMPTED)
         if self._received is not None:
             outcomes.append(Outcome(Status.PREEMPTED, 128 + self._received))
@@ -102,10 +101,12 @@ class Watch:
         now = time.monotonic()
         jobs = counted(len(self._numbers), "job")
         go_on = f"{jobs} {'goes' if len(self._numbers) == 1 else 'go'} on"
+        if self._is_cancelling:
+            go_on = f"{jobs} cancelled"
         if self._received is None:
             self._received, self._received_at = signum, now
             word = signal.Signals(signum).name
-            if signum == signal.SIGINT:
+            if signum == signal.SIGINT and not self._is_cancelling:
                 self._say(
                     f"{word}: {go_on}; Ctrl-C again within {SECOND_CHANCE_S:.0f} s "
                     "cancels them (scancel); started again, the same command finds its jobs"

@@ -27,6 +27,12 @@ def watch(batch: Batch, **numbers: str) -> slurm_watch.Watch:
     return slurm_watch.Watch(batch, numbers, slurm_watch.Signals())
 
 
+def record_failure(run_dir: Path) -> None:
+    """Note in a run's folder that a rank has failed."""
+    error = {"rank": 0, "kind": "crash", "sentence": "why"}
+    write_run_record(run_dir, status="failed", error=error)
+
+
 def test_the_ledger_follows_the_queue_to_the_end_of_each_job(
     batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,8 +80,7 @@ def test_too_many_failures_cancel_the_rest(batch: Batch, monkeypatch: pytest.Mon
     """What is cancelled then can go on later, and does not decide the exit code."""
     sweep = batch.ledger.folder
     queue = Queue(monkeypatch, {"1_0": "FAILED", "1_1": "RUNNING", "1_2": "PENDING"})
-    error = {"rank": 0, "kind": "crash", "sentence": "why"}
-    write_run_record(sweep / "a", status="failed", error=error)
+    record_failure(sweep / "a")
     strict = replace(batch, settings=SweepConfig(fail_fast=True))
     outcomes = watch(strict, a="1_0", b="1_1", c="1_2").run()
     assert queue.cancelled == ["1_1", "1_2"]
@@ -127,8 +132,7 @@ def test_a_failure_after_ctrl_c_is_left_to_the_next_command(
             if queue.states["1_0"] == "FAILED":
                 return super().get(*args, **kwargs)
             queue.states["1_0"] = "FAILED"
-            error = {"rank": 0, "kind": "crash", "sentence": "why"}
-            write_run_record(sweep / "a", status="failed", error=error)
+            record_failure(sweep / "a")
             return signal.SIGINT
 
     leaving = slurm_watch.Watch(strict, numbers, CtrlC())
@@ -138,3 +142,17 @@ def test_a_failure_after_ctrl_c_is_left_to_the_next_command(
     watch(strict, **numbers).run()
     assert queue.cancelled == ["1_1", "1_2"]
     assert statuses(sweep)["a"] == "failed"
+
+
+def test_ctrl_c_leaves_jobs_that_are_being_cancelled(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once, without the words for jobs that go on."""
+    Queue(monkeypatch, {"1_0": "FAILED", "1_1": "RUNNING", "1_2": "RUNNING"})
+    monkeypatch.setattr(slurm_watch, "cancel", lambda numbers: None)  # they are still saving
+    record_failure(batch.ledger.folder / "a")
+    leaving = watch(replace(batch, settings=SweepConfig(fail_fast=True)), a="1_0", b="1_1", c="1_2")
+    leaving._signals.put(signal.SIGINT)
+    assert [one.exit_code for one in leaving.run()] == [1, 130]
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "SIGINT: 2 jobs cancelled; the same command finds its jobs"
