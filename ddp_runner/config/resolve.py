@@ -78,13 +78,13 @@ def _backend(
     """Return the backend with its name and device filled in."""
     name, device, gpus = config.backend.name, config.backend.device, hardware.num_gpus
     needs, kinds = mode_needs(config.parallelism), BACKENDS | {hardware.kind: hardware.backend}
-    for word, options in (
-        ("name", {"auto", *FOR_CPU, *kinds.values()}),
-        ("device", {"auto", "cpu", *kinds}),
+    for key, options, fix in (
+        ("name", {"auto", *FOR_CPU, *kinds.values()}, "backend"),
+        ("device", {"auto", "cpu", *kinds}, "backend.device"),
     ):
-        key, known = f"backend.{word}", ", ".join(sorted(options))
-        if (value := getattr(config.backend, word)) not in options:
-            raise UserError(f"{key} ({value}) must be one of {known}; write {key}=auto")
+        if (value := getattr(config.backend, key)) not in options:
+            known = ", ".join(sorted(options))
+            raise UserError(f"backend.{key} ({value}) must be one of {known}; write {fix}=auto")
     kind_of = {own: kind for kind, own in kinds.items() if own not in FOR_CPU}
     wanted = kind_of.get(name) or (device if device in kinds else None)
     if wanted is not None:

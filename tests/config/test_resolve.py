@@ -187,7 +187,7 @@ INVALID = [
     ("train.precision=fp16", "train.precision=fp16 needs a GPU; on a CPU write bf16"),
     ("checkpoint.mode=best", "checkpoint.mode (best) must be one of max, min"),
     ("backend.name=tcp",
-     "backend.name (tcp) must be one of auto, gloo, mpi, nccl, xccl; write backend.name=auto"),
+     "backend.name (tcp) must be one of auto, gloo, mpi, nccl, xccl; write backend=auto"),
     ("backend.device=tpu",
      "backend.device (tpu) must be one of auto, cpu, cuda, mps, xpu; write backend.device=auto"),
     ("backend=nccl",
