@@ -6,16 +6,29 @@
 # It runs the tests marked gpu and multi_gpu, the table of tests/simgpu on CUDA in place of the
 # simulated GPU, and the benchmarks that make sense there. For each part it reports success, failure
 # (with the last lines) or why it was skipped.
-# It needs no network and no uv: PYTHON names the interpreter, DDP_RUNNER_DATA_ROOT the data's folder.
+# It needs no network, no uv and no installation: PYTHON names the interpreter, and
+# DDP_RUNNER_DATA_ROOT the data's folder.
 set -u
 out=$(realpath -m "${1:-gpu-results.md}")
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python}
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 limit_s=${LIMIT_S:-1140}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 failed=0
+
+# An interpreter that finds what PYTHON's finds, and this folder as if it were installed: the tests
+# give each command a PYTHONPATH of its own.
+"$python" - "$scratch/venv" "$PWD" <<'PYTHON' || exit 1
+import sys, venv
+from pathlib import Path
+folder, here = sys.argv[1:]
+venv.create(folder, symlinks=True)
+(site,) = Path(folder).glob("lib/python*/site-packages")
+found = [here, *(path for path in sys.path[1:] if Path(path).is_dir())]
+(site / "found.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in found))
+PYTHON
+python=$scratch/venv/bin/python
 
 line() { printf '%s\n' "$*" >>"$out"; }
 
@@ -58,7 +71,10 @@ part() {
 }
 
 pytest=("$python" -m pytest -q -rs --tb=short --durations=5 -p no:cacheprovider)
-has pytest_timeout || pytest+=(-o addopts=) # otherwise its key in pyproject.toml is an error
+pytest+=(-o addopts=--import-mode=importlib)
+workers=$(($(nproc) / 2))
+! has xdist || [ "$workers" -lt 2 ] || pytest+=(-n "$((workers < 8 ? workers : 8))" --dist load)
+! has pytest_benchmark || pytest+=(-p no:benchmark) # it warns of xdist
 
 : >"$out"
 line "# GPU results of ${HOSTNAME:-this machine}" && line ""
