@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -18,6 +18,7 @@ import pytest
 # Here and in the helpers, imports that take long come late: a single test starts at once.
 # Variables that libraries set when they are imported, and multiprocessing's own processes.
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
+OF_GPUS = ("gpu", "multi_gpu", "simgpu")  # marks
 MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 GRACE_S = 60.0  # at most: a thread or process may take a while to end
 
@@ -45,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         *("test_restarts.py", "test_runs.py", "test_slurm.py", "test_your_own.py"),
     }
     items.sort(key=lambda item: item.path.name not in longest)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Hide the GPUs from a test that is not about them: it is the same test on every machine."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not any(map(item.get_closest_marker, OF_GPUS)):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
