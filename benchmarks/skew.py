@@ -168,7 +168,7 @@ def take_pairs(
     state = build(env, config)
     timer: Any = state.setup.timer
     off = {"mark": lambda *_, **__: None, "mark_end_of_backward": lambda _: None}
-    batch = next(state.setup.batches.epoch(0))
+    batch = next(iter(state.setup.batches))
     walls, cpus, without_ms = list[float](), list[float](), list[float]()
     for pair in range(-1, num_pairs):  # the first one warms up
         took = dict[bool, tuple[float, float]]()

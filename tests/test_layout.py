@@ -26,7 +26,7 @@ ALLOWED = {
     "metrics": {*GROUND, "config", "data", "distributed"},
     "parallelism": {*GROUND, "dist_env", "job"},
     "models": set(),
-    "data": {*GROUND, "config"},
+    "data": {*GROUND, "config", "distributed"},
     "tracking": {*GROUND, "config", "dist_env", "job"},
     "checkpoint": {*GROUND, "config", "distributed", "job", "parallelism", "tracking"},
     "rank": {

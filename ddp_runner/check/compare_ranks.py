@@ -7,7 +7,7 @@ little extra memory.
 Collective: every rank must call each check, and gets the same finding.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.digests import digest_of
-from ddp_runner.data.batches import GlobalBatches, StepBatch, first_batch
-from ddp_runner.data.streams import num_samples
 from ddp_runner.data.trees import shape_of, tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
@@ -27,7 +25,6 @@ from ddp_runner.train.loop import train_step
 from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.snapshot import snapshot
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.stream_batches import StreamBatches
 
 # How far apart results may be if they differ only by rounding, relative to the largest value: a GPU
 # adds in no fixed order.
@@ -113,7 +110,7 @@ def equal_parameters(state: TrainState) -> Finding:
     """Check that the parameters are equal after each of a few optimizer steps."""
     state.model.train()
     losses = list[str]()
-    for step, batch in enumerate(_first_steps(state.setup.batches)):
+    for step, batch in enumerate(islice(replace(state.setup.batches), NUM_STEPS)):
         loss = train_step(state, batch)
         losses.append(f"{global_loss(state, loss):.4f}")
         found = equality("parameters stay equal", dict(state.module.named_parameters()), "")
@@ -146,8 +143,8 @@ def equal_outputs(state: TrainState) -> Finding:
     setup = state.setup
     state.module.eval()
     split, size = setup.dataset.eval, setup.eval_batch_size
-    numbers = range(min(size, num_samples(split) or size))
-    batch = first_batch(split, numbers, seed=setup.config.seed)
+    numbers = range(min(size, split.num_samples or size))
+    batch = split.first(numbers, seed=setup.config.seed)
     step = forward(state, state.module, batch)
     # A user's step need not return outputs.
     produced = [one for _, one in tensors_of(step.outputs)] or [step.loss_sum]
@@ -165,16 +162,6 @@ def equal_outputs(state: TrainState) -> Finding:
     if cause.ok and farthest <= tolerance(state, produced[0].dtype) * largest:
         return Finding(name, True, detail)
     return Finding(name, False, f"{detail}; {cause.detail}")
-
-
-def _first_steps(batches: GlobalBatches | StreamBatches) -> Iterator[StepBatch]:
-    """Yield a few steps, of several epochs if these are short; of a stream only of the first."""
-    if isinstance(batches, StreamBatches):
-        yield from islice(batches.epoch(0), NUM_STEPS)
-        return
-    for step in range(NUM_STEPS):
-        epoch, index = divmod(step, batches.steps_per_epoch)
-        yield batches.step(epoch, index, order=batches.order(epoch))
 
 
 def _fingerprint(tensor: Tensor) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,14 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_runner.check.compare_ranks import Finding, equality
-from ddp_runner.data.batches import MicroBatch, eval_batches
-from ddp_runner.data.splits import Piece, Split, TensorSplit
-from ddp_runner.data.streams import AnySplit, StreamSplit, num_samples
+from ddp_runner.data.batches import NumberedBatches
+from ddp_runner.data.splits import MicroBatch, Split, TensorSplit
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.stream_batches import StreamBatches
 
 MOST_BYTES = 16 * 2**20  # of a split's inputs that are compared over ranks
 MOST_LOADED = 64  # samples of a split that must be loaded one by one
@@ -39,11 +38,10 @@ def same_data(state: TrainState) -> Finding:
         if isinstance(split, TensorSplit):
             stride = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
             data: Any = {"inputs": split.inputs[::stride], "targets": split.targets}
-        elif isinstance(split, StreamSplit):
-            data = split.first(range(MOST_LOADED))
         else:
-            piece = Piece(torch.linspace(0, len(split) - 1, MOST_LOADED).long().unique())
-            (data,) = split.load([piece], seed=state.setup.config.seed)
+            last = (split.num_samples or MOST_LOADED) - 1
+            numbers = torch.linspace(0, last, MOST_LOADED).long().unique().tolist()
+            data = split.first(numbers, seed=state.setup.config.seed).data
         tensors |= {f"{name} {place}": tensor for place, tensor in tensors_of(data)}
     sizes = f"{_size(train)} train and {_size(evaluation)} eval samples"
     return equality("all ranks hold the same data", tensors, sizes)
@@ -52,10 +50,10 @@ def same_data(state: TrainState) -> Finding:
 def train_samples(state: TrainState) -> Finding:
     """Check that the shares' micro-batches use each training sample once in an epoch."""
     batches, name = state.setup.batches, "each training sample is used once an epoch"
-    if isinstance(batches, StreamBatches):
+    if not isinstance(batches, NumberedBatches):
         return Finding(name, True, WITHOUT_NUMBERS)
-    batches = replace(batches, split=_numbered(batches.split))
-    steps = [step.micro_batches for step in batches.epoch(0)]
+    batches = replace(batches, split=_numbered(len(batches.split)))
+    steps = [step.micro_batches for step in islice(batches, batches.steps_per_epoch)]
     how = (
         f"in {batches.steps_per_epoch} steps x {_shares(state, batches.num_shares)} x "
         f"{max(map(len, steps), default=0)} micro-batches"
@@ -67,11 +65,11 @@ def train_samples(state: TrainState) -> Finding:
 def eval_samples(state: TrainState) -> Finding:
     """Check that the shares' evaluation batches hold each sample once."""
     split, name = state.setup.dataset.eval, "each evaluation sample counts once"
-    if isinstance(split, StreamSplit):
+    if split.num_samples is None:
         return Finding(name, True, WITHOUT_NUMBERS)
-    numbered, size = _numbered(split), state.setup.eval_batch_size
+    numbered, size = _numbered(split.num_samples), state.setup.eval_batch_size
     share, num_shares = state.setup.role.eval_share
-    parts = eval_batches(numbered, batch_size=size, rank=share, world_size=num_shares, seed=0)
+    parts = numbered.in_order(size, share=share, num_shares=num_shares, seed=0)
     how = f"in batches of up to {size} on {_shares(state, num_shares)}"
     return _tally(name, len(numbered), parts, how, state)
 
@@ -83,14 +81,14 @@ def _shares(state: TrainState, num_shares: int) -> str:
     return f"{counted(num_shares, 'share')} of {model_ranks} ranks each"
 
 
-def _size(split: AnySplit) -> str:
-    count = num_samples(split)
+def _size(split: Split) -> str:
+    count = split.num_samples
     return f"the first {MOST_LOADED}" if count is None else str(count)
 
 
-def _numbered(split: Split) -> TensorSplit:
-    """Return a split of the same length in which each sample is its own index."""
-    numbers = torch.arange(len(split))
+def _numbered(num_samples: int) -> TensorSplit:
+    """Return a split in which each sample is its own index."""
+    numbers = torch.arange(num_samples)
     return TensorSplit(numbers, numbers)
 
 

@@ -1,33 +1,27 @@
-"""The order of samples: the same global batches at every world size and in every mode."""
+"""The order of samples: the same global batches at every world size and in every mode.
+
+``Batches`` are the steps of one rank's share, from wherever a run stands to no end: it knows its
+place, saves it, and goes on from it.
+"""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import repeat, tee
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import Piece, Split
-from ddp_runner.data.stream_reader import Part
-from ddp_runner.data.streams import AnySplit, StreamSplit
+from ddp_runner.data.splits import MicroBatch, MicroPlan, NumberedSplit, Split
+from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
 
 ORDER_VERSION = 2  # of the order of samples; a run cannot resume inside an epoch of another order
-# Samples of a batch that stands for the others: one alone would be fixed in a program.
-NUM_FIRST = 2
 POOL_BATCHES = 50  # global batches within which sequences are sorted by length
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The samples of one forward and backward, on the split's device."""
-
-    data: Any  # a tree of tensors (batch, ...); of a TensorSplit the pair inputs, targets
-    num_samples: int
-    weight: float = 1.0  # of each sample in the loss; 0.0: a placeholder that must not count
-    randoms: Tensor | None = None  # (batch, num_randoms), uniform in [0, 1), for the augmentation
+GLOBAL_SIZE = "batch.global_size"
 
 
 @dataclass(frozen=True)
@@ -37,12 +31,85 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]  # equally many on every rank: collectives match
     global_count: int  # samples of the global batch, over all ranks
     number: int  # the batch's index in the run, as if all epochs had batches of this size
-    is_last: bool = False  # of its epoch; known only to who asks for a whole epoch
+    is_last: bool  # of its epoch
 
 
-@dataclass(frozen=True)
-class GlobalBatches:
-    """One share of a training split's global batches; in most modes each rank has one share.
+@dataclass(kw_only=True)
+class Batches(ABC):
+    """One share of a training split's global batches; in most modes each rank has one share."""
+
+    split: Split
+    global_size: int  # most samples of an optimizer step, over all shares
+    grad_accum_steps: int  # most micro-batches of a step
+    share: int
+    num_shares: int
+    seed: int
+    # The place behind the last step that was taken, where a resumed run goes on.
+    epoch: int = field(default=0, init=False)  # completed epochs
+    step: int = field(default=0, init=False)  # steps in the epoch; 0: the last one ended an epoch
+    is_resized: bool = field(default=False, init=False)  # resumed from batches of another size
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[StepBatch]:
+        """Yield the steps of this epoch that are left, and those of the epochs after it.
+
+        The place is already behind a step when it is yielded: its body may save.
+        """
+
+    @property
+    @abstractmethod
+    def steps_per_epoch(self) -> int | None:
+        """Return the optimizer steps of an epoch; None: it ends when its stream ends."""
+
+    @abstractmethod
+    def step_at(self, number: int) -> StepBatch:
+        """Return this share of a step by its number in the run."""
+
+    @property
+    @abstractmethod
+    def order(self) -> Mapping[str, object]:
+        """Return what decides which samples are still to come in an epoch."""
+
+    @property
+    def micro_size(self) -> int:
+        """Return the most samples of a micro-batch."""
+        return math.ceil(self.global_size / (self.num_shares * self.grad_accum_steps))
+
+    @property
+    def epoch_number(self) -> int:
+        """Return the number of the epoch of the last step, from 1; 0 before the first one."""
+        return self.epoch + (self.step > 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place."""
+        return {"epoch": self.epoch, "step": self.step, "order": dict(self.order)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a place that ``state_dict`` returned.
+
+        Raises:
+            UserError: it is amid an epoch, and the samples have another order now.
+        """
+        then, now = saved["order"], self.order
+        changed = [key for key in {**now, **then} if then.get(key) != now.get(key)]
+        if saved["step"] and changed:
+            raise UserError(
+                f"it was saved amid epoch {saved['epoch'] + 1} with "
+                f"{', '.join(f'{key}={then.get(key)}' for key in changed)}, and this run has "
+                f"{', '.join(f'{key}={now.get(key)}' for key in changed)}, so that some samples "
+                "would be used twice and others never; leave these as they were, or resume from a "
+                "checkpoint between epochs"
+            )
+        self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
+        self.is_resized = GLOBAL_SIZE in changed
+
+    def _advance(self, *, is_last: bool) -> None:
+        self.epoch, self.step = (self.epoch + 1, 0) if is_last else (self.epoch, self.step + 1)
+
+
+@dataclass(kw_only=True)
+class NumberedBatches(Batches):
+    """The global batches of samples that have numbers.
 
     Global batch k of an epoch is the k-th slice of a permutation that depends only on the seed and
     the epoch, or of the dataset's own order; the last batch may be smaller. Share r is every
@@ -50,48 +117,61 @@ class GlobalBatches:
     its padding.
     """
 
-    split: Split
-    global_size: int  # samples of an optimizer step, over all shares
-    grad_accum_steps: int  # most micro-batches of a step
-    share: int
-    num_shares: int
-    seed: int
+    split: NumberedSplit
     is_computed: bool = True  # false: by other ranks, so the steps come without data
     num_randoms: int = 0  # random numbers per sample, for the augmentation
     shuffle: bool = True  # in another order in each epoch
     lengths: Tensor | None = None  # (num_samples,): put samples of similar length in one batch
+
+    def __post_init__(self) -> None:
+        """Remember the permutations of two epochs: trainers of a server may be in both."""
+        self._permutation: Callable[[int], Tensor] = lru_cache(maxsize=2)(self._permuted)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        """Yield the steps from the place on; skipped steps cost nothing."""
+        while True:
+            indices = range(self.step, self.steps_per_epoch)
+            first = self.epoch * self.steps_per_epoch
+            planned, ahead = tee(self._plan(first + index) for index in indices)
+            # The split may load more than a step ahead.
+            loaded = self.split.load((one for plans, _ in ahead for one in plans), seed=self.seed)
+            for index, (plans, count) in zip(indices, planned, strict=True):
+                batch = self._step(plans, loaded, count=count, number=first + index)
+                self._advance(is_last=batch.is_last)
+                yield batch
 
     @property
     def steps_per_epoch(self) -> int:
         """Return the optimizer steps of an epoch."""
         return math.ceil(len(self.split) / self.global_size)
 
+    def step_at(self, number: int) -> StepBatch:
+        """Return this share of a step by its number in the run."""
+        plans, count = self._plan(number)
+        loaded = self.split.load(plans, seed=self.seed)
+        return self._step(plans, loaded, count=count, number=number)
+
     @property
-    def micro_size(self) -> int:
-        """Return the most samples of a micro-batch."""
-        return math.ceil(self.global_size / (self.num_shares * self.grad_accum_steps))
+    def order(self) -> Mapping[str, object]:
+        """Return what decides which samples are still to come in an epoch."""
+        return {
+            "seed": self.seed,
+            GLOBAL_SIZE: self.global_size,
+            "dataset.shuffle": self.shuffle,
+            "training samples": len(self.split),
+            "the version of the order": ORDER_VERSION,
+        }
 
-    def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[StepBatch]:
-        """Yield the steps of an epoch from ``start_step`` on; skipped steps cost nothing."""
-        plans, ahead = tee(self._plans(epoch, start_step))
-        # The split may load more than a step ahead.
-        pieces = (part.piece for plan in ahead for part in plan.parts)
-        loaded = self.split.load(pieces, seed=self.seed)
-        for index, plan in enumerate(plans, start=start_step):
-            is_last = index == self.steps_per_epoch - 1
-            yield plan.batch([next(loaded) for _ in plan.parts], is_last=is_last)
+    def _step(
+        self, plans: Iterable[MicroPlan], loaded: Iterator[Any], *, count: int, number: int
+    ) -> StepBatch:
+        micro_batches = tuple(
+            MicroBatch(next(loaded), len(one.indices), one.weight, one.randoms) for one in plans
+        )
+        is_last = (number + 1) % self.steps_per_epoch == 0
+        return StepBatch(micro_batches, global_count=count, number=number, is_last=is_last)
 
-    def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
-        """Return this share of the epoch's global batch ``index``; ``order`` is the epoch's."""
-        plan = self._plan(epoch, index, order=order)
-        return plan.batch(self.split.load([part.piece for part in plan.parts], seed=self.seed))
-
-    def _plans(self, epoch: int, start_step: int) -> Iterator["_Plan"]:
-        order = self.order(epoch)
-        for index in range(start_step, self.steps_per_epoch):
-            yield self._plan(epoch, index, order=order)
-
-    def order(self, epoch: int) -> Tensor:
+    def _permuted(self, epoch: int) -> Tensor:
         """Return the indices of all samples in the epoch's order, int64 ``(num_samples,)``."""
         if not self.shuffle:
             return torch.arange(len(self.split), device=self.split.device)
@@ -101,11 +181,13 @@ class GlobalBatches:
             order = self._by_length(order, self.lengths, generator)
         return order.to(self.split.device)
 
-    def _plan(self, epoch: int, index: int, *, order: Tensor) -> "_Plan":
+    def _plan(self, number: int) -> tuple[tuple[MicroPlan, ...], int]:
+        """Return what this share computes of a step, and the samples of all shares."""
+        epoch, index = divmod(number, self.steps_per_epoch)
+        order = self._permutation(epoch)
         global_batch = order[index * self.global_size : (index + 1) * self.global_size]
-        number = epoch * self.steps_per_epoch + index
         if not self.is_computed:
-            return _Plan((), global_count=len(global_batch), number=number)
+            return (), len(global_batch)
         share = slice(self.share, None, self.num_shares)
         largest_share = math.ceil(len(global_batch) / self.num_shares)
         num_pieces = math.ceil(largest_share / self.micro_size)
@@ -117,7 +199,7 @@ class GlobalBatches:
             numbers = torch.Generator().manual_seed(derive(self.seed, "augmentation", epoch, index))
             drawn = torch.rand(len(global_batch), self.num_randoms, generator=numbers)
             first, randoms = drawn[:1], drawn[share].tensor_split(num_pieces)
-        parts = tuple(
+        plans = tuple(
             # A share with one sample fewer may lack a piece. The other ranks wait for its backward,
             # so it computes a placeholder.
             self._part(epoch, piece, its_randoms)
@@ -125,17 +207,17 @@ class GlobalBatches:
             else self._part(epoch, global_batch[:1], first, weight=0.0)
             for piece, its_randoms in zip(pieces, randoms, strict=True)
         )
-        return _Plan(parts, global_count=len(global_batch), number=number)
+        return plans, len(global_batch)
 
     def _part(
         self, epoch: int, indices: Tensor, randoms: Tensor | None, *, weight: float = 1.0
-    ) -> "_Part":
+    ) -> MicroPlan:
         if len(indices) == 1 and self.micro_size > 1:
             # The last piece may be a single sample, which BatchNorm refuses in training: take it
             # twice with half the weight.
             indices, weight = indices.repeat(2), weight / 2
             randoms = None if randoms is None else randoms.repeat(2, 1)
-        return _Part(Piece(indices, epoch), weight, randoms)
+        return MicroPlan(indices, epoch, weight, randoms)
 
     def _by_length(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
         """Sort by length within pools of batches, then shuffle all batches but a smaller last one.
@@ -148,65 +230,3 @@ class GlobalBatches:
         whole = order[: num_whole * self.global_size].reshape(num_whole, self.global_size)
         shuffled = whole[torch.randperm(num_whole, generator=generator)].flatten()
         return torch.cat([shuffled, order[num_whole * self.global_size :]])
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A micro-batch that is not loaded yet."""
-
-    piece: Piece
-    weight: float
-    randoms: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A step that is not loaded yet."""
-
-    parts: tuple[_Part, ...]
-    global_count: int
-    number: int
-
-    def batch(self, loaded: Iterable[Any], *, is_last: bool = False) -> StepBatch:
-        """Return the step with the data of its parts."""
-        micro_batches = tuple(
-            MicroBatch(data, len(part.piece.indices), part.weight, part.randoms)
-            for part, data in zip(self.parts, loaded, strict=True)
-        )
-        return StepBatch(
-            micro_batches, global_count=self.global_count, number=self.number, is_last=is_last
-        )
-
-
-def first_batch(
-    split: AnySplit, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int
-) -> MicroBatch:
-    """Return a split's first samples, or others by their numbers; past the end it is the last."""
-    if isinstance(split, StreamSplit):
-        return MicroBatch(split.first(numbers), num_samples=len(numbers))
-    piece = Piece(torch.tensor(numbers, device=split.device).clamp(max=len(split) - 1))
-    (data,) = split.load([piece], seed=seed)
-    return MicroBatch(data, num_samples=len(numbers))
-
-
-def eval_batches(
-    split: AnySplit, *, batch_size: int, rank: int, world_size: int, seed: int
-) -> Iterator[MicroBatch]:
-    """Yield one rank's part of a split: each sample once over all ranks.
-
-    The part is contiguous, unless the split is a stream.
-
-    Ranks may get different numbers of batches, or none, so never call a collective inside the loop
-    over them.
-    """
-    if isinstance(split, StreamSplit):
-        for one in split.open(Part(batch_size, rank=rank, num_ranks=world_size, seed=seed)):
-            yield MicroBatch(one.data, one.num_samples)
-        return
-    end = len(split) * (rank + 1) // world_size
-    ranges = [
-        range(start, min(start + batch_size, end))
-        for start in range(len(split) * rank // world_size, end, batch_size)
-    ]
-    for part, data in zip(ranges, split.load(map(Piece, ranges), seed=seed), strict=True):
-        yield MicroBatch(data, num_samples=len(part))

@@ -9,8 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import MOST_GPU_DATA, AbsentSplit, TensorSplit, validate_classes
-from ddp_runner.data.streams import AnySplit, num_samples
+from ddp_runner.data.splits import (
+    MOST_GPU_DATA,
+    AbsentSplit,
+    Split,
+    TensorSplit,
+    validate_classes,
+)
 from ddp_runner.data.trees import to_device
 from ddp_runner.device import upload
 from ddp_runner.errors import UserError
@@ -37,8 +42,8 @@ class Dataset:
     """Both splits of a dataset, and how a batch becomes a model's input."""
 
     name: str
-    train: AnySplit
-    eval: AnySplit
+    train: Split
+    eval: Split
     num_classes: int | None  # None: the targets are not classes
     # Of the pixels scaled to 0..1, or one per channel; None: batches are used as they are loaded.
     mean: float | Sequence[float] | None = 0.0
@@ -69,7 +74,7 @@ class Dataset:
             inputs = self.augmentation(inputs, upload(randoms, device))
         return inputs, targets
 
-    def near(self, split: AnySplit, device: torch.device) -> AnySplit:
+    def near(self, split: Split, device: torch.device) -> Split:
         """Return a split of the dataset on a GPU if it is small enough, else as it is."""
         moved = split.near(device, most_bytes=MOST_GPU_DATA)
         if self.padding_id is not None and isinstance(moved, TensorSplit) and moved is not split:
@@ -225,7 +230,7 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
         if not isinstance(split, TensorSplit):
-            if num_samples(split) == 0 and not isinstance(split, AbsentSplit):
+            if split.num_samples == 0 and not isinstance(split, AbsentSplit):
                 raise UserError(f"dataset={name} has no {kind} samples; give at least 1")
             continue
         for part, tensor in (("inputs", split.inputs), ("targets", split.targets)):

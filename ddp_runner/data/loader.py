@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ddp_runner.data.splits import Piece
+from ddp_runner.data.splits import MicroPlan, NumberedSplit
 from ddp_runner.data.workers import Failure, loaded, loader_options, sendable, started
 from ddp_runner.device import has_streams
 from ddp_runner.errors import UserError, typed
@@ -24,7 +24,7 @@ Collate = Callable[[list[Any]], Any]  # samples -> batch
 
 
 @dataclass(frozen=True)
-class LoaderSplit:
+class LoaderSplit(NumberedSplit):
     """The samples of a map-style dataset; a batch is what `collate_fn` returns."""
 
     name: str  # in messages: "train", "eval"
@@ -35,11 +35,6 @@ class LoaderSplit:
     persistent_workers: bool = True  # keep the workers from one epoch to the next
     pin_memory: bool | None = None  # of a split that is `near` a GPU: False for none
 
-    @property
-    def device(self) -> torch.device:
-        """Return the CPU, where batches are loaded."""
-        return torch.device("cpu")
-
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.dataset)
@@ -48,8 +43,8 @@ class LoaderSplit:
         """Return the split with pinned memory if it is for a GPU, unless the user wants none."""
         return replace(self, pin_memory=has_streams(device) and self.pin_memory is not False)
 
-    def load(self, pieces: Iterable[Piece], *, seed: int) -> Iterator[Any]:
-        """Yield the batch of each piece; the workers load some batches ahead.
+    def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[Any]:
+        """Yield the batch of each plan; the workers load some batches ahead.
 
         Workers that are kept load for one iterator at a time, the last one.
 
@@ -57,7 +52,7 @@ class LoaderSplit:
             UserError: a sample cannot be loaded, or a worker has died.
         """
         orders = self._orders
-        orders.next = mine = (_Order(seed, piece.epoch, _numbers(piece)) for piece in pieces)
+        orders.next = mine = (_Order(seed, plan.epoch, _numbers(plan)) for plan in plans)
         batches = started(self._loader)
         for batch in loaded(batches, name=self.name, num_workers=self.num_workers):
             yield batch
@@ -176,8 +171,8 @@ class _Fetcher(Dataset[Any]):
         )
 
 
-def _numbers(piece: Piece) -> Sequence[int]:
-    indices = piece.indices
+def _numbers(plan: MicroPlan) -> Sequence[int]:
+    indices = plan.indices
     return indices if isinstance(indices, range) else indices.tolist()
 
 

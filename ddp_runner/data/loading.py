@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from ddp_runner.data.loader import Collate, LoaderSplit
-from ddp_runner.data.streams import StreamSplit
+from ddp_runner.data.stream import StreamSplit
 from ddp_runner.errors import UserError
 
 

@@ -1,8 +1,8 @@
 """The samples of a training or an evaluation split, and how they become batches."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -13,45 +13,131 @@ from ddp_runner.errors import UserError
 IGNORED = -100  # a target that torch's losses leave out by default
 # In bytes: a split up to this size moves to each GPU once, not batch by batch.
 MOST_GPU_DATA = 2 * 2**30
+# Samples of a batch that stands for the others: one alone would be fixed in a program.
+NUM_FIRST = 2
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The samples of one forward: which ones, and in which epoch."""
+class MicroPlan:
+    """The samples of one forward, which are not loaded yet."""
 
     indices: Tensor | range  # int64 (batch,)
     epoch: int = 0
+    weight: float = 1.0  # of each sample in the loss; 0.0: a placeholder that must not count
+    randoms: Tensor | None = None  # (batch, num_randoms), uniform in [0, 1), for the augmentation
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples of one forward and backward, on the split's device."""
+
+    data: Any  # a tree of tensors (batch, ...); of a TensorSplit the pair inputs, targets
+    num_samples: int
+    weight: float = 1.0  # as in MicroPlan
+    randoms: Tensor | None = None
 
 
 class Split(Protocol):
-    """Samples that are numbered from 0, wherever they are."""
+    """The samples of a training or an evaluation split, wherever they are."""
 
     @property
-    def device(self) -> torch.device:
-        """Return where its batches are, and where indices are best."""
+    def num_samples(self) -> int | None:
+        """Return how many there are; None: a stream, of which only the end will tell."""
+
+    def near(self, device: torch.device, *, most_bytes: float) -> "Split":
+        """Return the split as it is best for a device: on it, with at most so many bytes."""
+
+    def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
+        """Return the first samples, or others by their numbers; past the end it is the last.
+
+        Raises:
+            UserError: there is no sample.
+        """
+
+    def in_order(
+        self,
+        batch_size: int,
+        *,
+        share: int,
+        num_shares: int,
+        seed: int,
+        takes_turns: bool = False,
+    ) -> Iterator[MicroBatch]:
+        """Yield one share's samples; each sample is in one share.
+
+        Numbered samples are a part of the split, contiguous and as large as the others; or, if the
+        shares take turns, every ``num_shares``-th batch, which is the same for any number of
+        shares. Shares may get different numbers of batches, or none, so never call a collective
+        inside the loop over them.
+        """
+
+    def notes(self, num_shares: int) -> Sequence[str]:
+        """Return what a user should know before so many shares are trained on, a sentence each."""
+
+
+class NumberedSplit:
+    """Samples that are numbered from 0. A class of its own has ``__len__`` and ``load``."""
+
+    device = torch.device("cpu")  # where its batches are, and where indices are best
 
     def __len__(self) -> int:
         """Return the number of samples."""
+        raise NotImplementedError
 
-    def load(self, pieces: Iterable[Piece], *, seed: int) -> Iterator[Any]:
-        """Yield the batch of each piece, a tree of tensors; it may read ahead.
+    def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[Any]:
+        """Yield the batch of each plan, a tree of tensors; it may read ahead.
 
         A sample's random numbers follow from the seed, its epoch and its index alone.
 
         Raises:
             UserError: a sample cannot be loaded.
         """
+        raise NotImplementedError
 
-    def near(self, device: torch.device, *, most_bytes: float) -> "Split":
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples."""
+        return len(self)
+
+    def near(self, device: torch.device, *, most_bytes: float) -> Self:
         """Return the split on a GPU if it has at most so many bytes, else as it is."""
+        return self
+
+    def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
+        """See ``Split``."""
+        indices = torch.tensor(numbers, device=self.device).clamp(max=len(self) - 1)
+        (data,) = self.load([MicroPlan(indices)], seed=seed)
+        return MicroBatch(data, num_samples=len(numbers))
+
+    def in_order(
+        self,
+        batch_size: int,
+        *,
+        share: int,
+        num_shares: int,
+        seed: int,
+        takes_turns: bool = False,
+    ) -> Iterator[MicroBatch]:
+        """See ``Split``."""
+        start, end = (len(self) * one // num_shares for one in (share, share + 1))
+        starts = range(start, end, batch_size)
+        if takes_turns:
+            starts, end = range(share * batch_size, len(self), num_shares * batch_size), len(self)
+        ranges = [range(one, min(one + batch_size, end)) for one in starts]
+        for numbers, data in zip(ranges, self.load(map(MicroPlan, ranges), seed=seed), strict=True):
+            yield MicroBatch(data, num_samples=len(numbers))
+
+    def notes(self, num_shares: int) -> Sequence[str]:
+        """See ``Split``."""
+        return ()
 
 
 @dataclass(frozen=True)
-class AbsentSplit:
+class AbsentSplit(NumberedSplit):
     """A split that a dataset does not give; what needs its samples raises, and says the `fix`."""
 
     fix: str
-    device = torch.device("cpu")
+    num_samples = 0
 
     def load(self, *_: Any, **named: Any) -> NoReturn:
         """Raise the UserError."""
@@ -59,13 +145,9 @@ class AbsentSplit:
 
     __len__ = load
 
-    def near(self, device: torch.device, *, most_bytes: float) -> "AbsentSplit":
-        """Return it."""
-        return self
-
 
 @dataclass(frozen=True)
-class TensorSplit:
+class TensorSplit(NumberedSplit):
     """Samples in two tensors, in memory or memory-mapped; a batch is (inputs, targets)."""
 
     inputs: Tensor  # (num_samples, ...); uint8 images: (num_samples, channels, height, width)
@@ -75,7 +157,7 @@ class TensorSplit:
     ends: Tensor | None = None
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """Return where indices are best: on the device of the samples, or with their ends."""
         return (self.inputs if self.ends is None else self.ends).device
 
@@ -83,18 +165,18 @@ class TensorSplit:
         """Return the number of samples."""
         return len(self.inputs)
 
-    def load(self, pieces: Iterable[Piece], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs (batch, ...) and targets (batch, ...) of each piece.
+    def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs (batch, ...) and targets (batch, ...) of each plan.
 
         The samples of a range are views.
         """
-        for piece in pieces:
-            if isinstance(piece.indices, range):
-                rows: Any = slice(piece.indices.start, piece.indices.stop)
+        for plan in plans:
+            if isinstance(plan.indices, range):
+                rows: Any = slice(plan.indices.start, plan.indices.stop)
                 inputs, targets = self.inputs[rows], self.targets[rows]
             else:
                 # On the CPU index_select is six times as fast as inputs[indices].
-                rows, near = piece.indices, upload(piece.indices, self.inputs.device)
+                rows, near = plan.indices, upload(plan.indices, self.inputs.device)
                 inputs, targets = (one.index_select(0, near) for one in (self.inputs, self.targets))
             if self.ends is not None:
                 inputs = inputs[:, : int(self.ends[rows].max())]
@@ -108,7 +190,7 @@ class TensorSplit:
 
 
 @dataclass(frozen=True)
-class TokenSplit:
+class TokenSplit(NumberedSplit):
     """One long sequence of tokens, cut into samples of equal length; a batch is (inputs, targets).
 
     Sample i has tokens i * length to (i + 1) * length as inputs, and as targets the same tokens
@@ -120,7 +202,7 @@ class TokenSplit:
     length: int  # tokens of a sample
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """Return the device of the tokens."""
         return self.tokens.device
 
@@ -128,11 +210,11 @@ class TokenSplit:
         """Return the number of samples."""
         return max(0, len(self.tokens) - 1) // self.length
 
-    def load(self, pieces: Iterable[Piece], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs and the targets of each piece, both int64 (batch, length)."""
+    def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs and the targets of each plan, both int64 (batch, length)."""
         windows = self.tokens.unfold(0, self.length + 1, self.length)  # a view
-        for piece in pieces:
-            rows = piece.indices
+        for plan in plans:
+            rows = plan.indices
             if isinstance(rows, range):
                 tokens = windows[rows.start : rows.stop].long()
             else:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ddp_runner.data.streams import num_samples
 from ddp_runner.inference.model import TrainedModel, open_model
 from ddp_runner.inference.run_files import dataset_keys, logged_at
 from ddp_runner.inference.start import open_logger
@@ -36,7 +35,7 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
         logger.step_done(step=0, epoch=0)  # the start-up ends here
         splits, began = model.splits, time.perf_counter()
         results, confusion = evaluate(model, *splits.values())
-        counts = [num_samples(split) for split in splits.values()]
+        counts = [split.num_samples for split in splits.values()]
         if None not in counts:
             known = (count for count in counts if count is not None)
             results["perf/samples_per_s"] = sum(known) / (time.perf_counter() - began)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from ddp_runner.checkpoint.weights import export_weights
-from ddp_runner.data.batches import first_batch
 from ddp_runner.inference.model import open_model
 from ddp_runner.inference.run_files import logged_at
 from ddp_runner.inference.start import open_logger
@@ -45,7 +44,7 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
                 setup.dataset,
                 arguments=model.arguments,
                 tensors=tensors,
-                samples=first_batch(split, seed=setup.config.seed).data,
+                samples=split.first(seed=setup.config.seed).data,
                 folder=run_dir.path,
             )
             for path in (run_dir.export, *files):

@@ -10,10 +10,9 @@ from torch import nn
 
 from ddp_runner.checkpoint.weights import fitting_tensors
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.batches import first_batch
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.streams import AnySplit
+from ddp_runner.data.splits import Split
 from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.distributed import from_rank_zero
 from ddp_runner.inference.run_files import logged_at, model_arguments, validate_kept_files
@@ -34,7 +33,7 @@ class TrainedModel:
 
     setup: EvalSetup
     evaluated: nn.Module
-    splits: Mapping[str, AnySplit]  # those that ``inference.split`` names, near the device
+    splits: Mapping[str, Split]  # those that ``inference.split`` names, near the device
     step: int  # optimizer steps that made the weights
     epoch: int  # in which the step was taken; 0: the run has not logged it
     run_dir: RunDir  # of the run
@@ -92,7 +91,7 @@ def open_model(session: Session) -> TrainedModel | None:
     return model
 
 
-def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[str, AnySplit]:
+def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[str, Split]:
     """Return the splits that are asked for by their names, on a GPU if they are small."""
     asked, both = config.inference.split, {"train": dataset.train, "eval": dataset.eval}
     names = ("train", "eval") if asked == "all" else (asked,)
@@ -100,10 +99,10 @@ def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[
 
 
 @torch.no_grad()
-def _try_samples(model: TrainedModel, split: AnySplit) -> None:
+def _try_samples(model: TrainedModel, split: Split) -> None:
     """Compute on the first two samples, where a message can say what does not fit."""
     setup, run = model.setup, model.run_dir
-    batch = first_batch(split, seed=setup.config.seed)
+    batch = split.first(seed=setup.config.seed)
     model.evaluated.eval()
     what = f"the model of {run} cannot take dataset={setup.dataset.name}, whose samples are"
     with taking(what, inputs_of(batch.data), fix="choose a dataset that fits"):

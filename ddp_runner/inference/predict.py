@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_runner.data.batches import MicroBatch, eval_batches
 from ddp_runner.data.build import build_source
 from ddp_runner.data.dataset import NamedSamples
-from ddp_runner.data.splits import Piece
-from ddp_runner.data.streams import AnySplit, StreamSplit, num_samples
+from ddp_runner.data.splits import Split
 from ddp_runner.distributed import StopVote, broadcast_buffers
 from ddp_runner.errors import UserError
 from ddp_runner.inference.model import TrainedModel, open_model
@@ -101,7 +99,7 @@ def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
     names = source.sample_names(Path(config.data_root)) if isinstance(source, NamedSamples) else {}
     if not names:
         return {}
-    counts = {name: num_samples(split) for name, split in model.splits.items()}
+    counts = {name: split.num_samples for name, split in model.splits.items()}
     found = {name: len(names[name]) for name in counts} if counts.keys() <= {*names} else None
     if found != counts:
         raise UserError(
@@ -112,12 +110,12 @@ def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
     return names
 
 
-def _num_rounds(model: TrainedModel, split: AnySplit) -> int:
+def _num_rounds(model: TrainedModel, split: Split) -> int:
     """Return in how many rounds the ranks take a split; 0: nobody knows, for a stream."""
     setup = model.setup
-    if not isinstance(split, StreamSplit):
-        return math.ceil(len(split) / (setup.eval_batch_size * setup.role.eval_share[1]))
-    if setup.env.world_size > 1 or split.num_workers > 1:
+    if split.num_samples is not None:
+        return math.ceil(split.num_samples / (setup.eval_batch_size * setup.role.eval_share[1]))
+    if setup.env.world_size > 1 or getattr(split, "num_workers", 0) > 1:
         raise UserError(
             f"dataset={setup.dataset.name} is a stream, whose samples have no numbers, so that "
             "only one reader keeps their order; write world_size=1 dataset.num_workers=0"
@@ -126,13 +124,14 @@ def _num_rounds(model: TrainedModel, split: AnySplit) -> int:
 
 
 @torch.no_grad()
-def _own_rows(model: TrainedModel, split: AnySplit, *, name: str) -> Iterator[Columns | None]:
+def _own_rows(model: TrainedModel, split: Split, *, name: str) -> Iterator[Columns | None]:
     """Yield this rank's rows, one batch a round; None once it has no more while others have."""
     setup, module = model.setup, model.evaluated.eval()
     size, (share, num_shares) = setup.eval_batch_size, setup.role.eval_share
     is_first = setup.env.rank % setup.role.model_ranks == 0  # of those that compute it together
-    num_own = 0
-    for batch in together(_own_batches(model, split), split, setup):
+    num_own, seed = 0, setup.config.seed
+    batches = split.in_order(size, share=share, num_shares=num_shares, seed=seed, takes_turns=True)
+    for batch in together(batches, split, setup):
         step, start = forward(model, module, batch), (num_own * num_shares + share) * size
         num_own += 1
         if not (batch.weight and is_first):
@@ -140,21 +139,7 @@ def _own_rows(model: TrainedModel, split: AnySplit, *, name: str) -> Iterator[Co
             continue
         numbers = range(start, start + batch.num_samples)
         yield columns_of(step, split=name, numbers=numbers, num_classes=setup.dataset.num_classes)
-    if not isinstance(split, StreamSplit):
-        yield from [None] * (_num_rounds(model, split) - num_own)
-
-
-def _own_batches(model: TrainedModel, split: AnySplit) -> Iterator[MicroBatch]:
-    """Yield every world_size-th batch of a split, from the rank's on; of a stream all."""
-    size, (share, num_shares) = model.setup.eval_batch_size, model.setup.role.eval_share
-    seed = model.setup.config.seed
-    if isinstance(split, StreamSplit):
-        yield from eval_batches(split, batch_size=size, rank=0, world_size=1, seed=seed)
-        return
-    starts = range(share * size, len(split), num_shares * size)
-    ranges = [range(start, min(start + size, len(split))) for start in starts]
-    for numbers, data in zip(ranges, split.load(map(Piece, ranges), seed=seed), strict=True):
-        yield MicroBatch(data, num_samples=len(numbers))
+    yield from [None] * (_num_rounds(model, split) - num_own)
 
 
 def _gathered(own: Columns | None, model: TrainedModel) -> list[Columns]:

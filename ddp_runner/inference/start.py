@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from ddp_runner.data.streams import num_samples
 from ddp_runner.inference.model import TrainedModel
 from ddp_runner.rank.session import Session
 from ddp_runner.rank.task_log import log_start, task_logger
@@ -24,7 +23,7 @@ def open_logger(session: Session, model: TrainedModel, *, num_rounds: int = 0) -
     """
     setup = model.setup
     counts = [
-        f"{count_of(num_samples(split))} {NOUNS[name]}" for name, split in model.splits.items()
+        f"{count_of(split.num_samples)} {NOUNS[name]}" for name, split in model.splits.items()
     ]
     return open_run_logger(
         session,

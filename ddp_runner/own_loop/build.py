@@ -14,11 +14,11 @@ from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.instantiate import complete, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.validate import validate_num_samples
-from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.splits import MOST_GPU_DATA, Split
+from ddp_runner.data.splits import MOST_GPU_DATA, NumberedSplit
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.parallelism.shards import fit_optimizer
@@ -109,8 +109,8 @@ def build_loader(
             them different numbers of batches to evaluate where a forward waits for all ranks.
     """
     role, device = session.mode.role(session.env), session.devices[0]
-    split: Split = dataset
-    if not (hasattr(dataset, "load") and hasattr(dataset, "near")):
+    split: NumberedSplit = dataset
+    if not isinstance(dataset, NumberedSplit):
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UserError(
                 f"run.loader takes a dataset with __len__ and __getitem__, and {name} got a "
@@ -118,7 +118,7 @@ def build_loader(
             )
         split = LoaderSplit(name, dataset, **options)
     validate_num_samples(type(dataset).__name__, len(split), ranks=role.num_shares)
-    batches = GlobalBatches(
+    batches = NumberedBatches(
         split=split.near(device, most_bytes=MOST_GPU_DATA),
         global_size=global_size or session.config.batch.global_size,
         grad_accum_steps=1,

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ddp_runner.data.batches import ORDER_VERSION, GlobalBatches
-from ddp_runner.data.splits import Piece
+from ddp_runner.data.batches import NumberedBatches
+from ddp_runner.data.splits import MicroPlan
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
@@ -27,7 +27,6 @@ class Loader:
         equal_counts: reject evaluation with different numbers of batches: a forward is collective.
 
     Attributes:
-        epoch: completed epochs.
         weight: of the current batch, 1.0 if all ranks got equally many samples, as they do but in
             an epoch's last step. Multiply a mean loss by it: then the mean over the ranks, which
             DDP takes of the gradients, is the mean over the global batch.
@@ -36,7 +35,7 @@ class Loader:
 
     def __init__(
         self,
-        batches: GlobalBatches,
+        batches: NumberedBatches,
         device: torch.device,
         *,
         shuffle: bool,
@@ -49,58 +48,61 @@ class Loader:
                 f"{num_last} for the last one, too few for {batches.num_shares} ranks, and in this "
                 "mode a forward waits for all ranks; choose another global_size for this loader"
             )
-        self.epoch, self.weight, self.num_seen = 0, 1.0, 0
-        self._step = 0  # in the epoch
+        self.weight, self.num_seen = 1.0, 0
         self._batches, self._device, self._shuffle = batches, device, shuffle
-        # What decides which samples a batch has.
-        self._order = {
-            "num_samples": len(batches.split),
-            "global_size": batches.global_size,
-            "seed": batches.seed,
-            "version": ORDER_VERSION,
-        }
+        self._is_at_last = False  # amid the epoch's last step: the loop over it has yet to end
 
     def __len__(self) -> int:
         """Return the steps of an epoch."""
         return self._batches.steps_per_epoch
 
     @property
+    def epoch(self) -> int:
+        """Completed epochs."""
+        return self._batches.epoch - self._is_at_last
+
+    @property
     def epoch_number(self) -> int:
         """The number of the epoch of the last batch, from 1; 0 before the first one."""
-        return self.epoch + (self._step > 0)
+        return self._batches.epoch_number
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches that are left of the epoch, trees of tensors (batch, ...)."""
         if not self._shuffle:
             yield from self._in_order()
             return
-        for step in self._batches.epoch(self.epoch, start_step=self._step):
+        batches = self._batches
+        for step in () if self._is_at_last else batches:
+            self._is_at_last = step.is_last  # before the loop's body, which may save
             (batch,) = step.micro_batches
             # A rank without a sample gets one that weighs nothing, and the others wait for it.
             share = batch.weight * batch.num_samples / step.global_count
-            self.weight = share * self._batches.num_shares
-            self._step += 1  # before the loop's body, which may save
+            self.weight = share * batches.num_shares
             self.num_seen += step.global_count
-            seed_all(self._batches.seed, "batch", self.epoch, self._step, self._batches.share)
+            epoch, index = divmod(step.number, batches.steps_per_epoch)
+            seed_all(batches.seed, "batch", epoch, index + 1, batches.share)
             yield to_device(batch.data, self._device)
-        self.epoch, self._step = self.epoch + 1, 0
+            if step.is_last:
+                break
+        self._is_at_last = False
 
     def _in_order(self) -> Iterator[Any]:
         batches, split = self._batches, self._batches.split
         numbers = torch.arange(len(split), device=split.device).split(batches.global_size)
         own = [batch[batches.share :: batches.num_shares] for batch in numbers]
-        pieces = [Piece(indices) for indices in own if len(indices)]
+        pieces = [MicroPlan(indices) for indices in own if len(indices)]
         for index, data in enumerate(split.load(pieces, seed=batches.seed)):
             seed_all(batches.seed, "batch", index, batches.share)
             yield to_device(data, self._device)
 
     def rewind(self) -> None:
         """Begin with the first batch of the first epoch."""
-        self.epoch, self._step, self.num_seen = 0, 0, 0
+        self._batches.epoch = self._batches.step = self.num_seen = 0
+        self._is_at_last = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the order of samples, equal on all ranks."""
-        return {"epoch": self.epoch, "step": self._step, "order": self._order}
+        return {**self._batches.state_dict(), "is_at_last": self._is_at_last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a place that ``state_dict`` returned.
@@ -108,13 +110,5 @@ class Loader:
         Raises:
             UserError: it is amid an epoch, and the samples have another order now.
         """
-        order = self._order
-        changed = [key for key, value in order.items() if state["order"].get(key) != value]
-        if state["step"] and changed:
-            then = ", ".join(f"{key} {state['order'].get(key)}" for key in changed)
-            now = ", ".join(f"{key} {order[key]}" for key in changed)
-            raise UserError(
-                f"it stands at step {state['step']} of an epoch with {then}, and now it is {now}; "
-                "leave the seed, the batch and the samples as they were"
-            )
-        self.epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._batches.load_state_dict(state)
+        self._is_at_last = state["is_at_last"]

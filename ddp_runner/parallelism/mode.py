@@ -47,7 +47,8 @@ class Duties:
 
     module: nn.Module
     compute: Callable[[int], Tensor]  # (batch number) -> loss; leaves the gradients
-    steps_ahead: Callable[[], int]  # how many steps come before the next save or evaluation
+    # (batch number) -> how many steps from it on come before the next save or evaluation
+    steps_ahead: Callable[[int], int]
     timeout_s: float  # how long a rank waits for another one's gradients
     mark: Callable[[StepPart], None]  # adds the time since the last mark to a part
     # Of the batch computed last: this rank's part of the tokens of a mean sample, by whose sum the

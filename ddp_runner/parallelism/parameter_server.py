@@ -188,7 +188,7 @@ class Server:
             numbers = [number] * len(self._idle)
         else:
             self._next = max(self._next, number)
-            ahead = 0 if self._is_stopping else self._duties.steps_ahead()
+            ahead = 0 if self._is_stopping else self._duties.steps_ahead(number)
             numbers = list(range(self._next, number + ahead))[: len(self._idle)]
             self._next += len(numbers)
         trainers, self._idle = self._idle[: len(numbers)], self._idle[len(numbers) :]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ddp_runner.data.batches import NUM_FIRST
+from ddp_runner.data.splits import NUM_FIRST
 from ddp_runner.data.trees import shape_of
 from ddp_runner.distributed import broadcast_tensors, gather_objects
 from ddp_runner.errors import UserError

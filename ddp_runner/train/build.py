@@ -16,11 +16,12 @@ from ddp_runner.config.instantiate import make, make_function
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import TrainConfig
 from ddp_runner.config.validate import validate_num_samples
-from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.batches import Batches, NumberedBatches
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import AbsentSplit
-from ddp_runner.data.streams import AnySplit, StreamSplit
+from ddp_runner.data.splits import AbsentSplit, NumberedSplit, Split
+from ddp_runner.data.stream import StreamSplit
+from ddp_runner.data.stream_batches import StreamBatches
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
 from ddp_runner.errors import UserError
@@ -39,7 +40,6 @@ from ddp_runner.train.snapshot import saved_objects
 from ddp_runner.train.state import Setup, TrainState
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
-from ddp_runner.train.stream_batches import StreamBatches
 
 
 def build_session_state(session: Session, config: RunConfig) -> TrainState:
@@ -79,9 +79,7 @@ def build_setup(
     batches = build_batches(
         config, dataset, common.role, split=train, group=common.data_group, mark=timer.mark
     )
-    notes = dataset.notes
-    if isinstance(batches, StreamBatches):
-        notes = (*notes, *batches.split.notes(common.role.num_shares))
+    notes = (*dataset.notes, *train.notes(common.role.num_shares))
     common = replace(common, dataset=replace(dataset, eval=evaluation, notes=notes))
     return Setup(**vars(common), mode=mode, batches=batches, timer=timer)
 
@@ -91,10 +89,10 @@ def build_batches(
     dataset: Dataset,
     role: Role,
     *,
-    split: AnySplit,
+    split: Split,
     group: ProcessGroup | None,
     mark: Callable[[StepPart], None],
-) -> GlobalBatches | StreamBatches:
+) -> Batches:
     """Return a rank's share of the training batches.
 
     Args:
@@ -115,22 +113,24 @@ def build_batches(
         "num_shares": role.num_shares,
         "seed": config.seed,
     }
-    if not isinstance(split, StreamSplit):
-        validate_num_samples(dataset.name, len(split), ranks=role.num_shares)
-        return GlobalBatches(
-            split=split,
-            is_computed=role.gradients is None,  # a server's trainers compute
-            num_randoms=dataset.num_randoms,
-            shuffle=config.dataset.get("shuffle", True),
-            lengths=dataset.lengths() if dataset.group_by_length else None,
-            **common,
-        )
-    if role.serve is not None or role.gradients is not None:
-        raise UserError(
-            f"parallelism={config.parallelism.get('name')} gives out batches by their numbers, and "
-            f"the batches of dataset={dataset.name}, a stream, have none; write parallelism=ddp"
-        )
-    return StreamBatches(split=split, group=group, mark=mark, **common)
+    if isinstance(split, StreamSplit):
+        if role.serve is not None or role.gradients is not None:
+            raise UserError(
+                f"parallelism={config.parallelism.get('name')} gives out batches by their numbers, "
+                f"and the batches of dataset={dataset.name}, a stream, have none; write "
+                "parallelism=ddp"
+            )
+        return StreamBatches(split=split, group=group, mark=mark, **common)
+    assert isinstance(split, NumberedSplit)
+    validate_num_samples(dataset.name, len(split), ranks=role.num_shares)
+    return NumberedBatches(
+        split=split,
+        is_computed=role.gradients is None,  # a server's trainers compute
+        num_randoms=dataset.num_randoms,
+        shuffle=config.dataset.get("shuffle", True),
+        lengths=dataset.lengths() if dataset.group_by_length else None,
+        **common,
+    )
 
 
 def eval_setup(

@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ddp_runner.data.batches import MicroBatch, eval_batches, first_batch
-from ddp_runner.data.streams import AnySplit
+from ddp_runner.data.splits import MicroBatch, Split
 from ddp_runner.distributed import broadcast_buffers, sum_over_ranks
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.seeds import seed_all
@@ -56,7 +55,7 @@ def forward(state: Evaluable, model: nn.Module, batch: MicroBatch) -> Step:
 
 @torch.no_grad()
 def evaluate(
-    state: Evaluable, *splits: AnySplit, most_batches: int | None = None
+    state: Evaluable, *splits: Split, most_batches: int | None = None
 ) -> tuple[dict[str, float], list[list[int]] | None]:
     """Evaluate whole splits; without any, the evaluation set. Each sample counts once.
 
@@ -79,16 +78,11 @@ def evaluate(
     module.eval()
     for split in splits or (setup.dataset.eval,):
         share, num_shares = setup.role.eval_share
-        batches = eval_batches(
-            split,
-            batch_size=setup.eval_batch_size,
-            rank=share,
-            world_size=num_shares,
-            seed=setup.config.seed,
-        )
+        size, seed = setup.eval_batch_size, setup.config.seed
+        batches = split.in_order(size, share=share, num_shares=num_shares, seed=seed)
         for index, batch in enumerate(together(islice(batches, most_batches), split, setup)):
             # For each batch, since loading one may draw in this process.
-            seed_all(setup.config.seed, "eval", state.step, share, index)
+            seed_all(seed, "eval", state.step, share, index)
             step = forward(state, module, batch)
             if batch.weight:
                 totals.add(step)
@@ -96,9 +90,7 @@ def evaluate(
     return totals.compute()
 
 
-def together(
-    batches: Iterable[MicroBatch], split: AnySplit, setup: EvalSetup
-) -> Iterator[MicroBatch]:
+def together(batches: Iterable[MicroBatch], split: Split, setup: EvalSetup) -> Iterator[MicroBatch]:
     """Yield batches, and placeholders of weight 0 while other ranks still have some.
 
     Only where a forward waits for the other ranks; else the batches are yielded as they come.
@@ -113,7 +105,7 @@ def together(
         if not num_left:
             return
         if batch is None and placeholder is None:
-            samples = first_batch(split, seed=setup.config.seed)
+            samples = split.first(seed=setup.config.seed)
             placeholder = replace(samples, num_samples=0, weight=0.0)
         one = placeholder if batch is None else batch
         assert one is not None

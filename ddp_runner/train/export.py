@@ -45,12 +45,12 @@ def export_best(
     Raises:
         UserError: the model cannot be written.
     """
-    settings, position, best = state.setup.config.checkpoint, state.position, None
+    settings, progress, best = state.setup.config.checkpoint, state.progress, None
     module, is_first = state.evaluated, state.setup.env.is_rank_zero
     tensors = gathered(module.state_dict(), keep=is_first)
     if is_first:
         is_average = module is not state.module
-        best = _Model(tensors, position.step, position.metrics, is_average)
+        best = _Model(tensors, progress.step, progress.metrics, is_average)
         if settings.monitor is not None:
             best = _best(run_dir.checkpoints, best, settings, log=log)
     if settings.load_best:
@@ -58,8 +58,8 @@ def export_best(
         results, _ = evaluate(state)
         logger.log(
             {name.replace("eval/", "best/"): value for name, value in results.items()},
-            step=position.step,
-            epoch=position.epoch,
+            step=progress.step,
+            epoch=state.setup.batches.epoch,
         )
     if best is not None:
         logger.exported(best.step, best.metrics)

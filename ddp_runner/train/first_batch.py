@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from ddp_runner.config.monitors import KnownMetrics
-from ddp_runner.data.batches import NUM_FIRST, first_batch
-from ddp_runner.data.splits import validate_classes
-from ddp_runner.data.streams import AnySplit, num_samples
+from ddp_runner.data.splits import NUM_FIRST, Split, validate_classes
 from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import CLASS_METRICS
@@ -122,14 +120,12 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
     return KnownMetrics(names | own, unknown, directions(setup.metrics))
 
 
-def tried_metrics(
-    state: Evaluable, module: nn.Module, split: AnySplit
-) -> tuple[set[str], set[str]]:
+def tried_metrics(state: Evaluable, module: nn.Module, split: Split) -> tuple[set[str], set[str]]:
     """Try the configured metrics on what a module computes of a split; see ``try_metrics``."""
     batches, setup = list[Batch](), state.setup
     for start in (0, NUM_FIRST) if setup.metrics else ():
         numbers = range(start, start + NUM_FIRST)
-        step = forward(state, module, first_batch(split, numbers, seed=setup.config.seed))
+        step = forward(state, module, split.first(numbers, seed=setup.config.seed))
         batches.append((step.outputs, step.targets))
     return try_metrics(setup.metrics, *batches, device=setup.devices[-1])
 
@@ -158,7 +154,7 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
             "the first evaluation sample is the first training sample: both are built with the "
             "same random numbers; if they are to be other samples, give each a seed of its own"
         )
-    global_size, size = state.setup.batches.global_size, num_samples(state.setup.batches.split)
+    global_size, size = state.setup.batches.global_size, state.setup.batches.split.num_samples
     if size is not None and global_size > size:
         warnings.append(
             f"batch.global_size ({global_size}) is larger than the training set: "
@@ -179,8 +175,8 @@ def rehearse(state: TrainState) -> None:
         return  # the mode wraps nothing, or the sum has only one order
     state.model.train()
     # The real batch size, since torch.compile compiles for it.
-    numbers = range(state.setup.batches.micro_size)
+    samples = state.first(range(state.setup.batches.micro_size))
     for _ in range(2 if getattr(state.model, "static_graph", False) else 1):
         state.module.zero_grad(set_to_none=True)
-        step = forward(state, state.model, state.first(numbers))
+        step = forward(state, state.model, samples)
         step.loss_sum.backward()  # the next step sets these gradients to None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.data.batches import NUM_FIRST
+from ddp_runner.data.splits import NUM_FIRST
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, typed
 from ddp_runner.parallelism.module_names import blocks_of

@@ -1,8 +1,8 @@
 """Computes gradients on this rank, for its own loop or for a loop on another rank."""
 
 import re
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -75,7 +75,7 @@ def take_role(state: TrainState) -> Status | None:
         return None  # all ranks do the same
     duties = Duties(
         module=state.module,
-        compute=partial(backward_by_number, state, lru_cache(maxsize=2)(state.numbered.order)),
+        compute=partial(backward_by_number, state),
         steps_ahead=partial(_steps_ahead, state),
         timeout_s=config.backend.timeout_s,
         mark=state.setup.timer.mark,
@@ -89,16 +89,18 @@ def take_role(state: TrainState) -> Status | None:
     return None
 
 
-def _steps_ahead(state: TrainState) -> int:
-    """Return how many steps come before the next save or evaluation, or the end of the epoch."""
-    config, position, last_step = state.setup.config, state.position, state.last_step
-    assert last_step is not None
+def _steps_ahead(state: TrainState, number: int) -> int:
+    """Return how many steps from batch `number` on come before the next save or evaluation.
+
+    The run's last step ends them as well, and an epoch's.
+    """
+    config, step, batches = state.setup.config, state.step, state.setup.batches
+    assert batches.steps_per_epoch is not None
     periods = config.checkpoint.every_steps, config.train.eval_every_steps
-    return min(
-        last_step - position.step,
-        state.numbered.steps_per_epoch - position.step_in_epoch,
-        *(every - position.step % every for every in periods if every),
-    )
+    steps_left = [every - step % every for every in periods if every]
+    if config.train.max_steps is not None:
+        steps_left.append(config.train.max_steps - step)
+    return min([batches.steps_per_epoch - number % batches.steps_per_epoch, *steps_left])
 
 
 def _sums(state: TrainState) -> list[float]:
@@ -107,9 +109,8 @@ def _sums(state: TrainState) -> list[float]:
     return [tokens, *(float(state.scalars[name]) for name in state.setup.scalars or ())]
 
 
-def backward_by_number(state: TrainState, order: Callable[[int], Tensor], number: int) -> Tensor:
+def backward_by_number(state: TrainState, number: int) -> Tensor:
     """Run backward on this rank's part of a batch of the run; return its part of the mean loss."""
-    batches, seed = state.numbered, state.setup.config.seed
-    epoch, index = divmod(number, batches.steps_per_epoch)
+    batches, seed = state.setup.batches, state.setup.config.seed
     seed_all(seed, "step", number, batches.share)
-    return backward(state, batches.step(epoch, index, order=order(epoch)))
+    return backward(state, batches.step_at(number))

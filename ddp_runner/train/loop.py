@@ -1,4 +1,4 @@
-"""The training loop: epochs, optimizer steps, evaluations and checkpoints, in ordinary PyTorch.
+"""The training loop: optimizer steps, evaluations and checkpoints, in ordinary PyTorch.
 
 A loss is summed over samples and divided by the number of samples in the global batch, so every
 world size and every mode of parallelism takes the same steps. The same holds for tokens.
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_runner.config.monitors import ensure_monitored
-from ddp_runner.config.training import EarlyStopConfig, TrainConfig
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
@@ -22,11 +21,17 @@ from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.buffers import share_changing
 from ddp_runner.train.clipping import has_gradient, scale_and_clip, step_unless_overflowed
-from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
 from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.metrics import ensure_known, step_metrics
 from ddp_runner.train.optimizers import refuse_sparse
-from ddp_runner.train.state import Position, TrainState
+from ddp_runner.train.progress import (
+    count_evaluation,
+    early_stop_of,
+    evaluation_is_due,
+    is_due,
+    stop_reason,
+)
+from ddp_runner.train.state import TrainState
 
 
 def train(
@@ -36,7 +41,7 @@ def train(
     stop_requested: Callable[[], bool],
     logger: Logger,
 ) -> Status:
-    """Train from the state's position to the last step. Collective: every rank must call.
+    """Train from where the state stands to the last step. Collective: every rank must call.
 
     Returns:
         COMPLETED, or PREEMPTED if a rank was asked to stop; the state is then saved.
@@ -44,70 +49,67 @@ def train(
     Raises:
         UserError: the loss became NaN or infinite. All ranks raise at the same step.
     """
-    setup, position = state.setup, state.position
-    config, checkpoint = setup.config.train, setup.config.checkpoint
-    early_stop = early_stop_of(setup)
+    setup, progress = state.setup, state.progress
+    config, checkpoint, batches = setup.config.train, setup.config.checkpoint, setup.batches
+    timer, vote, steps = setup.timer, StopVote(setup.group), iter(batches)
+    saves = {"every_steps": checkpoint.every_steps, "every_epochs": checkpoint.every_epochs}
     watches_training = not (checkpoint.monitor or "eval/").startswith("eval/")
-    timer, steps_per_epoch = setup.timer, setup.batches.steps_per_epoch
-    vote = StopVote(setup.group)
-    # A run that stopped after the last step of an epoch still has to evaluate it.
-    while not stop_reason(position, early_stop) and (
-        not state.is_done or position.step_in_epoch == steps_per_epoch
-    ):
-        epoch, finished, has_ended = position.epoch + 1, state.is_done, True
-        state.model.train()
-        timer.restart()
-        batches = setup.batches.epoch(position.epoch, start_step=position.step_in_epoch)
-        for batch in batches:
+    state.model.train()
+    timer.restart()
+    while progress.owes_evaluation or not _is_over(state):
+        if not progress.owes_evaluation:  # else the run was stopped before it
+            batch = next(steps)
             timer.mark(StepPart.DATA)
             lr = state.optimizer.param_groups[-1]["lr"]
             loss = train_step(state, batch)
-            position.step += 1
-            position.step_in_epoch += 1
-            position.metrics.clear()  # a checkpoint keeps only its own step's metrics
+            progress.step += 1
+            progress.metrics.clear()  # a checkpoint keeps only its own step's metrics
             timer.add(samples=batch.global_count)
-            logger.step_done(step=position.step, epoch=epoch)
-            if position.step == 1:
-                (first,) = sum_over_ranks([loss.item()], group=setup.data_group)
-                found = has_gradient(state.module.parameters())
-                (num_taught,) = sum_over_ranks([found], group=setup.group)
-                logger.first_loss(first, teaches=num_taught > 0)
-            finished, has_ended = state.ends_with(batch), batch.is_last
-            is_saved = _due(position.step, checkpoint.every_steps) or (
-                has_ended and _due(epoch, checkpoint.every_epochs)
-            )
+            logger.step_done(step=progress.step, epoch=batches.epoch_number)
+            if progress.step == 1:
+                _log_first(state, loss, logger)
+            is_over, is_saved = _is_over(state), is_due(batches, progress, **saves)
             # A checkpoint that is compared by a metric of training needs that of its step.
             is_judged = is_saved and watches_training
-            if finished or is_judged or _due(position.step, config.log_every_steps):
-                position.metrics |= step_metrics(state, loss, lr=lr)
-                ensure_monitored(setup.config, position.metrics, part="train")
-                logger.log(position.metrics, step=position.step, epoch=epoch)
-            setup.profiler.step_done(position.step)
-            is_inside = not (finished or has_ended)
-            if is_inside and _due(position.step, config.eval_every_steps):
-                finished = _evaluate(state, early_stop, epoch=epoch, logger=logger)
-                state.model.train()
-                timer.restart()
-            # After the last step only the evaluation is left; stopping now would lose it.
-            if not finished and state.gradients.may_stop(vote.agreed(stop_requested())):
+            if is_over or is_judged or progress.step % config.log_every_steps == 0:
+                progress.metrics |= step_metrics(state, loss, lr=lr)
+                ensure_monitored(setup.config, progress.metrics, part="train")
+                logger.log(progress.metrics, step=progress.step, epoch=batches.epoch_number)
+            setup.profiler.step_done(progress.step)
+            progress.owes_evaluation = evaluation_is_due(batches, progress, config, is_over=is_over)
+            # After the last step only the evaluation is left; stopping now would delay it.
+            if not is_over and state.gradients.may_stop(vote.agreed(stop_requested())):
                 save()
                 return Status.PREEMPTED
-            if finished or has_ended:
-                break
-            if _due(position.step, checkpoint.every_steps):
-                save()
-                timer.restart()
-            timer.mark(None)
-        vote.settle()  # before processes are forked that load
-        if has_ended:
-            position.epoch, position.step_in_epoch = epoch, 0
-        is_stopped = stop_reason(position, early_stop) is not None  # inside the epoch
-        if not is_stopped and _evaluation_is_due(position, config, epoch=epoch, finished=finished):
-            finished |= _evaluate(state, early_stop, epoch=epoch, logger=logger)
-        is_due = _due(position.step, checkpoint.every_steps) or _due(epoch, checkpoint.every_epochs)
-        if finished or is_due:
+        if is_evaluated := progress.owes_evaluation:
+            vote.settle()  # before processes are forked that load
+            _evaluate(state, logger)
+            state.model.train()
+        if is_saved := _is_over(state) or is_due(batches, progress, **saves):
             save()
+        if has_ended := batches.step == 0:  # the next step begins another epoch
+            vote.settle()
+            state.model.train()
+        if is_evaluated or is_saved or has_ended:
+            timer.restart()
+        timer.mark(None)
     return Status.COMPLETED
+
+
+def _is_over(state: TrainState) -> bool:
+    """Return whether the run has taken its last step, or no longer improves."""
+    setup = state.setup
+    early_stop = early_stop_of(setup.config.early_stop, setup.metrics)
+    return state.is_done or stop_reason(state.progress, early_stop) is not None
+
+
+def _log_first(state: TrainState, loss: Tensor, logger: Logger) -> None:
+    """Log the loss of the first step, and whether it taught anything. Collective."""
+    setup = state.setup
+    (first,) = sum_over_ranks([loss.item()], group=setup.data_group)
+    found = has_gradient(state.module.parameters())
+    (num_taught,) = sum_over_ranks([found], group=setup.group)
+    logger.first_loss(first, teaches=num_taught > 0)
 
 
 def train_step(state: TrainState, batch: StepBatch) -> Tensor:
@@ -139,7 +141,7 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
 
 def seed_step(state: TrainState) -> None:
     """Seed what the next step draws. Ranks that compute one share together draw the same."""
-    seed_all(state.setup.config.seed, "step", state.position.step, state.setup.role.share)
+    seed_all(state.setup.config.seed, "step", state.step, state.setup.role.share)
 
 
 def backward(state: TrainState, batch: StepBatch) -> Tensor:
@@ -201,32 +203,15 @@ def token_factor(
     return batch.global_count / torch.where(num_tokens > 0, num_tokens, 1.0)
 
 
-def _evaluation_is_due(
-    position: Position, config: TrainConfig, *, epoch: int, finished: bool
-) -> bool:
-    """Return whether to evaluate after the last step of an epoch, or of the run."""
-    by_epochs, by_steps = config.eval_every_epochs, config.eval_every_steps
-    if finished:
-        return bool(by_epochs or by_steps)
-    return _due(epoch, by_epochs) or _due(position.step, by_steps)
-
-
-def _evaluate(
-    state: TrainState, early_stop: EarlyStopConfig, *, epoch: int, logger: Logger
-) -> bool:
-    """Evaluate, log the results and count them; return whether the run stops early."""
-    position = state.position
+def _evaluate(state: TrainState, logger: Logger) -> None:
+    """Evaluate, log the results and count them."""
+    setup, progress = state.setup, state.progress
     logger.evaluating()
     share_changing(state)
     results, confusion = evaluate(state)
-    ensure_monitored(state.setup.config, results, part="eval")
-    position.metrics |= results
+    ensure_monitored(setup.config, results, part="eval")
+    progress.metrics |= results
     state.schedule.evaluated(results)
-    count_evaluation(position, early_stop, results)
-    logger.log(results, step=position.step, epoch=epoch, confusion=confusion)
-    return stop_reason(position, early_stop) is not None
-
-
-def _due(count: int, every: int | None) -> bool:
-    """Return whether it is due; None and 0 are never."""
-    return bool(every and count % every == 0)
+    count_evaluation(progress, early_stop_of(setup.config.early_stop, setup.metrics), results)
+    epoch = setup.batches.epoch_number
+    logger.log(results, step=progress.step, epoch=epoch, confusion=confusion)

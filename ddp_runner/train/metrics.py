@@ -106,7 +106,7 @@ def global_loss(state: TrainState, loss: Tensor) -> float:
 def _finite_loss(loss: float, state: TrainState) -> float:
     if not math.isfinite(loss):
         raise UserError(
-            f"train/loss became {loss} by step {state.position.step}; it was not saved: start "
+            f"train/loss became {loss} by step {state.step}; it was not saved: start "
             "again with a smaller optimizer.lr or train.clip_norm=1.0, or resume from a checkpoint "
             "whose loss was still small"
         )

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.weights import load_tensors
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.batches import NUM_FIRST
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.splits import NUM_FIRST
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.errors import UserError, os_errors, typed
 from ddp_runner.files import temp_folder_in

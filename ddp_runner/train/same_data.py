@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.digests import digest_of
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import AbsentSplit, Piece
-from ddp_runner.data.streams import AnySplit, StreamSplit
+from ddp_runner.data.splits import Split
 from ddp_runner.data.trees import inputs_of, shape_of, tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
@@ -18,6 +17,7 @@ from ddp_runner.errors import UserError
 # By split, then by the place of a tensor in its samples: shape and values in short.
 Samples = Mapping[str, Mapping[str, Any]]
 AGAIN = 6  # times: so often two flips of a coin fall alike once in 4,000 runs
+NOUNS = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
 CLOSE = 1e-3  # relative: another processor may round what is decoded or resized
 
 
@@ -46,7 +46,7 @@ def agreed_samples(dataset: Dataset) -> Samples:
         for name, split in splits.items():
             if are_same(samples[name], by_rank[0][name]):
                 continue
-            if isinstance(split, StreamSplit):
+            if split.num_samples is None:
                 raise UserError(
                     f"the first sample of the {name} stream on rank {rank} is not rank 0's: it "
                     "splits itself by rank, or shuffles with a generator that is not seeded; let "
@@ -89,15 +89,65 @@ def begins_alike(samples: Samples) -> bool:
     return has_values and are_same(*firsts)
 
 
-def _first_and_last(split: AnySplit) -> list[Any]:
+class RunData:
+    """What a checkpoint knows of a run's data: a resumed run must have the same."""
+
+    def __init__(self, dataset: Dataset, samples: Samples | None, *, seed: int) -> None:
+        """Take what ``agreed_samples`` told; None: nobody has compared it."""
+        self._name = dataset.name
+        self._facts: dict[str, Any] = {
+            "train_samples": dataset.train.num_samples,
+            "eval_samples": dataset.eval.num_samples,
+            "digest": dataset.digest,
+            "samples": samples,
+            "seed": seed,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the facts."""
+        return self._facts
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Compare with the facts that a checkpoint has.
+
+        Raises:
+            UserError: the samples changed.
+        """
+        now = self._facts
+        changed = [
+            f"{_shown(saved[key])} {noun} then, {_shown(now[key])} now"
+            for key, noun in NOUNS.items()
+            if saved[key] != now[key]
+        ]
+        digests = [str(one["digest"]) for one in (saved, now) if one["digest"] is not None]
+        # A run whose pictures were prepared may go on with those in their files.
+        kinds = {one.rpartition(":")[0] for one in digests}
+        is_other = len(kinds) == 1 and len(set(digests)) > 1
+        both = saved["samples"], now["samples"]
+        if not digests and None not in both:
+            pairs = [(both[0][name], both[1][name]) for name in both[1]]
+            # Of samples that somebody draws anew each time nothing is known.
+            is_other = not all(are_same(*pair) for pair in pairs if all(pair))
+        if is_other and not changed:
+            changed = [f"{_shown(now['train_samples'])} training samples, but different ones"]
+        if changed:
+            fix = f"put the data of dataset={self._name} back as it was"
+            if saved["seed"] != now["seed"]:
+                seed = saved["seed"]
+                fix = f"the seed was {seed} and is {now['seed']} now; write seed={seed}"
+            raise UserError(f"the data changed: {'; '.join(changed)}; {fix}, or start a new run")
+
+
+def _shown(count: int | None) -> str:
+    return "a stream of" if count is None else f"{count:,}"
+
+
+def _first_and_last(split: Split) -> list[Any]:
     """Return two batches of one sample; of a stream only the first."""
-    if isinstance(split, AbsentSplit):
+    if split.num_samples == 0:
         return []
-    if isinstance(split, StreamSplit):
-        return [split.first([0])]
-    places = (0, len(split) - 1)
-    pieces = [Piece(torch.tensor([place], device=split.device)) for place in places]
-    return list(split.load(pieces, seed=0))
+    numbers = sorted({0, (split.num_samples or 1) - 1})
+    return [split.first([number]).data for number in numbers]
 
 
 def _in_short(loaded: Sequence[Any]) -> dict[str, Any]:

@@ -10,35 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.data.batches import NUM_FIRST, GlobalBatches, MicroBatch, StepBatch, first_batch
+from ddp_runner.data.batches import Batches
+from ddp_runner.data.splits import NUM_FIRST, MicroBatch
 from ddp_runner.parallelism.mode import GradientSource, Mode
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.eval_totals import EvalSetup
+from ddp_runner.train.progress import Progress
 from ddp_runner.train.same_data import Samples
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.skew import Skew
 from ddp_runner.train.step import modules_of
 from ddp_runner.train.step_timer import StepTimer
-from ddp_runner.train.stream_batches import StreamBatches
-
-
-@dataclass
-class Position:
-    """How far a run has come. A resumed run continues from here."""
-
-    epoch: int = 0  # completed epochs
-    step: int = 0  # optimizer steps since the run began
-    step_in_epoch: int = 0
-    # Metrics of the last step; a checkpoint keeps them in its manifest.
-    metrics: dict[str, float] = field(default_factory=dict, compare=False)
-    # Of early stopping: the metric and its direction, its best value, and the evaluations in a row
-    # since then that were no better.
-    watched: str = ""
-    best: float | None = None
-    bad_evaluations: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +31,7 @@ class Setup(EvalSetup):
     """What a rank trains with; it does not change during a run."""
 
     mode: Mode
-    batches: GlobalBatches | StreamBatches
+    batches: Batches
     timer: StepTimer
     profiler: AnyProfiler = field(default_factory=NullProfiler)
     samples: Samples | None = None  # what tells the data; None: nobody has compared it
@@ -65,7 +50,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     setup: Setup
     gradients: GradientSource  # this rank's backward, unless the mode has another source
-    position: Position = field(default_factory=Position)
+    progress: Progress = field(default_factory=Progress)
     # What the optimizer and the schedule held when they were built: see ``checkpoint.state``.
     settings: Mapping[str, Any] = field(default_factory=dict)
     # The buffers, by owner and name, that training changes: all ranks take rank 0's each step.
@@ -94,50 +79,39 @@ class TrainState:
     @property
     def step(self) -> int:
         """The optimizer steps taken."""
-        return self.position.step
-
-    @property
-    def numbered(self) -> GlobalBatches:
-        """The batches, whose numbers are known: not those of a stream."""
-        assert isinstance(self.setup.batches, GlobalBatches)
-        return self.setup.batches
-
-    @property
-    def next_batch(self) -> int:
-        """The number of the next batch, counted from the start of the run."""
-        return self.position.epoch * self.numbered.steps_per_epoch + self.position.step_in_epoch
+        return self.progress.step
 
     @property
     def last_step(self) -> int | None:
         """The step at which the run ends: train.max_steps, or the end of its last epoch.
 
-        Epochs are counted from the position: earlier ones may have had another batch size. None:
-        the epochs of a stream end when it ends.
+        Epochs are counted from where the run stands: earlier ones may have had another batch size.
+        None: the epochs of a stream end when it ends.
         """
-        config, step = self.setup.config.train, self.position.step
-        if config.max_steps is not None:
+        config, batches = self.setup.config.train, self.setup.batches
+        if config.max_steps is not None or batches.steps_per_epoch is None:
             return config.max_steps
-        if self.setup.batches.steps_per_epoch is None:
-            return None
-        num_steps = config.epochs * self.setup.batches.steps_per_epoch
-        return max(step, step + num_steps - self.next_batch)
+        num_left = (config.epochs - batches.epoch) * batches.steps_per_epoch - batches.step
+        return self.step + max(0, num_left)
 
     @property
     def total_epochs(self) -> int | None:
         """The epochs of the run, the last one perhaps begun; None: only a stream will tell."""
-        if self.last_step is None:
-            return self.setup.config.train.epochs
-        if self.setup.batches.steps_per_epoch is None:
+        config, batches = self.setup.config.train, self.setup.batches
+        if config.max_steps is None:
+            return config.epochs
+        if batches.steps_per_epoch is None:
             return None
-        last_batch = self.next_batch + self.last_step - self.position.step
-        return math.ceil(last_batch / self.setup.batches.steps_per_epoch)
+        num_left = batches.step + max(0, config.max_steps - self.step)
+        return batches.epoch + math.ceil(num_left / batches.steps_per_epoch)
 
     @property
     def is_done(self) -> bool:
         """Whether the run has taken its last step."""
-        if self.last_step is None:
-            return self.position.epoch >= self.setup.config.train.epochs
-        return self.position.step >= self.last_step
+        config = self.setup.config.train
+        if config.max_steps is None:
+            return self.setup.batches.epoch >= config.epochs
+        return self.step >= config.max_steps
 
     @property
     def measured(self) -> RunFields:
@@ -151,14 +125,8 @@ class TrainState:
         )
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST)) -> MicroBatch:
-        """Return training samples by their numbers; see ``first_batch``."""
-        return first_batch(self.setup.batches.split, numbers, seed=self.setup.config.seed)
-
-    def ends_with(self, batch: StepBatch) -> bool:
-        """Return whether this batch, the last one that was taken, is the last of the run."""
-        if self.last_step is None:
-            return batch.is_last and self.position.epoch + 1 >= self.setup.config.train.epochs
-        return self.position.step >= self.last_step
+        """Return training samples by their numbers; see ``Split``."""
+        return self.setup.batches.split.first(numbers, seed=self.setup.config.seed)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from functools import partial
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.monitors import validate_known
-from ddp_runner.data.streams import num_samples
 from ddp_runner.errors import UserError, counted
 from ddp_runner.job import Status
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
@@ -22,11 +21,11 @@ from ddp_runner.tracking.run_record import RunFields, add_warning, write_run_rec
 from ddp_runner.tracking.start_block import sizes, training_facts
 from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.build import build_session_state
-from ddp_runner.train.early_stop import early_stop_of, stop_reason
 from ddp_runner.train.export import export_best
 from ddp_runner.train.first_batch import try_evaluation, try_first_batch, warnings_of
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train
+from ddp_runner.train.progress import early_stop_of, stop_reason
 from ddp_runner.train.same_data import agreed_samples
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
@@ -47,10 +46,10 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     known = try_evaluation(state)
     validate_known(config, known)
     resume_step = restore(state, run_dir.checkpoints, log=session.log)
-    note_restart(session, step=state.position.step)
+    note_restart(session, step=state.step)
     if resume_step is not None and state.is_done:
         key = "epochs" if config.train.max_steps is None else "max_steps"
-        done = f"{counted(resume_step, 'step')} and {counted(state.position.epoch, 'epoch')}"
+        done = f"{counted(resume_step, 'step')} and {counted(state.setup.batches.epoch, 'epoch')}"
         asked = getattr(config.train, key)
         session.log(f"nothing is left to train: {done} are done, and train.{key} is {asked}")
     if session.env.is_rank_zero:
@@ -74,28 +73,28 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             def save() -> None:
                 if writer is not None:
                     writer.wait()  # so that only one state is in memory
-                copies, position = set[int](), state.position
+                copies, metrics = set[int](), dict(state.progress.metrics)
                 content = snapshot(state, copies=copies)
                 if writer is not None:
-                    metrics = dict(position.metrics)
-                    writer.save(content, step=position.step, metrics=metrics, copies=copies)
+                    writer.save(content, step=state.step, metrics=metrics, copies=copies)
 
             status = train(state, save=save, stop_requested=stop_requested, logger=logger)
             session.heartbeat.note(ENDING)  # the last checkpoint may take a while
         state.gradients.close(status)
         if status == Status.COMPLETED:
             export_best(state, run_dir, logger=logger, log=session.log)
-        position, reason = state.position, stop_reason(state.position, early_stop_of(state.setup))
+        early_stop = early_stop_of(config.early_stop, state.setup.metrics)
+        reason = stop_reason(state.progress, early_stop)
         if reason is not None and session.env.is_rank_zero:
             session.log(reason)
-        fields = RunFields(step=position.step, epoch=position.epoch, stopped_early=reason)
+        fields = RunFields(step=state.step, epoch=state.setup.batches.epoch, stopped_early=reason)
         logger.finish(status, **(fields | state.measured))
     return status
 
 
 def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfiler:
     """Return what traces the steps of ``train.profile``."""
-    asked, done = session.config.train.profile, state.position.step
+    asked, done = session.config.train.profile, state.step
     folder = run_dir.path / "profile"
     warn = partial(_warn, session)
     if not has_steps_to_trace(asked, done=done, folder=folder, warn=warn):
@@ -147,8 +146,8 @@ def _logger(
         num_parameters=model_sizes["num_parameters"],
         num_trained=sum(one.numel() for one in state.module.parameters() if one.requires_grad),
         dataset=setup.dataset.name,
-        num_train=num_samples(setup.dataset.train),
-        num_eval=num_samples(setup.dataset.eval),
+        num_train=setup.dataset.train.num_samples,
+        num_eval=setup.dataset.eval.num_samples,
         num_shares=setup.batches.num_shares,
         max_steps=max_steps,
         steps_per_epoch=setup.batches.steps_per_epoch,

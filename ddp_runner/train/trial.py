@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.batches import NUM_FIRST, MicroBatch
+from ddp_runner.data.splits import NUM_FIRST, MicroBatch
 from ddp_runner.data.trees import shape_of, taking
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all

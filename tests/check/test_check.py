@@ -16,6 +16,7 @@ from broken_models import (
 )
 from commands import CommandResult, run_command
 from configs import config_error
+from orders import steps_of
 from own_steps import WORDS
 from ranks import run_ranks
 from run_folders import record
@@ -198,7 +199,7 @@ def test_tensors_of_another_kind_or_size_differ_whatever_they_hold() -> None:
 def unsynced_wait(env: DistEnv) -> Finding:
     """Measure how a rank that waits for nobody reads its gradients."""
     state = build(env, compose_config(*TOY, world_size=WORLD_SIZE))
-    batch = next(state.setup.batches.epoch(0))
+    batch = next(steps_of(state.setup.batches))
     return wait_for_mean(no_sync(state, env), batch)
 
 

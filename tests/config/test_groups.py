@@ -16,7 +16,7 @@ from tiers import first_of, named
 from ddp_runner.config.instantiate import find, make
 from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, config_hash, mode_needs
 from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.splits import Piece
+from ddp_runner.data.splits import MicroPlan
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
@@ -86,7 +86,7 @@ def test_each_option_composes_by_its_own_command_and_builds(option: str, tmp_pat
     if config.dataset.get("path") is not None:
         write_reviews(tmp_path / config.dataset["path"])
     dataset = load_dataset(source, data_root=tmp_path, log=print)
-    (batch,) = dataset.train.load([Piece(torch.arange(4))], seed=0)
+    (batch,) = dataset.train.load([MicroPlan(torch.arange(4))], seed=0)
     inputs, targets = dataset.prepare(batch, torch.device("cpu"))
     find(config.model["loss"], key="model.loss")(model(inputs), targets).backward()
     if path.stem != "sparseadam":

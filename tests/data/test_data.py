@@ -12,17 +12,18 @@ import pytest
 import torch
 import yaml
 from configs import config_error
+from orders import steps_of
 from torch import Tensor
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.data import batches as batching
 from ddp_runner.data import cache as prepared
-from ddp_runner.data.batches import GlobalBatches, MicroBatch, StepBatch, eval_batches
+from ddp_runner.data.batches import NumberedBatches, StepBatch
 from ddp_runner.data.cache import FORMAT_VERSION, load_dataset
 from ddp_runner.data.dataset import Dataset, splits
 from ddp_runner.data.sources.offline import FakeImages
-from ddp_runner.data.splits import TensorSplit
+from ddp_runner.data.splits import MicroBatch, TensorSplit
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
 
@@ -43,10 +44,12 @@ def numbered(num_samples: int) -> TensorSplit:
     return TensorSplit(torch.arange(num_samples).unsqueeze(1), torch.arange(num_samples))
 
 
-def batches(num_samples: int, *, rank: int, world_size: int, **kwargs: int) -> GlobalBatches:
+def batches(num_samples: int, *, rank: int, world_size: int, **kwargs: int) -> NumberedBatches:
     """Return one rank's batches of a numbered split."""
     options = {"global_size": 8, "grad_accum_steps": 1, "seed": 3} | kwargs
-    return GlobalBatches(numbered(num_samples), share=rank, num_shares=world_size, **options)
+    return NumberedBatches(
+        split=numbered(num_samples), share=rank, num_shares=world_size, **options
+    )
 
 
 def samples(step: StepBatch) -> list[int]:
@@ -69,7 +72,7 @@ def test_global_batch_is_the_same_set_at_every_world_size(
     reference = batches(num_samples, rank=0, world_size=1)
     ranks = [batches(num_samples, rank=r, world_size=world_size) for r in range(world_size)]
     seen: list[int] = []
-    steps = list(zip(reference.epoch(2), *(r.epoch(2) for r in ranks), strict=True))
+    steps = list(zip(steps_of(reference, 2), *(steps_of(r, 2) for r in ranks), strict=True))
     for whole, *shares in steps:
         union = [sample for share in shares for sample in samples(share)]
         assert sorted(union) == sorted(samples(whole))
@@ -87,7 +90,7 @@ def test_without_shuffle_the_order_is_the_datasets(world_size: int) -> None:
         for rank in range(world_size)
     ]
     for epoch in (0, 1):
-        steps = zip(*(share.epoch(epoch) for share in shares), strict=True)
+        steps = zip(*(steps_of(share, epoch) for share in shares), strict=True)
         found = [sorted(one for share in step for one in samples(share)) for step in steps]
         assert [one for batch in found for one in batch] == list(range(41))
         assert [len(batch) for batch in found[:-1]] == [shares[0].global_size] * (len(found) - 1)
@@ -103,14 +106,14 @@ def test_order_is_that_of_distributed_sampler(world_size: int) -> None:
             sampler: DistributedSampler[int] = DistributedSampler(
                 TensorDataset(torch.arange(40)), world_size, rank, seed=derive(3, "order", epoch)
             )
-            steps = batches(40, rank=rank, world_size=world_size).epoch(epoch)
+            steps = steps_of(batches(40, rank=rank, world_size=world_size), epoch)
             assert [sample for step in steps for sample in samples(step)] == list(sampler)
 
 
 def test_epochs_and_seeds_differ() -> None:
     """Another epoch or another seed gives another order."""
     orders = {
-        tuple(samples(next(batches(64, rank=0, world_size=1, seed=seed).epoch(epoch))))
+        tuple(samples(next(steps_of(batches(64, rank=0, world_size=1, seed=seed), epoch))))
         for seed, epoch in ((0, 0), (0, 1), (7, 0))
     }
     assert len(orders) == 3
@@ -120,10 +123,10 @@ def test_batches_of_similar_length_are_left_to_chance(monkeypatch: pytest.Monkey
     """A batch comes from one sorted pool of shuffled samples; the order of batches is random."""
     monkeypatch.setattr(batching, "POOL_BATCHES", 4)
     lengths = torch.arange(90) % 45
-    ours = GlobalBatches(numbered(90), 8, 1, share=0, num_shares=1, seed=3, lengths=lengths)
+    ours = replace(batches(90, rank=0, world_size=1), lengths=lengths)
     shuffled = torch.randperm(90, generator=torch.Generator().manual_seed(derive(3, "order", 1)))
     pools = [set(pool.tolist()) for pool in shuffled.split(4 * 8)]
-    *whole, last = [samples(step) for step in ours.epoch(1)]
+    *whole, last = [samples(step) for step in steps_of(ours, 1)]
     assert len(last) == 2
     found = [next(i for i, pool in enumerate(pools) if pool.issuperset(one)) for one in whole]
     assert sorted(found) == [0] * 4 + [1] * 4 + [2] * 3
@@ -136,7 +139,7 @@ def test_random_numbers_are_new_in_each_step() -> None:
 
     def randoms(seed: int, epoch: int) -> list[Tensor | None]:
         ours = batches(16, rank=0, world_size=1, seed=seed, num_randoms=3)
-        return [batch.randoms for step in ours.epoch(epoch) for batch in step.micro_batches]
+        return [batch.randoms for step in steps_of(ours, epoch) for batch in step.micro_batches]
 
     drawn = [*randoms(3, 0), *randoms(3, 1), *randoms(4, 0)]
     numbers = [tuple(one.flatten().tolist()) for one in drawn if one is not None]
@@ -148,11 +151,10 @@ def test_random_numbers_are_new_in_each_step() -> None:
 
 
 def test_start_step_goes_on_where_the_epoch_stopped() -> None:
-    """Step k starts the rest of the epoch, and nothing past its end."""
+    """Step k starts the rest of the epoch."""
     ours = batches(41, rank=1, world_size=3)
-    whole = [samples(step) for step in ours.epoch(1)]
-    assert [samples(step) for step in ours.epoch(1, start_step=2)] == whole[2:]
-    assert list(ours.epoch(1, start_step=ours.steps_per_epoch)) == []
+    whole = [samples(step) for step in steps_of(ours, 1)]
+    assert [samples(step) for step in steps_of(ours, 1, start=2)] == whole[2:]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -166,7 +168,8 @@ def test_accumulation_splits_a_share_evenly(world_size: int, grad_accum_steps: i
             split = batches(
                 num_samples, rank=rank, world_size=world_size, grad_accum_steps=grad_accum_steps
             )
-            for index, (one, many) in enumerate(zip(plain.epoch(0), split.epoch(0), strict=True)):
+            pairs = zip(steps_of(plain), steps_of(split), strict=True)
+            for index, (one, many) in enumerate(pairs):
                 assert samples(many) == samples(one)
                 sizes = [len(batch.data[0]) for batch in many.micro_batches]
                 assert len(sizes) <= grad_accum_steps
@@ -180,7 +183,7 @@ def test_accumulation_splits_a_share_evenly(world_size: int, grad_accum_steps: i
 
 def test_rank_without_samples_gets_one_placeholder() -> None:
     """DDP needs every rank in backward: weight 0 keeps the placeholder out of the gradient."""
-    steps = [list(batches(9, rank=rank, world_size=4).epoch(0))[-1] for rank in range(4)]
+    steps = [list(steps_of(batches(9, rank=rank, world_size=4), 0))[-1] for rank in range(4)]
     assert [len(samples(step)) for step in steps] == [1, 0, 0, 0]
     assert [len(step.micro_batches) for step in steps] == [1, 1, 1, 1]
     assert [step.micro_batches[0].weight for step in steps][1:] == [0.0, 0.0, 0.0]
@@ -211,7 +214,7 @@ def test_what_is_left_over_makes_no_micro_batch_of_one_sample(
             grad_accum_steps=grad_accum_steps,
             num_randoms=3,
         )
-        last = list(ours.epoch(0))[-1]
+        last = list(steps_of(ours))[-1]
         found = [len(batch.data[0]) for batch in last.micro_batches]
         assert all(one <= most for one, most in zip(found, sizes, strict=False))
         assert ours.micro_size == 1 or min(found) > 1
@@ -229,7 +232,7 @@ def test_evaluation_counts_each_sample_once(world_size: int, num_samples: int) -
     seen: list[MicroBatch] = []
     for rank in range(world_size):
         ours = numbered(num_samples)
-        seen += eval_batches(ours, batch_size=4, rank=rank, world_size=world_size, seed=0)
+        seen += ours.in_order(4, share=rank, num_shares=world_size, seed=0)
     assert torch.cat([batch.data[1] for batch in seen]).tolist() == list(range(num_samples))
     assert all(1 <= len(batch.data[0]) <= 4 and batch.weight == 1.0 for batch in seen)
 

@@ -17,10 +17,10 @@ from torch.utils.data import default_collate
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.loader import LoaderSplit
+from ddp_runner.data.reader import Part
 from ddp_runner.data.sources.hf_dataset import HFDataset
-from ddp_runner.data.splits import Piece
-from ddp_runner.data.stream_reader import Part
-from ddp_runner.data.streams import StreamSplit
+from ddp_runner.data.splits import MicroPlan
+from ddp_runner.data.stream import StreamSplit
 from ddp_runner.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def test_rows_are_numbered_samples(kind: str, data_root: Path, offline: Path) ->
     dataset = opened(data_root, kind)
     assert isinstance(dataset.train, LoaderSplit)
     assert (len(dataset.train), len(dataset.eval)) == (SIZE, EVAL_SIZE)
-    (batch,) = dataset.train.load([Piece(torch.tensor([16, 2, 7]))], seed=0)
+    (batch,) = dataset.train.load([MicroPlan(torch.tensor([16, 2, 7]))], seed=0)
     assert batch["number"].tolist() == [16, 2, 7]
     assert batch["x"].tolist() == [8.0, 1.0, 3.5]
     assert batch["text"] == ["row 16", "row 2", "row 7"]
@@ -118,7 +118,7 @@ def test_a_transform_and_columns_make_the_samples(data_root: Path) -> None:
     """The transform gets a row of the columns."""
     train = opened(data_root, "saved", transform=pair, columns=["x", "number"]).train
     assert isinstance(train, LoaderSplit)
-    ((inputs, targets),) = train.load([Piece(range(2, 4))], seed=0)
+    ((inputs, targets),) = train.load([MicroPlan(range(2, 4))], seed=0)
     assert (inputs.tolist(), targets.tolist()) == ([[1.0], [1.5]], [2, 3])
     assert train.dataset[5][1] == 5
 
@@ -127,7 +127,7 @@ def test_python_objects_without_a_format(data_root: Path) -> None:
     """As a tokenizer or a picture library wants them."""
     train = opened(data_root, "saved", format=None, collate_fn=list).train
     assert isinstance(train, LoaderSplit)
-    ((row,),) = train.load([Piece(range(1))], seed=0)
+    ((row,),) = train.load([MicroPlan(range(1))], seed=0)
     assert row == {"x": 0.0, "label": 0, "number": 0, "text": "row 0"}
 
 
@@ -152,7 +152,7 @@ def test_rows_are_a_stream(kind: str, num_workers: int, data_root: Path) -> None
     found = [
         int(number)
         for rank in range(2)
-        for batch in split.open(Part(3, rank=rank, num_ranks=2, seed=0))
+        for batch in split.open(Part(3, share=rank, num_shares=2, seed=0))
         for number in batch.data[1]
     ]
     assert sorted(found) == list(range(SIZE))
@@ -166,7 +166,7 @@ def test_a_stream_of_rows_goes_on_from_each_state(
     """By the library's own state of its files, also where it reads many rows at once."""
     split = opened(data_root, kind, streaming=True, columns=["number", "x"], shuffle_buffer=4).train
     assert isinstance(split, StreamSplit)
-    assert_goes_on(split, Part(2, rank=num_ranks - 1, num_ranks=num_ranks, seed=0, epoch=1))
+    assert_goes_on(split, Part(2, share=num_ranks - 1, num_shares=num_ranks, seed=0, epoch=1))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -181,7 +181,7 @@ def test_a_stream_of_tar_shards_goes_on_from_each_state(
     found = [
         key
         for rank in range(num_ranks)
-        for batch in assert_goes_on(split.train, Part(2, rank=rank, num_ranks=num_ranks, seed=0))
+        for batch in assert_goes_on(split.train, Part(2, share=rank, num_shares=num_ranks, seed=0))
         for key in batch
     ]
     assert sorted(found) == [f"{number:06d}" for number in range(23)]
@@ -276,6 +276,6 @@ def test_a_batch_of_rows_is_what_torch_makes_of_them(data_root: Path) -> None:
     """The same with `__getitems__`, which the library offers, as row by row."""
     train = opened(data_root, "parquet", columns=["x", "number"]).train
     assert isinstance(train, LoaderSplit)
-    (many,) = train.load([Piece(range(3))], seed=0)
+    (many,) = train.load([MicroPlan(range(3))], seed=0)
     single = default_collate([train.dataset[index] for index in range(3)])
     assert all(torch.equal(many[key], single[key]) for key in ("x", "number"))

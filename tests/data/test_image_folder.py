@@ -16,7 +16,7 @@ from torch import Tensor
 from ddp_runner.data.build import build_dataset, build_source
 from ddp_runner.data.dataset import Dataset, NamedSamples
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.splits import Piece
+from ddp_runner.data.splits import MicroPlan
 from ddp_runner.errors import UserError
 
 ODD = "a b=1,c='d' {é} 猫"
@@ -50,7 +50,7 @@ def built(*words: str) -> Dataset:
 def samples(split: Any, *, epoch: int = 0, size: int = 4) -> tuple[Tensor, Tensor]:
     """Return all inputs and targets of a split, loaded in batches."""
     starts = range(0, len(split), size)
-    pieces = [Piece(range(start, min(start + size, len(split))), epoch) for start in starts]
+    pieces = [MicroPlan(range(start, min(start + size, len(split))), epoch) for start in starts]
     inputs, targets = zip(*split.load(pieces, seed=5), strict=True)
     return torch.cat(inputs), torch.cat(targets)
 
@@ -289,7 +289,7 @@ def test_a_damaged_picture_is_named_when_its_turn_comes(root: Path) -> None:
     unreadable(root)
     for num_workers in (0, 1):
         train: Any = built("dataset.prepare=false", f"dataset.num_workers={num_workers}").train
-        batches = train.load([Piece(range(1)), Piece(range(3))], seed=0)
+        batches = train.load([MicroPlan(range(1)), MicroPlan(range(3))], seed=0)
         next(batches)
         with pytest.raises(UserError, match=r"^data.*train/cat/1\.png cannot be read as a pic.*it"):
             next(batches)

@@ -10,15 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from orders import steps_of
 from own_data import end_workers
 from properties import examples
 from tiers import first_of, named
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from ddp_runner.data.batches import GlobalBatches, StepBatch, eval_batches, first_batch
+from ddp_runner.data.batches import NumberedBatches, StepBatch
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.splits import Piece, TensorSplit
+from ddp_runner.data.splits import MicroPlan, TensorSplit
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import GENERATORS
 
@@ -82,10 +83,10 @@ def split_of(dataset: Any, **keys: Any) -> LoaderSplit:
     return CREATED[-1]
 
 
-def batches_of(split: Any, **keys: Any) -> GlobalBatches:
+def batches_of(split: Any, **keys: Any) -> NumberedBatches:
     """Return a split's global batches."""
     given = {"global_size": 6, "grad_accum_steps": 1, "share": 0, "num_shares": 1, "seed": 0}
-    return GlobalBatches(split=split, **(given | keys))
+    return NumberedBatches(split=split, **(given | keys))
 
 
 def flat(batch: Any) -> dict[str, list[Any]]:
@@ -130,16 +131,18 @@ def test_batches_are_those_of_tensors_in_memory(num_workers: int) -> None:
         for share in range(num_shares):
             keys = {"share": share, "num_shares": num_shares, "grad_accum_steps": 2}
             pairs = zip(
-                batches_of(split, **keys).epoch(1), batches_of(whole, **keys).epoch(1), strict=True
+                steps_of(batches_of(split, **keys), 1),
+                steps_of(batches_of(whole, **keys), 1),
+                strict=True,
             )
             for found, expected in pairs:
                 assert_equal_steps(found, expected)
                 for micro in found.micro_batches:
                     numbers = (micro.data[0][:, 0, 0] / 6).long()
                     seen.index_add_(0, numbers, torch.full((len(numbers),), micro.weight))
-            of_eval = {"batch_size": 4, "rank": share, "world_size": num_shares, "seed": 0}
+            of_eval = {"batch_size": 4, "share": share, "num_shares": num_shares, "seed": 0}
             for one, other in zip(
-                eval_batches(split, **of_eval), eval_batches(whole, **of_eval), strict=True
+                split.in_order(**of_eval), whole.in_order(**of_eval), strict=True
             ):
                 assert all(map(torch.equal, one.data, other.data))
         assert torch.equal(seen, torch.ones(NUM_SAMPLES))
@@ -171,10 +174,10 @@ def test_property_every_plan_of_batches_loads_as_from_tensors(
         "share": data.draw(st.integers(0, num_shares - 1)),
         "seed": data.draw(st.integers(0, 2**40)),
     }
-    expected = list(batches_of(TensorSplit(numbers, numbers), **keys).epoch(epoch))
-    start = data.draw(st.integers(0, len(expected)))
+    expected = list(steps_of(batches_of(TensorSplit(numbers, numbers), **keys), epoch))
+    start = data.draw(st.integers(0, len(expected) - 1))
     split = split_of(TensorDataset(numbers, numbers))
-    found = batches_of(split, **keys).epoch(epoch, start_step=start)
+    found = steps_of(batches_of(split, **keys), epoch, start=start)
     for one, other in zip(found, expected[start:], strict=True):
         assert_equal_steps(one, other)
 
@@ -193,7 +196,7 @@ DATASETS = {
 def test_a_samples_random_numbers_depend_on_seed_epoch_and_index_alone(name: str) -> None:
     """Not on the workers, the ranks, the batch or where a resumed run begins."""
     dataset = DATASETS[name]
-    expected = by_number(steps(batches_of(split_of(dataset)).epoch(3)))
+    expected = by_number(steps(steps_of(batches_of(split_of(dataset)), 3)))
     assert len(expected) == NUM_SAMPLES
     drawing = [value for number, value in expected.items() if number % dataset.every == 0]
     assert len({tuple(one) for one in drawing}) == len(drawing), "the same numbers twice"
@@ -202,16 +205,16 @@ def test_a_samples_random_numbers_depend_on_seed_epoch_and_index_alone(name: str
         shares = [batches_of(split, share=share, num_shares=3) for share in range(3)]
         found: dict[int, list[float]] = {}
         for share in shares:
-            found |= by_number(steps(share.epoch(3)))
+            found |= by_number(steps(steps_of(share, 3)))
         assert found == expected
-        tail = steps(shares[0].epoch(3))[2:]
-        assert steps(shares[0].epoch(3, start_step=2)) == tail
+        tail = steps(steps_of(shares[0], 3))[2:]
+        assert steps(steps_of(shares[0], 3, start=2)) == tail
         assert (
-            steps(batches_of(split_of(dataset)).epoch(3, start_step=2))
-            == steps(batches_of(split).epoch(3))[2:]
+            steps(steps_of(batches_of(split_of(dataset)), 3, start=2))
+            == steps(steps_of(batches_of(split), 3))[2:]
         )
     plain = batches_of(split_of(dataset))
-    for other in (replace(plain, seed=1).epoch(3), plain.epoch(2)):
+    for other in (steps_of(replace(plain, seed=1), 3), steps_of(plain, 2)):
         found = by_number(steps(other))
         assert all(found[n] != expected[n] for n in expected if n % dataset.every == 0)
 
@@ -220,11 +223,11 @@ def test_a_batchs_random_numbers_depend_on_seed_epoch_and_batch_alone() -> None:
     """The collate function may draw as well, even if no sample does."""
     for dataset in (Drawing(), Drawing([])):
         found = [
-            steps(batches_of(split_of(dataset, collate_fn=noisy_collate, num_workers=n)).epoch(0))
+            steps(steps_of(batches_of(split_of(dataset, collate_fn=noisy_collate, num_workers=n))))
             for n in WORKERS
         ]
         assert found[0] == found[1] == found[2]
-        assert found[0] == steps(batches_of(split_of(dataset, collate_fn=noisy_collate)).epoch(0))
+        assert found[0] == steps(steps_of(batches_of(split_of(dataset, collate_fn=noisy_collate))))
         assert len({str(one["of batch"]) for step in found[0] for one in step}) == len(found[0])
 
 
@@ -240,24 +243,24 @@ def test_an_abandoned_epoch_leaves_nothing_behind(
         Drawing(every=2), num_workers=num_workers, persistent_workers=persistent, pin_memory=pinned
     )
     batches, plain = batches_of(split), batches_of(split_of(Drawing(every=2)))
-    expected = {epoch: steps(plain.epoch(epoch)) for epoch in (0, 1)}
+    expected = {epoch: steps(steps_of(plain, epoch)) for epoch in (0, 1)}
     for left_after in (1, 2, 0):
-        epoch = batches.epoch(0)
+        epoch = steps_of(batches)
         assert steps(next(epoch) for _ in range(left_after)) == expected[0][:left_after]
         del epoch
-        first = steps([next(batches.epoch(1))])
+        first = steps([next(steps_of(batches, 1))])
         assert first == expected[1][:1]
-        two = [first_batch(one.split, [3, 99], seed=one.seed) for one in (batches, plain)]
+        two = [one.split.first([3, 99], seed=one.seed) for one in (batches, plain)]
         assert flat(two[0].data) == flat(two[1].data)
-        assert steps(batches.epoch(0)) == expected[0]
+        assert steps(steps_of(batches)) == expected[0]
 
 
 def test_kept_workers_do_not_mix_two_epochs() -> None:
     """They load for the last one alone; to go on with another one is an error."""
     batches = batches_of(split_of(Drawing(), num_workers=1))
-    left = batches.epoch(0)
+    left = steps_of(batches)
     next(left)
-    steps(batches.epoch(1))
+    steps(steps_of(batches, 1))
     with pytest.raises(RuntimeError, match="other train samples were loaded amid this epoch"):
         next(left)
 
@@ -307,7 +310,7 @@ def test_whether_a_sample_fails_depends_on_seed_epoch_and_index_alone() -> None:
         split, found = split_of(Moody()), []
         for seed in range(12):
             try:
-                list(split.load([Piece(range(1))], seed=seed))
+                list(split.load([MicroPlan(range(1))], seed=seed))
                 found.append(True)
             except UserError:
                 found.append(False)
@@ -334,7 +337,7 @@ def test_a_sample_or_a_batch_that_fails_is_one_line(num_workers: int) -> None:
         (bad_together, of_sample, "__getitem__"),
         (bad_batch, of_batch, "failing_collate"),
     ]
-    pieces = [Piece(torch.tensor(numbers)) for numbers in ([2], [1, 3, 7, 8])]
+    pieces = [MicroPlan(torch.tensor(numbers)) for numbers in ([2], [1, 3, 7, 8])]
     for split, parts, place in cases:
         for _ in range(2):  # a failure does not end the workers
             with pytest.raises(UserError) as caught:
@@ -349,4 +352,4 @@ def test_what_cannot_be_sent_is_one_line() -> None:
     """A function that is local to another, for example."""
     split = split_of(Drawing(), num_workers=1, collate_fn=lambda samples: lambda: samples)
     with pytest.raises(UserError, match=r"cannot be sent to the rank .*collate_fn, or write"):
-        list(split.load([Piece(range(2))], seed=0))
+        list(split.load([MicroPlan(range(2))], seed=0))

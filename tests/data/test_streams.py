@@ -20,10 +20,9 @@ from own_streams import (
 from tiers import first_of
 from torch import Tensor
 
-from ddp_runner.data.batches import eval_batches
 from ddp_runner.data.loading import Loading
-from ddp_runner.data.stream_reader import Part
-from ddp_runner.data.streams import StreamSplit
+from ddp_runner.data.reader import Part
+from ddp_runner.data.stream import StreamSplit
 from ddp_runner.errors import UserError
 
 SIZE, BATCH = 23, 3
@@ -38,7 +37,7 @@ STREAMS = {
 
 def read(split: StreamSplit, *, rank: int = 0, num_ranks: int = 1, **keys: Any) -> list[Any]:
     """Return one rank's batches of an epoch."""
-    return list(split.open(Part(BATCH, rank=rank, num_ranks=num_ranks, seed=7, **keys)))
+    return list(split.open(Part(BATCH, share=rank, num_shares=num_ranks, seed=7, **keys)))
 
 
 def numbers(batches: list[Any]) -> list[int]:
@@ -78,7 +77,7 @@ def test_a_reader_goes_on_from_each_state(kind: str, num_workers: int, shuffle_b
         num_workers=num_workers,
         shuffle_buffer=shuffle_buffer,
     )
-    part = Part(BATCH, rank=1, num_ranks=2, seed=7, epoch=2)
+    part = Part(BATCH, share=1, num_shares=2, seed=7, epoch=2)
     whole = list(split.open(part))
     # With workers each state is tried once; one in three is enough of the slow ones.
     for taken in range(0, len(whole) + 1, 3 if num_workers else 1):
@@ -110,7 +109,7 @@ def noisy(sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def test_a_state_after_the_end_begins_nothing_anew() -> None:
     """A rank whose part ended first has nothing left when the run is resumed."""
     split = StreamSplit("train", Plain(SIZE))
-    stream, part = split.open(Part(BATCH, rank=0, num_ranks=1, seed=7)), Part(BATCH, 0, 1, seed=7)
+    stream, part = split.open(Part(BATCH, share=0, num_shares=1, seed=7)), Part(BATCH, 0, 1, seed=7)
     assert len(list(stream)) == 8
     assert list(split.open(part, state=stream.state())) == []
 
@@ -119,9 +118,9 @@ def test_epochs_seeds_and_readers_draw_other_numbers() -> None:
     """The same samples come with other noise."""
     split = StreamSplit("train", Plain(SIZE))
     parts = [
-        Part(BATCH, rank=0, num_ranks=1, seed=7),
-        Part(BATCH, rank=0, num_ranks=1, seed=8),
-        Part(BATCH, rank=0, num_ranks=1, seed=7, epoch=1),
+        Part(BATCH, share=0, num_shares=1, seed=7),
+        Part(BATCH, share=0, num_shares=1, seed=8),
+        Part(BATCH, share=0, num_shares=1, seed=7, epoch=1),
     ]
     firsts = [next(split.open(part)).data[0] for part in parts]
     assert not torch.equal(firsts[0], firsts[1])
@@ -159,9 +158,12 @@ def test_a_single_sample_comes_twice_if_asked() -> None:
 def test_the_first_samples_are_read_beside_the_stream(num_workers: int) -> None:
     """By number, as often as asked; past the end it is the last one; nothing is used up."""
     split = StreamSplit("train", Stateful(SIZE, draws=False), num_workers=num_workers)
-    _, found = split.first([1, 0, 1])
+    _, found = split.first([1, 0, 1]).data
     assert found.flatten().tolist() == [1, 0, 1]
-    assert StreamSplit("train", Plain(2, draws=False)).first([0, 5])[1].flatten().tolist() == [0, 1]
+    assert StreamSplit("train", Plain(2, draws=False)).first([0, 5]).data[1].flatten().tolist() == [
+        0,
+        1,
+    ]
     assert numbers(read(split)) == list(range(SIZE))
 
 
@@ -172,7 +174,7 @@ def test_an_evaluation_reads_each_sample_once() -> None:
         found = [
             int(number)
             for rank in range(2)
-            for batch in eval_batches(split, batch_size=4, rank=rank, world_size=2, seed=0)
+            for batch in split.in_order(4, share=rank, num_shares=2, seed=0)
             for number in batch.data[1]
         ]
         assert sorted(found) == list(range(SIZE))
@@ -182,7 +184,7 @@ def test_an_evaluation_reads_each_sample_once() -> None:
 def test_an_error_in_a_stream_is_one_line(num_workers: int) -> None:
     """With the exception and where it was; the samples before it come first."""
     stream = StreamSplit("train", Broken(5), num_workers=num_workers).open(
-        Part(2, rank=0, num_ranks=1, seed=0)
+        Part(2, share=0, num_shares=1, seed=0)
     )
     next(stream)
     next(stream)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from configs import resolved
+from orders import samples_of, steps_of
 from ranks import run_ranks
 from texts import BAD, GOOD, csv_error, csv_text, load_csv, write_reviews
 
 from ddp_runner.cli.compose import validate_files
-from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.sources.csv_text import encode
@@ -137,13 +138,19 @@ def test_batches_of_similar_length_hold_each_sample_once(tmp_path: Path) -> None
     dataset = load_csv(write_reviews(tmp_path / "x.csv", num_rows=500))
     padded = {}
     for lengths in (None, dataset.lengths()):
-        batches = GlobalBatches(
-            dataset.train, 16, 1, share=0, num_shares=1, seed=0, lengths=lengths
+        batches = NumberedBatches(
+            split=dataset.train,
+            global_size=16,
+            grad_accum_steps=1,
+            share=0,
+            num_shares=1,
+            seed=0,
+            lengths=lengths,
         )
-        orders = [batches.order(epoch) for epoch in (0, 1)]
+        orders = [samples_of(batches, epoch) for epoch in (0, 1)]
         assert all(order.sort().values.equal(torch.arange(450)) for order in orders)
         assert not orders[0].equal(orders[1])
-        pairs = [step.micro_batches[0].data for step in batches.epoch(0)]
+        pairs = [step.micro_batches[0].data for step in steps_of(batches)]
         cut = [dataset.prepare(pair, torch.device("cpu"))[0] for pair in pairs]
         padded[lengths is None] = sum(int(one.eq(0).sum()) for one in cut)
     assert padded[False] < padded[True] / 2

@@ -16,7 +16,7 @@ from ddp_runner.data import text_tokenizer
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.sources.text import bundled_text
-from ddp_runner.data.splits import Piece, Split, TokenSplit
+from ddp_runner.data.splits import MicroPlan, Split, TokenSplit
 from ddp_runner.data.text_tokenizer import (
     VOCABULARIES,
     Library,
@@ -45,7 +45,7 @@ def load(folder: Path, **keys: Any) -> Dataset:
 
 def samples(split: Any) -> tuple[Tensor, Tensor]:
     """Return all inputs and targets of a split, (num_samples, length) each."""
-    (pair,) = split.load([Piece(range(len(split)))])
+    (pair,) = split.load([MicroPlan(range(len(split)))])
     return pair
 
 
@@ -80,7 +80,7 @@ def test_samples_are_the_same_one_by_one_and_in_batches(tmp_path: Path) -> None:
     split: Split = load(tmp_path, sequence_length=5).train
     inputs, targets = samples(split)
     for indices in (torch.tensor([3, 0, 3]), range(1, 4)):
-        ((some, of_them),) = split.load([Piece(indices)], seed=0)
+        ((some, of_them),) = split.load([MicroPlan(indices)], seed=0)
         assert torch.equal(some, inputs[torch.as_tensor(indices)])
         assert torch.equal(of_them, targets[torch.as_tensor(indices)])
 

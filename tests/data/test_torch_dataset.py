@@ -21,7 +21,7 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.sources import torch_dataset
 from ddp_runner.data.sources.torch_dataset import TorchDataset
-from ddp_runner.data.splits import Piece, TensorSplit
+from ddp_runner.data.splits import MicroPlan, TensorSplit
 from ddp_runner.errors import UserError
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port, where nothing listens
@@ -123,7 +123,7 @@ def test_prepared_samples_are_those_that_are_loaded(package: str) -> None:
     for name in ("train", "eval"):
         split, second, other = (getattr(one, name) for one in (prepared, again, loaded))
         assert isinstance(split, TensorSplit)
-        (batch,) = other.load([Piece(range(len(other)))], seed=0)
+        (batch,) = other.load([MicroPlan(range(len(other)))], seed=0)
         assert torch.equal(split.inputs, batch[0])
         assert torch.equal(split.targets, batch[1])
         assert torch.equal(split.inputs, second.inputs)
@@ -214,9 +214,9 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
     splits = []
     for words in ((), ("seed=5",), ("dataset.prepare=false",), ("dataset.split_seed=1",)):
         data = built(*own(package, eval="null", eval_fraction=0.1), *words)
-        (batch,) = data.eval.load([Piece(range(len(data.eval)))], seed=0)
+        (batch,) = data.eval.load([MicroPlan(range(len(data.eval)))], seed=0)
         splits.append(batch[0].flatten().tolist())
-        (rest,) = data.train.load([Piece(range(len(data.train)))], seed=0)
+        (rest,) = data.train.load([MicroPlan(range(len(data.train)))], seed=0)
         assert sorted([*splits[-1], *rest[0].flatten().tolist()]) == list(range(300))
     assert len(splits[0]) == 30
     assert splits[0] == splits[1] == splits[2] != splits[3]
@@ -326,7 +326,7 @@ def test_the_evaluation_keeps_its_own_transform(tmp_path: Path) -> None:
     seen = {"train": [], "eval": []}
     for name, found in seen.items():
         for epoch in range(3):
-            ((inputs, _),) = getattr(data, name).load([Piece(range(3), epoch)], seed=0)
+            ((inputs, _),) = getattr(data, name).load([MicroPlan(range(3), epoch)], seed=0)
             found.append(inputs)
     assert all(torch.equal(one, seen["eval"][0]) for one in seen["eval"])
     assert not all(torch.equal(one, seen["train"][0]) for one in seen["train"])

@@ -17,7 +17,7 @@ from own_data import end_workers
 from tiers import first_of
 
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.splits import Piece
+from ddp_runner.data.splits import MicroPlan
 from ddp_runner.errors import UserError
 from ddp_runner.host.processes import STOP_SIGNALS
 
@@ -39,7 +39,7 @@ class Local:
 
 def load_some(split: LoaderSplit, *indices: int) -> list[list[int]]:
     """Return a batch of two of each index."""
-    pieces = [Piece(range(index, index + 2)) for index in indices]
+    pieces = [MicroPlan(range(index, index + 2)) for index in indices]
     return [[one.tolist() for one in batch] for batch in split.load(pieces, seed=0)]
 
 
@@ -78,7 +78,7 @@ def test_stop_signals_do_not_end_a_worker() -> None:
 def wait_with_workers(pipe: Any, how: str) -> None:
     """Start workers, send their numbers, and end or be ended while they work."""
     split = LoaderSplit("train", Local(), num_workers=2)
-    loaded = split.load((Piece(range(index, index + 2)) for index in range(900)), seed=0)
+    loaded = split.load((MicroPlan(range(index, index + 2)) for index in range(900)), seed=0)
     pipe.send(sorted({next(loaded)[1][0].item() for _ in range(4)}))
     if how == "wait":
         time.sleep(600)

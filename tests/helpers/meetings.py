@@ -131,7 +131,7 @@ def _train(env: DistEnv, cell: Cell, config: Config) -> Found:
         trace = run_loop(env, config, max_steps=None, folder=cell.folder, state=state)
     except UserError as error:  # of a rank that serves the loop
         return Found(refused=str(error))
-    if trace.error.startswith("UserError: ") and not trace.position.step:
+    if trace.error.startswith("UserError: ") and not trace.progress.step:
         return Found(refused=trace.error.removeprefix("UserError: "))
     if trace.error:
         return Found(failed=trace.error)
@@ -144,8 +144,8 @@ def _train(env: DistEnv, cell: Cell, config: Config) -> Found:
 def _set_groups(state: TrainState, cell: Cell, *_: object) -> None:
     """Give the optimizer what the cell prescribes for the coming step."""
     for group in state.optimizer.param_groups:
-        group["lr"] = cell.rates[state.position.step]
-        group["weight_decay"] = cell.decays[state.position.step]
+        group["lr"] = cell.rates[state.progress.step]
+        group["weight_decay"] = cell.decays[state.progress.step]
 
 
 def found_in(state: TrainState, trace: Trace, counts: list[int]) -> Found:

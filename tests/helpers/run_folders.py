@@ -84,7 +84,8 @@ def assert_same_state(run_dir: Path, other: Path) -> None:
         torch.load(checkpoint_dir(run, step) / "state.pt", weights_only=True)
         for run in (run_dir, other)
     ]
-    assert states[0]["objects"]["position"] == states[1]["objects"]["position"]
+    for part in ("progress", "batches"):
+        assert states[0]["objects"][part] == states[1]["objects"][part]
     for part in ("model", "optimizer"):
         tensors = [dict(tensors_in(state["objects"][part])) for state in states]
         assert tensors[0].keys() == tensors[1].keys()

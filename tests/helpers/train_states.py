@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,8 +17,7 @@ from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import TensorSplit
-from ddp_runner.data.streams import AnySplit
+from ddp_runner.data.splits import Split, TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
@@ -28,8 +28,9 @@ from ddp_runner.train.build import build_setup, build_state
 from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train, train_step
 from ddp_runner.train.metrics import global_loss
+from ddp_runner.train.progress import Progress
 from ddp_runner.train.snapshot import restore, snapshot
-from ddp_runner.train.state import Position, TrainState
+from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import supervised
 
 # 27 samples in batches of 8: an epoch has three full batches, and a last one of three samples.
@@ -56,10 +57,16 @@ class Trace:
     saved_steps: list[int] = field(default_factory=list)
     saved: dict[int, dict[str, float]] = field(default_factory=dict)  # by step, without perf/
     weights: Tensor = field(default_factory=lambda: torch.zeros(0))  # flat
-    position: Position = field(default_factory=Position)
+    progress: Progress = field(default_factory=Progress)
+    place: tuple[int, int] = (0, 0)  # completed epochs, and steps in the epoch
     status: str = ""
     error: str = ""
     num_evaluations: int = 0  # begun
+
+    @property
+    def stand(self) -> tuple[Progress, tuple[int, int]]:
+        """How far the run has come."""
+        return self.progress, self.place
 
     def log(
         self, metrics: Mapping[str, float], *, step: int, epoch: int, confusion: object = None
@@ -111,7 +118,7 @@ def refusal(env: DistEnv, config: Config) -> str:
     return ""
 
 
-def _cast(dataset: Dataset, split: AnySplit) -> AnySplit:
+def _cast(dataset: Dataset, split: Split) -> Split:
     if not isinstance(split, TensorSplit):  # a dataset of the test's own chooses its dtype
         return split
     dtype, targets = torch.get_default_dtype(), split.targets
@@ -125,9 +132,17 @@ def flat_weights(module: nn.Module) -> Tensor:
     return torch.cat([whole(parameter.detach()).flatten() for parameter in module.parameters()])
 
 
-def at(state: TrainState, **position: Any) -> TrainState:
-    """Return the state at another position."""
-    return replace(state, position=Position(**position))
+def at(
+    state: TrainState,
+    *,
+    step: int,
+    epoch: int = 0,
+    in_epoch: int = 0,
+    owes_evaluation: bool = False,
+) -> TrainState:
+    """Return the state at another place; the batches are moved."""
+    state.setup.batches.epoch, state.setup.batches.step = epoch, in_epoch
+    return replace(state, progress=Progress(step, owes_evaluation=owes_evaluation))
 
 
 def with_setup(state: TrainState, **changes: Any) -> TrainState:
@@ -172,11 +187,8 @@ def take_steps(
     batches = state.setup.batches
     end_at(state, num_steps)
     if take_role(state) is None:
-        while len(trace.losses) < num_steps:
-            for batch in batches.epoch(len(trace.losses) // batches.steps_per_epoch):
-                trace.losses.append(global_loss(state, train_step(state, batch)))
-                if len(trace.losses) == num_steps:
-                    break
+        for batch in islice(batches, num_steps):
+            trace.losses.append(global_loss(state, train_step(state, batch)))
         state.gradients.close(Status.COMPLETED)
     trace.weights = flat_weights(state.module)
     return trace
@@ -207,17 +219,17 @@ def run_loop(
     state, trace = state or build(env, config), Trace()
     if folder is not None:
         restore(state, folder, log=trace.logged.append)
-    position = state.position
+    progress = state.progress
 
     def save() -> None:
-        content, metrics = snapshot(state), dict(state.position.metrics)
-        trace.saved_steps.append(position.step)
-        trace.saved[position.step] = {k: v for k, v in metrics.items() if "perf/" not in k}
+        content, metrics = snapshot(state), dict(state.progress.metrics)
+        trace.saved_steps.append(progress.step)
+        trace.saved[progress.step] = {k: v for k, v in metrics.items() if "perf/" not in k}
         if folder is not None and env.is_rank_zero:
             save_checkpoint(
                 folder,
                 content,
-                step=position.step,
+                step=progress.step,
                 metrics=metrics,
                 config=CheckpointConfig(keep=config.checkpoint.keep),
                 log=trace.logged.append,
@@ -225,7 +237,7 @@ def run_loop(
 
     def stop_requested() -> bool:
         is_last = env.rank == env.world_size - 1
-        return stop_after is not None and is_last and position.step >= stop_after
+        return stop_after is not None and is_last and progress.step >= stop_after
 
     if max_steps is not None:
         end_at(state, max_steps)
@@ -240,7 +252,8 @@ def run_loop(
     if trace.status:
         state.gradients.close(Status(trace.status))
     trace.losses = [line["train/loss"] for line in trace.lines if "train/loss" in line]
-    trace.position = position
+    trace.progress = progress
+    trace.place = (state.setup.batches.epoch, state.setup.batches.step)
     if not trace.error:  # the other ranks may have none, and wait for this one elsewhere
         trace.weights = flat_weights(state.module)
     return trace

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.loader import Loader
@@ -20,8 +20,8 @@ def loader(rank: int = 0, world_size: int = 2, *, shuffle: bool = True, **change
     """Return a rank's loader of the numbers 0 to 12."""
     numbers = torch.arange(NUM_SAMPLES)
     settings: dict[str, Any] = {"global_size": 6, "seed": 0} | changes
-    batches = GlobalBatches(
-        TensorSplit(numbers, numbers),
+    batches = NumberedBatches(
+        split=TensorSplit(numbers, numbers),
         grad_accum_steps=1,
         share=rank,
         num_shares=world_size,
@@ -84,7 +84,10 @@ def test_an_order_may_change_between_epochs_only() -> None:
     amid = one.state_dict()
     other = loader(global_size=4)
     other.load_state_dict(between)
-    with pytest.raises(UserError, match="an epoch with global_size 6, and now it is global_size 4"):
+    with pytest.raises(
+        UserError,
+        match=r"global_size=6, and this run has batch\.global_size=4, so",
+    ):
         other.load_state_dict(amid)
 
 

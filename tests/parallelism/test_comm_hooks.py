@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from commands import run_command
 from configs import config_error
+from orders import steps_of
 from pages import commands, write_files
 from ranks import run_ranks
 from run_folders import metrics, record
@@ -115,7 +116,7 @@ def checked(env: DistEnv, configs: list[Config]) -> list[tuple[bool, str]]:
     for config in configs:
         state = build(env, config)
         assert isinstance(state.model, DistributedDataParallel)
-        batch = next(state.setup.batches.epoch(0))
+        batch = next(steps_of(state.setup.batches))
         own = own_gradients(state, batch)
         finding = mean_gradients(state, own, synced_gradients(state, batch))
         found.append((finding.ok, finding.detail.rpartition("; ")[2]))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from orders import steps_of
 from ranks import run_ranks
 from torch.distributed import ReduceOp
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,7 +83,7 @@ class Collectives(TorchDispatchMode):
 def sent(env: DistEnv, config: Config) -> Counter[str]:
     """Return how often each collective is called in a forward and backward."""
     state = build(env, config)
-    batch = next(iter(state.setup.batches.epoch(0)))
+    batch = next(iter(steps_of(state.setup.batches)))
     with Collectives() as found:
         state.gradients.compute(state, batch)
     return +found.calls  # without the operators that are no collectives

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from commands import background, run_command, wait_for_end
+from orders import steps_of
 from ranks import run_ranks
 from run_folders import metrics, record, run_dirs, tensors_in
 from train_states import MNIST_NET, NO_DROPOUT, compose_config, take_steps
@@ -194,7 +195,7 @@ def losses_on(env: DistEnv, config: Config, devices_by_rank: list[list[str]]) ->
     state = build_state(build_setup(config, env, mode, devices=devices, dataset=dataset))
     found = list[float]()
     for epoch in range(NUM_STEPS):
-        for batch in state.setup.batches.epoch(epoch):
+        for batch in steps_of(state.setup.batches, epoch):
             if len(found) == NUM_STEPS:
                 break
             loss = train_step(state, batch)

@@ -207,7 +207,7 @@ def rests(env: DistEnv, config: Config) -> list[tuple[str, int, bool]]:
 
     def noted(name: str, call: Callable[[TrainState], Any]) -> Callable[[TrainState], Any]:
         def wrapped(state: TrainState) -> Any:
-            found.append((name, state.position.step, state.gradients.may_stop(True)))
+            found.append((name, state.progress.step, state.gradients.may_stop(True)))
             state.gradients.may_stop(False)
             return call(state)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from modes import smallest_world
 from omegaconf import DictConfig, OmegaConf
+from orders import samples_of, steps_of
 from ranks import run_ranks
 from tiers import first_of
 from torch import Tensor, nn
@@ -131,7 +132,7 @@ def plain_steps(env: DistEnv, config: Config) -> tuple[list[float], Tensor]:
     state, losses = build(env, config), list[float]()
     model, split = state.module, state.setup.batches.split
     optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer["lr"], momentum=0.9)
-    epochs = [state.setup.batches.order(epoch).split(8) for epoch in range(3)]
+    epochs = [samples_of(state.setup.batches, epoch).split(8) for epoch in range(3)]
     chosen = [indices for epoch in epochs for indices in epoch]
     for indices in chosen[:NUM_STEPS]:
         optimizer.zero_grad()
@@ -251,7 +252,7 @@ def test_each_setting_of_a_mode_reaches_ddp(mode: str) -> None:
 def gradients(env: DistEnv, config: Config) -> dict[str, Tensor]:
     """Return this rank's own gradient, that of a skipped sync, and that of a sync after it."""
     state = build(env, config)
-    batch = next(state.setup.batches.epoch(0)).micro_batches[0]
+    batch = next(steps_of(state.setup.batches)).micro_batches[0]
     parameters = list(state.module.parameters())
 
     def gradient() -> Tensor:

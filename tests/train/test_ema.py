@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from orders import steps_of
 from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -88,7 +89,7 @@ def averages(env: DistEnv, config: Config) -> tuple[Tensor, Tensor]:
     assert state.ema is not None
     batches = state.setup.batches
     for number in range(NUM_STEPS):
-        train_step(state, batches.step(0, number % STEPS_PER_EPOCH, order=batches.order(0)))
+        train_step(state, batches.step_at(number % STEPS_PER_EPOCH))
         weights = flat_weights(state.module)
         expected = weights if number == 0 else expected.lerp(weights, 0.5)
     return flat_weights(state.ema.module), expected
@@ -120,7 +121,7 @@ def skipped(env: DistEnv, config: Config) -> tuple[int, int]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=2.0**-30)
     state = replace(with_setup(state, step=step), scaler=scaler)
     assert state.ema is not None
-    for batch in state.setup.batches.epoch(0):
+    for batch in steps_of(state.setup.batches):
         before = flat_weights(state.module)
         train_step(state, batch)
         updates += not torch.equal(before, flat_weights(state.module))

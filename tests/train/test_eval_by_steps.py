@@ -94,11 +94,11 @@ def test_early_stopping_inside_an_epoch(tmp_path: Path) -> None:
     """It evaluates and saves once, on all ranks; resumed, the run has nothing left to do."""
     config = compose_config(*KEYS, *STUCK, "train.eval_every_steps=1", world_size=2)
     for trace in run_ranks(loop, 2, config, tmp_path):
-        assert (trace.status, trace.position.step) == ("completed", 3)
+        assert (trace.status, trace.progress.step) == ("completed", 3)
         assert evaluated(trace) == [1, 2, 3]
         assert trace.saved_steps == [1, 2, 3]
     for trace in run_ranks(loop, 2, config, tmp_path):
-        assert (trace.status, trace.position.step, trace.lines) == ("completed", 3, [])
+        assert (trace.status, trace.progress.step, trace.lines) == ("completed", 3, [])
 
 
 def test_it_serves_what_monitors_an_evaluation() -> None:

@@ -45,7 +45,7 @@ from train_states import (
 
 from ddp_runner.checkpoint.store import load_checkpoint, newest_first
 from ddp_runner.config.schema import CONFIG_DIR, Config
-from ddp_runner.data.batches import GlobalBatches, StepBatch
+from ddp_runner.data.batches import NumberedBatches, StepBatch
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.first_batch import rehearse
@@ -199,19 +199,19 @@ GROUPS = {
 }
 
 
-@dataclass(frozen=True)
-class Watched(GlobalBatches):
+@dataclass(kw_only=True)
+class Watched(NumberedBatches):
     """Batches that note what is taken from them."""
 
     drawn: list[tuple[int, dict[int, float]]] = field(default_factory=list)
 
-    def epoch(self, epoch: int, *, start_step: int = 0) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[StepBatch]:
         """Note each batch that the loop takes."""
-        yield from map(self.noted, super().epoch(epoch, start_step=start_step))
+        yield from map(self.noted, super().__iter__())
 
-    def step(self, epoch: int, index: int, *, order: Tensor) -> StepBatch:
+    def step_at(self, number: int) -> StepBatch:
         """Note a batch that is asked for by its number."""
-        return self.noted(super().step(epoch, index, order=order))
+        return self.noted(super().step_at(number))
 
     def noted(self, batch: StepBatch) -> StepBatch:
         """Note the batch's number and each sample's weight; its bytes identify a sample."""
@@ -233,7 +233,9 @@ def sample_numbers(split: TensorSplit) -> dict[bytes, int]:
 def watched(state: TrainState) -> tuple[TrainState, list[tuple[int, dict[int, float]]]]:
     """Return a state that notes which samples it takes, and the notes."""
     given = {
-        one.name: getattr(state.setup.batches, one.name) for one in fields(state.setup.batches)
+        one.name: getattr(state.setup.batches, one.name)
+        for one in fields(state.setup.batches)
+        if one.init
     }
     batches = Watched(**given)
     return with_setup(state, batches=batches), batches.drawn
@@ -377,7 +379,7 @@ def test_from_any_step_a_resumed_run_is_the_undisturbed_one(
             assert len(life.trace.lines) == len(figures(whole.trace, after=step)), step
             assert life.drawn == whole.drawn[step:], step
             assert torch.equal(life.trace.weights, whole.trace.weights), step
-            assert life.trace.position == whole.trace.position, step
+            assert life.trace.stand == whole.trace.stand, step
     for step, content in enumerate(found.states):
         whole_state = found.states[0]
         assert content.keys() == whole_state.keys()
@@ -502,7 +504,7 @@ def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
         losses = sources[source][0].trace.losses[:step] + first.trace.losses
         torch.testing.assert_close(losses, whole.trace.losses, **tolerances, msg=text)
         torch.testing.assert_close(first.trace.weights, whole.trace.weights, **tolerances, msg=text)
-        assert first.trace.position == whole.trace.position, where
+        assert first.trace.stand == whole.trace.stand, where
         before = [Life(one.trace, one.drawn[:step]) for one in readers(source, sources[source])]
         after = readers(target, [rank[source, step] for rank in ranks])
         found = samples_by_batch(*before, *after)
@@ -538,7 +540,7 @@ def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> N
             losses = sources[source][0].trace.losses[:step] + life.trace.losses
             where = f"{source} to {target} at step {step}"
             assert sorted(losses) == pytest.approx(ordered, rel=1e-5), where
-            assert life.trace.position.step == NUM_STEPS, where
+            assert life.trace.progress.step == NUM_STEPS, where
 
 
 # All that a step depends on, on two ranks.

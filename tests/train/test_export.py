@@ -52,7 +52,8 @@ def export_from(
         for step in damaged:
             path = run_dir / "checkpoints" / f"step-{step:08d}" / STATE
             os.truncate(path, path.stat().st_size - 1)
-    state = at(state, epoch=1, step=4, metrics={"eval/loss": LOSSES[4]})
+    state = at(state, epoch=1, step=4)
+    state.progress.metrics["eval/loss"] = LOSSES[4]
     export_best(state, RunDir(run_dir), logger=trace, log=trace.logged.append)
     return flat_weights(state.module), trace.logged
 

@@ -9,6 +9,7 @@ from unittest.mock import create_autospec, patch
 
 import pytest
 import torch
+from orders import steps_of
 from ranks import run_ranks
 from tiers import first_of
 from torch import Tensor
@@ -81,7 +82,7 @@ def skipped_syncs(env: DistEnv, config: Config) -> int:
     state = build(env, config)
     no_sync = create_autospec(type(state.setup.mode).no_sync, side_effect=lambda *_: nullcontext())
     with patch.object(type(state.setup.mode), "no_sync", staticmethod(no_sync)):
-        train_step(state, next(state.setup.batches.epoch(0)))
+        train_step(state, next(steps_of(state.setup.batches)))
     return int(no_sync.call_count)
 
 
@@ -98,7 +99,7 @@ def first_update(env: DistEnv, config: Config, scale: float | None = None) -> Te
     if scale is not None:
         state = replace(state, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
     before = flat_weights(state.module)
-    train_step(state, next(state.setup.batches.epoch(0)))
+    train_step(state, next(steps_of(state.setup.batches)))
     return flat_weights(state.module) - before
 
 
@@ -195,7 +196,7 @@ def multiplied(env: DistEnv, config: Config) -> torch.dtype:
     """Return the dtype of a loss that multiplies the outputs by a matrix in float32."""
     state = build(env, config)
     state = with_loss(state, lambda outputs, _: (outputs @ torch.eye(5)).diagonal())
-    batch = next(state.setup.batches.epoch(0)).micro_batches[0]
+    batch = next(steps_of(state.setup.batches)).micro_batches[0]
     return forward(state, state.model, batch).loss_sum.dtype
 
 
@@ -248,7 +249,7 @@ def overflowing(env: DistEnv, config: Config) -> tuple[int, int]:
     state = with_loss(state, lambda *both: 2.0**20 * large(*both))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=2.0**-30)
     state, updates = replace(state, scaler=scaler), 0
-    for batch in state.setup.batches.epoch(0):
+    for batch in steps_of(state.setup.batches):
         before = flat_weights(state.module)
         train_step(state, batch)
         updates += not torch.equal(before, flat_weights(state.module))
@@ -302,8 +303,8 @@ def test_broken_loss_stops_all_ranks_at_the_same_step(
     first, second = run_ranks(diverge, 2, config, broken_sample)
     assert first.error.startswith(message)
     assert "optimizer.lr" in first.error
-    assert (first.error, first.position) == (second.error, second.position)
-    assert first.position.step <= STEPS_PER_EPOCH
+    assert (first.error, first.progress) == (second.error, second.progress)
+    assert first.progress.step <= STEPS_PER_EPOCH
     assert first.saved_steps == second.saved_steps == []
 
 
@@ -387,7 +388,7 @@ def test_each_checkpoint_has_the_metric_of_training_that_judges_it(
 def clipped_gradients(env: DistEnv, config: Config) -> tuple[Tensor, float]:
     """Return the gradients of the first step, and the norm that is logged of them."""
     state = build(env, config)
-    train_step(state, next(state.setup.batches.epoch(0)))
+    train_step(state, next(steps_of(state.setup.batches)))
     gradients = [one.grad for one in state.module.parameters() if one.grad is not None]
     state.setup.timer.add(samples=8)
     norm = step_metrics(state, torch.ones(()), lr=0.0)["train/grad_norm"]

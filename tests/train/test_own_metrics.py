@@ -10,7 +10,7 @@ from train_states import TOY, Trace, build, compose_config, run_loop
 
 from ddp_runner.config.monitors import validate_known
 from ddp_runner.config.schema import Config
-from ddp_runner.data.splits import Piece
+from ddp_runner.data.splits import MicroPlan
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.evaluation import evaluate
@@ -90,7 +90,7 @@ def segmented(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str,
 
 def pieces(num_samples: int) -> list[Any]:
     """Return a piece for each sample."""
-    return [Piece(torch.tensor([index])) for index in range(num_samples)]
+    return [MicroPlan(torch.tensor([index])) for index in range(num_samples)]
 
 
 @pytest.mark.full

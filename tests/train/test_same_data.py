@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from orders import steps_of
 from pictures import write_folders
 from ranks import run_ranks
 from torch import Tensor
@@ -106,7 +107,7 @@ def used(env: DistEnv, config: Config) -> tuple[list[int], list[int]]:
     torch.manual_seed(env.rank)
     state = build(env, config)
     agreed_samples(state.setup.dataset)
-    batches = [micro for step in state.setup.batches.epoch(0) for micro in step.micro_batches]
+    batches = [micro for step in steps_of(state.setup.batches) for micro in step.micro_batches]
     evaluated: Any = state.setup.dataset.eval
     numbers = [int(one) for micro in batches for one in micro.data[0][:, 0]]
     return numbers, [int(evaluated.dataset[index][0][0]) for index in range(len(evaluated))]
@@ -207,7 +208,7 @@ def resumed(env: DistEnv, configs: list[Config], folder: Path) -> list[str]:
         samples = agreed_samples(state.setup.dataset)
         state.setup = replace(state.setup, samples=samples)
         if not number:
-            content = snapshot(at(state, step=1, step_in_epoch=1))
+            content = snapshot(at(state, step=1, in_epoch=1))
             settings = CheckpointConfig(keep=1)
             save_checkpoint(folder, content, step=1, metrics={}, config=settings, log=print)
         try:
@@ -224,7 +225,7 @@ def test_a_resume_with_other_samples_is_refused(tmp_path: Path) -> None:
     reseeded = config_of(*keys, "seed=1", world_size=1)
     (answers,) = run_ranks(resumed, 1, [same, same, drawn, reseeded], tmp_path)
     assert answers[:2] == ["step 1"] * 2
-    changed = "does not fit position: the data changed: 80 training samples, but different ones; "
+    changed = "does not fit data: the data changed: 80 training samples, but different ones; "
     assert f"{changed}put the data of dataset=torch_dataset back as it was" in answers[2]
     assert f"{changed}the seed was 0 and is 1 now; write seed=0" in answers[3]
 

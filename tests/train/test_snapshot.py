@@ -38,7 +38,7 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.snapshot import restore, snapshot
-from ddp_runner.train.state import Position, TrainState
+from ddp_runner.train.state import TrainState
 
 NUM_STEPS = 3 * STEPS_PER_EPOCH
 MID_EPOCH, EPOCH_END = STEPS_PER_EPOCH + 2, STEPS_PER_EPOCH
@@ -92,11 +92,11 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, stop_at: int) 
     first = run_ranks(loop, 2, config, tmp_path, stop_at)
     second = run_ranks(loop, 2, config, tmp_path)
     for stopped, resumed, expected in zip(first, second, uninterrupted(*MNIST_NET), strict=True):
-        assert (stopped.status, stopped.position.step) == ("preempted", stop_at)
+        assert (stopped.status, stopped.progress.step) == ("preempted", stop_at)
         assert resumed.status == "completed"
         assert figures(stopped, resumed) == figures(expected)
         assert torch.equal(resumed.weights, expected.weights)
-        assert resumed.position == expected.position
+        assert resumed.stand == expected.stand
         found = told_by_checkpoints(stopped, resumed)
         assert {**found, **told_by_checkpoints(expected)} == found
 
@@ -106,10 +106,10 @@ def test_a_stop_in_the_last_step_loses_no_evaluation(tmp_path: Path, num_steps: 
     """The run completes, its epoch whole or not; resumed once more it does nothing."""
     for trace in run_ranks(last_step, 2, config_of(*TOY), tmp_path, num_steps):
         first, second = trace
-        assert (first.status, first.position.step) == ("completed", num_steps)
+        assert (first.status, first.progress.step) == ("completed", num_steps)
         assert [line["step"] for line in first.lines if "eval/loss" in line][-1] == num_steps
         assert {"train/loss", "eval/loss"} <= first.saved[num_steps].keys()
-        assert first.position.epoch == num_steps // STEPS_PER_EPOCH
+        assert first.place == divmod(num_steps, STEPS_PER_EPOCH)
         assert (second.status, second.lines, second.saved) == ("completed", [], {})
 
 
@@ -124,7 +124,7 @@ def last_step(env: DistEnv, config: Config, folder: Path, num_steps: int) -> lis
 def unevaluated(env: DistEnv, config: Config, folder: Path) -> Trace:
     """Resume a run that was saved after its last step and before the evaluation."""
     state = build(env, config)
-    state = at(state, epoch=0, step=EPOCH_END, step_in_epoch=STEPS_PER_EPOCH)
+    state = at(state, epoch=1, step=EPOCH_END, owes_evaluation=True)
     content = snapshot(state)
     if env.is_rank_zero:
         save_checkpoint(
@@ -137,7 +137,7 @@ def test_an_evaluation_that_is_missing_is_made_by_the_resume(tmp_path: Path) -> 
     """The run was killed after the last step, before its evaluation."""
     for trace in run_ranks(unevaluated, 2, config_of(*TOY), tmp_path):
         assert [line["step"] for line in trace.lines if "eval/loss" in line] == [EPOCH_END]
-        assert (trace.position.epoch, trace.position.step_in_epoch) == (1, 0)
+        assert trace.place == (1, 0)
         assert "eval/loss" in trace.saved[EPOCH_END]
 
 
@@ -195,8 +195,8 @@ def test_foreign_checkpoint_is_rejected_with_what_differs(tmp_path: Path) -> Non
         "fit|optimizer|the optimizer was SGD and is Adam now; keep it": ("optimizer=adam",),
         "fit|scheduler|was LambdaLR and is ReduceLROnPlateau now": ("scheduler=plateau",),
         "has|ema|this run restores": ("ema.decay=0.9",),
-        "fit|position|27 training samples then, 28 now": ("dataset.num_samples=28",),
-        "fit|position|amid epoch 2|seed=0|seed=1": ("seed=1",),
+        "fit|data|27 training samples then, 28 now": ("dataset.num_samples=28",),
+        "fit|batches|amid epoch 2|seed=0|seed=1": ("seed=1",),
         "batch.global_size=8|batch.global_size=4": ("batch.global_size=4",),
     }
     others = [config_of(*single, *keys, world_size=1) for keys in foreign.values()]
@@ -242,9 +242,9 @@ def test_a_resume_with_another_batch_size_trains_the_epochs_that_are_left(
     run_ranks(by_epochs, 1, config(before, 4), tmp_path)
     (resumed,) = run_ranks(by_epochs, 1, config(after, 8), tmp_path)
     (expected,) = run_ranks(by_epochs, 1, config(after, 8), tmp_path / "whole")
-    assert (resumed.status, resumed.position.epoch) == ("completed", 8)
+    assert (resumed.status, resumed.place) == ("completed", (8, 0))
     steps_before = 4 * steps_per_epoch[before]
-    assert resumed.position.step == steps_before + 4 * steps_per_epoch[after]
+    assert resumed.progress.step == steps_before + 4 * steps_per_epoch[after]
     rates = [
         [line["train/lr"] for line in trace.lines if "train/lr" in line]
         for trace in (resumed, expected)
@@ -323,26 +323,26 @@ def test_a_run_may_go_on_in_fp16(tmp_path: Path) -> None:
     assert run_ranks(with_a_scaler, 1, compose_config(*TOY), tmp_path) == [2]
 
 
-def of_the_old_order(env: DistEnv, config: Config, folder: Path, step_in_epoch: int) -> str:
+def of_the_old_order(env: DistEnv, config: Config, folder: Path, in_epoch: int) -> str:
     """Resume a checkpoint as versions wrote it that had another order of samples."""
     state = build(env, config)
-    state = at(state, epoch=1, step=4 + step_in_epoch, step_in_epoch=step_in_epoch)
+    state = at(state, epoch=1, step=4 + in_epoch, in_epoch=in_epoch)
     content = snapshot(state)
-    content["objects"]["position"]["order"]["the version of the order"] -= 1
-    save_whatever(folder, content, step=state.position.step)
+    content["objects"]["batches"]["order"]["the version of the order"] -= 1
+    save_whatever(folder, content, step=state.progress.step)
     try:
         return f"resumed at {restore(state, folder, log=print)}"
     except UserError as error:
         return str(error)
 
 
-@pytest.mark.parametrize(("step_in_epoch", "message"), [(2, "amid epoch 2"), (0, "resumed at 4")])
+@pytest.mark.parametrize(("in_epoch", "message"), [(2, "amid epoch 2"), (0, "resumed at 4")])
 def test_an_epoch_of_another_order_cannot_be_finished(
-    tmp_path: Path, step_in_epoch: int, message: str
+    tmp_path: Path, in_epoch: int, message: str
 ) -> None:
     """Some samples would come twice and others never; between epochs nothing is lost."""
     config = compose_config(*TOY)
-    (answer,) = run_ranks(of_the_old_order, 1, config, tmp_path, step_in_epoch)
+    (answer,) = run_ranks(of_the_old_order, 1, config, tmp_path, in_epoch)
     assert message in answer
     assert len(answer.splitlines()) == 1
 
@@ -393,7 +393,6 @@ def error_of(state: TrainState, config: Config, folder: Path) -> str:
     """Return the sentence with which the folder's checkpoint is refused. Collective."""
     with pytest.raises(UserError) as error:
         restore(state, folder, log=lambda _: None)
-    assert state.position == Position()
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -413,13 +412,14 @@ def of(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], An
     return forge
 
 
-STANDS = {"epoch": 0, "step": 1, "step_in_epoch": 1}
 FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a list": lambda content: [content],
     "nothing": lambda content: {},
     "objects": lambda content: content | {"objects": [1]},
-    "position": of("position", lambda _: [1]),
-    "order": of("position", lambda position: position | {"order": [1]}),
+    "data": of("data", lambda _: [1]),
+    "place": of("batches", lambda _: [1]),
+    "order": of("batches", lambda place: place | {"order": [1]}),
+    "progress": of("progress", lambda _: [1]),
     "optimizer": of("optimizer", lambda _: []),
     "optimizer's groups": of("optimizer", lambda state: state | {"settings": None}),
     "schedule": of("scheduler", lambda _: {}),
@@ -431,7 +431,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
 def errors_of(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     """Return the sentence for each forged state, by its name."""
     state = build(env, config)
-    content = snapshot(at(state, **STANDS))
+    content = snapshot(at(state, step=1, in_epoch=1))
     answers = {}
     for number, (name, forge) in enumerate(FORGED.items()):
         save_whatever(folder / str(number), forge(dict(content)))

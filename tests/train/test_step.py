@@ -23,7 +23,7 @@ from train_states import (
 )
 
 from ddp_runner.config.schema import Config
-from ddp_runner.data.batches import GlobalBatches
+from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -225,11 +225,12 @@ def by_hand(config: Config, num_steps: int) -> tuple[list[float], Tensor]:
         key: value for key, value in config.optimizer.items() if key not in ("name", "_target_")
     })  # fmt: skip
     numbers = TensorSplit(torch.arange(27), torch.arange(27))
-    batches = GlobalBatches(numbers, 9, 1, share=0, num_shares=1, seed=config.seed)
+    batches = NumberedBatches(
+        split=numbers, global_size=9, grad_accum_steps=1, share=0, num_shares=1, seed=config.seed
+    )
     found = []
     for step in range(num_steps):
-        order = batches.order(step // 3)
-        indices = order[9 * (step % 3) :][:9].tolist()
+        indices = batches.step_at(step).micro_batches[0].data[0].tolist()
         words, classes = padded([data[index] for index in indices])
         loss = F.cross_entropy(model(words), classes)  # torch's mean over the words
         optimizer.zero_grad()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from orders import steps_of
 from ranks import run_ranks
 from train_states import TOLERANCES, Trace, build, compose_config, run_loop
 
@@ -56,7 +57,7 @@ def steps(env: DistEnv, config: Config, num_epochs: int) -> list[list[dict[str, 
                 "count": step.global_count,
                 "is_last": step.is_last,
             }
-            for step in batches.epoch(epoch)
+            for step in steps_of(batches, epoch)
         ]
         for epoch in range(num_epochs)
     ]
@@ -93,9 +94,9 @@ def test_ranks_take_the_steps_of_one_process(keys: tuple[str, ...]) -> None:
     config = (*QUIET, "batch.global_size=4", "train.epochs=2")
     (alone,) = run_ranks(train, 1, config_of(*config, world_size=1))
     together = run_ranks(train, 2, config_of(*config, *keys))
-    assert (alone.status, alone.position.step, alone.position.epoch) == ("completed", 12, 2)
+    assert (alone.status, alone.progress.step, alone.place) == ("completed", 12, (2, 0))
     for trace in together:
-        assert trace.position == alone.position
+        assert trace.stand == alone.stand
         assert torch.allclose(trace.weights, alone.weights, **TOLERANCES[torch.float32])
         assert trace.losses == pytest.approx(alone.losses, rel=1e-5)
     evaluated = [line for line in together[0].lines if "eval/loss" in line]
@@ -107,7 +108,7 @@ def test_an_endless_stream_ends_at_max_steps() -> None:
     """It is evaluated once, at the end."""
     config = config_of(*ENDLESS, "batch.per_rank=2", "train.max_steps=5")
     for trace in run_ranks(train, 2, config):
-        assert (trace.status, trace.position.step, trace.position.epoch) == ("completed", 5, 0)
+        assert (trace.status, trace.progress.step, trace.place) == ("completed", 5, (0, 5))
         assert [line["step"] for line in trace.lines if "eval/loss" in line] == [5]
 
 
@@ -138,7 +139,7 @@ def test_a_resumed_run_equals_one_that_nobody_stopped(kind: str, tmp_path: Path)
     ):
         assert [trace.status for trace in traces] == ["preempted"] * 2 + ["completed"]
         # A vote is counted in the next step.
-        assert [trace.position.step for trace in traces] == [
+        assert [trace.progress.step for trace in traces] == [
             *(stop + 1 for stop in stops),
             2 * steps_per_epoch,
         ]
@@ -230,7 +231,7 @@ def test_a_schedule_of_steps_works_with_max_steps() -> None:
     for keys in (("scheduler=cosine",), one_cycle):
         config = config_of(*PLAIN, *keys, "train.max_steps=3", world_size=1)
         (trace,) = run_ranks(train, 1, config)
-        assert (trace.status, trace.position.step) == ("completed", 3)
+        assert (trace.status, trace.progress.step) == ("completed", 3)
 
 
 def trial(env: DistEnv, config: Config) -> tuple[float, list[list[dict[str, Any]]]]:
@@ -267,4 +268,4 @@ def test_the_ordinary_step_takes_a_stream() -> None:
     config = config_of(*keys, "batch.per_rank=4", "train.epochs=1", world_size=1)
     (trace,) = run_ranks(train, 1, config)
     assert supervised.__name__ in config.train.step
-    assert (trace.status, trace.position.step) == ("completed", 6)
+    assert (trace.status, trace.progress.step) == ("completed", 6)

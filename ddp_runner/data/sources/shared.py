@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.data.dataset import Dataset, TensorSource, splits
-from ddp_runner.data.streams import AnySplit
+from ddp_runner.data.splits import Split
 from ddp_runner.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from ddp_runner.errors import UserError, os_errors
 
@@ -24,7 +24,7 @@ def image_dataset(source: Any, tensors: Mapping[str, Tensor]) -> Dataset:
     return with_facts(source, *splits(tensors))
 
 
-def with_facts(source: Any, train: AnySplit, evaluation: AnySplit) -> Dataset:
+def with_facts(source: Any, train: Split, evaluation: Split) -> Dataset:
     """Return the dataset of two splits, with those of its facts that are fields of the source."""
     names = ("name", "num_classes", "mean", "std", "augmentation")
     facts = {name: getattr(source, name) for name in names}

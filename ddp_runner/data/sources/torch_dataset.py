@@ -23,8 +23,7 @@ from ddp_runner.data.sources.shared import (
     shuffled_split,
     with_facts,
 )
-from ddp_runner.data.splits import AbsentSplit, Piece
-from ddp_runner.data.streams import AnySplit
+from ddp_runner.data.splits import AbsentSplit, MicroPlan, Split
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import memory_bytes
@@ -138,8 +137,8 @@ class TorchDataset:
                 places.append(root)
         return [files_digest(place, with_times=with_times) for place in places]
 
-    def _splits(self) -> dict[str, AnySplit]:
-        loading, found = Loading.of(self), dict[str, AnySplit]()
+    def _splits(self) -> dict[str, Split]:
+        loading, found = Loading.of(self), dict[str, Split]()
         for name, dataset in self._built().items():
             if dataset is None or isinstance(dataset, Mapping):
                 found[name] = AbsentSplit(
@@ -187,15 +186,16 @@ class TorchDataset:
         return {name: Subset(train, numbers) for name, numbers in parts.items()}
 
 
-def _first(split: AnySplit) -> tuple[Any, bool]:
+def _first(split: Split) -> tuple[Any, bool]:
     """Return a batch of the first sample, and whether that draws random numbers."""
     if not isinstance(split, LoaderSplit):
         raise UserError(getattr(split, "fix", f"a stream has no samples to prepare; {FALSE}"))
     before = generator_states()
-    return next(replace(split, num_workers=0).load([Piece(range(1))], seed=0)), bool(moved(before))
+    batch = next(replace(split, num_workers=0).load([MicroPlan(range(1))]))
+    return batch, bool(moved(before))
 
 
-def _prepared(split: AnySplit, room: float) -> list[Tensor]:
+def _prepared(split: Split, room: float) -> list[Tensor]:
     """Return the inputs and the targets of a split, each in one tensor; `room` is in bytes."""
     first, draws = _first(split)
     assert isinstance(split, LoaderSplit)
@@ -218,8 +218,8 @@ def _prepared(split: AnySplit, room: float) -> list[Tensor]:
         )
     whole = [torch.empty((len(split), *one.shape[1:]), dtype=one.dtype) for one in first]
     starts = range(0, len(split), PREPARED_AT_ONCE)
-    pieces = [Piece(range(start, min(start + PREPARED_AT_ONCE, len(split)))) for start in starts]
-    for start, batch in zip(starts, split.load(pieces, seed=0), strict=True):
+    plans = [MicroPlan(range(start, min(start + PREPARED_AT_ONCE, len(split)))) for start in starts]
+    for start, batch in zip(starts, split.load(plans), strict=True):
         for tensor, part in zip(whole, batch, strict=True):
             if (part.shape[1:], part.dtype) != (tensor.shape[1:], tensor.dtype):
                 raise UserError(

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp_runner.data.loader import Collate
-from ddp_runner.data.splits import AbsentSplit, Split
-from ddp_runner.data.stream_reader import Loaded, Part, Readers
+from ddp_runner.data.reader import Loaded, Part, Readers
+from ddp_runner.data.splits import NUM_FIRST, MicroBatch
 from ddp_runner.data.workers import loaded, loader_options, started
 from ddp_runner.device import has_streams
 from ddp_runner.errors import UserError
@@ -40,6 +40,7 @@ class StreamSplit:
     num_workers: int = 0  # processes that load; 0: the rank loads by itself
     prefetch_factor: int = 2  # batches that each worker loads ahead
     pin_memory: bool | None = None  # None: if the rank has a GPU
+    num_samples = None
 
     def near(self, device: torch.device, *, most_bytes: float) -> "StreamSplit":
         """Return the split with pinned memory for a GPU, unless the user chose."""
@@ -48,36 +49,47 @@ class StreamSplit:
         return replace(self, pin_memory=has_streams(device))
 
     def open(self, part: Part, *, state: Mapping[str, Any] | None = None) -> "OpenStream":
-        """Begin one rank's part of an epoch, or go on from a state of it."""
+        """Begin one share of an epoch, or go on from a state of it."""
         return OpenStream(self, part, state)
 
-    def first(self, indices: Sequence[int]) -> Any:
-        """Return a batch of the stream's first samples, by their numbers, from an iterator anew.
-
-        A number past the end is the last sample.
+    def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
+        """Return samples by their numbers, from an iterator anew; past the end it is the last.
 
         Raises:
             UserError: the stream has no sample.
         """
         alone = replace(
             self,
-            collate_fn=partial(_picked, collate_fn=self.collate_fn, indices=indices),
+            collate_fn=partial(_picked, collate_fn=self.collate_fn, numbers=numbers),
             shuffle_buffer=0,
             num_workers=min(1, self.num_workers),
             prefetch_factor=1,
         )
-        batch = next(alone.open(Part(max(indices) + 1, rank=0, num_ranks=1, seed=0)), None)
-        if batch is None:
+        found = next(alone.open(Part(max(numbers) + 1, share=0, num_shares=1, seed=0)), None)
+        if found is None:
             raise UserError(f"the {self.name} stream has no sample; give at least 1")
-        return batch.data
+        return MicroBatch(found.data, num_samples=len(numbers))
 
-    def notes(self, num_ranks: int) -> list[str]:
+    def in_order(
+        self,
+        batch_size: int,
+        *,
+        share: int,
+        num_shares: int,
+        seed: int,
+        takes_turns: bool = False,
+    ) -> Iterator[MicroBatch]:
+        """Yield what the readers of a share take; see ``Split``."""
+        for one in self.open(Part(batch_size, share, num_shares, seed)):
+            yield MicroBatch(one.data, one.num_samples)
+
+    def notes(self, num_shares: int) -> list[str]:
         """Return what a user should know of the stream, a sentence each."""
         lines = [
             f"the {self.name} samples are a stream: which of them make a step depends on the "
             "number of ranks and workers, so runs that differ in these are outside parity"
         ]
-        readers = self._readers(Part(1, rank=0, num_ranks=num_ranks, seed=0))
+        readers = self._readers(Part(1, share=0, num_shares=num_shares, seed=0))
         if not readers.are_sharded and readers.count > 1:
             lines.append(
                 f"each of {readers.count} readers (ranks x workers) reads the whole {self.name} "
@@ -98,24 +110,13 @@ class StreamSplit:
         )
 
 
-AnySplit = Split | StreamSplit
-
-
-def num_samples(split: AnySplit) -> int | None:
-    """Return the number of samples; None for a stream, 0 for a split that is not given."""
-    if isinstance(split, AbsentSplit):
-        return 0
-    return None if isinstance(split, StreamSplit) else len(split)
-
-
 class OpenStream:
-    """One rank's part of an epoch of a stream, batch by batch."""
+    """One share of an epoch of a stream, batch by batch."""
 
     def __init__(self, split: StreamSplit, part: Part, state: Mapping[str, Any] | None) -> None:
-        self._split, self._batch_size = split, part.batch_size
-        self._has_ended = state is not None and state["loader"] is None
+        self._loader: Any = None  # None: the share has ended
         self._batches: Iterator[Loaded] = iter(())
-        if self._has_ended:
+        if state is not None and state["loader"] is None:
             return
         self._loader = _stateful_loader(split, split._readers(part))
         if state is not None:
@@ -130,18 +131,12 @@ class OpenStream:
         try:
             return next(self._batches)
         except StopIteration:
-            self._has_ended = True
+            self._loader = None  # asked for its state, it would begin anew
             raise
 
     def state(self) -> dict[str, Any]:
         """Return what ``StreamSplit.open`` needs to go on after the last batch that was taken."""
-        # A loader that has ended would begin anew.
-        loader = None if self._has_ended else self._loader.state_dict()
-        return {
-            "num_workers": self._split.num_workers,
-            "batch_size": self._batch_size,
-            "loader": loader,
-        }
+        return {"loader": None if self._loader is None else self._loader.state_dict()}
 
 
 def _stateful_loader(split: StreamSplit, readers: Readers) -> Any:
@@ -158,5 +153,5 @@ def _stateful_loader(split: StreamSplit, readers: Readers) -> Any:
         )
 
 
-def _picked(samples: list[Any], *, collate_fn: Collate, indices: Sequence[int]) -> Any:
-    return collate_fn([samples[min(index, len(samples) - 1)] for index in indices])
+def _picked(samples: list[Any], *, collate_fn: Collate, numbers: Sequence[int]) -> Any:
+    return collate_fn([samples[min(number, len(samples) - 1)] for number in numbers])

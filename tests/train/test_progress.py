@@ -5,7 +5,6 @@ import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from ddp_runner.config.training import EarlyStopConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
-from ddp_runner.train.early_stop import count_evaluation, early_stop_of, stop_reason
-from ddp_runner.train.state import Position
+from ddp_runner.train.progress import Progress, count_evaluation, early_stop_of, stop_reason
 from ddp_runner.worker import work
 
 LOSS = "eval/loss"
@@ -27,12 +25,12 @@ LOSS = "eval/loss"
 
 def stops_after(values: list[float], settings: EarlyStopConfig, metric: str = LOSS) -> int | None:
     """Return after how many evaluations the run ends; None if it goes on."""
-    position = Position()
+    progress = Progress()
     for number, value in enumerate(values, start=1):
-        # Between two evaluations the run may be interrupted: the state is the position's.
-        position = Position(**asdict(position))
-        count_evaluation(position, settings, {metric: value})
-        if stop_reason(position, settings) is not None:
+        # Between two evaluations the run may be interrupted: the state is the progress's.
+        progress = Progress(**asdict(progress))
+        count_evaluation(progress, settings, {metric: value})
+        if stop_reason(progress, settings) is not None:
             return number
     return None
 
@@ -72,21 +70,19 @@ def test_the_direction_is_known_of_the_metric() -> None:
     """More accuracy is better; a metric of the user's may say so itself."""
     for metric, mode in (("eval/loss", "min"), ("eval/accuracy", "max"), ("eval/mine_top5", "max")):
         settings = EarlyStopConfig(monitor=metric, patience=2)
-        setup: Any = SimpleNamespace(
-            config=SimpleNamespace(early_stop=settings), metrics={"mine": Score()}
-        )
-        assert early_stop_of(setup) == replace(settings, mode=mode)
+        mine: Any = {"mine": Score()}
+        assert early_stop_of(settings, mine) == replace(settings, mode=mode)
 
 
 def test_another_metric_begins_anew() -> None:
     """A resumed run may watch another one, with values of another size."""
-    position = Position()
+    progress = Progress()
     for _ in range(3):
-        count_evaluation(position, EarlyStopConfig(LOSS, patience=2, mode="min"), {LOSS: 0.1})
+        count_evaluation(progress, EarlyStopConfig(LOSS, patience=2, mode="min"), {LOSS: 0.1})
     other = EarlyStopConfig("eval/f1", patience=2, mode="max")
-    assert stop_reason(position, other) is None
-    count_evaluation(position, other, {"eval/f1": 0.01})
-    assert (position.best, position.bad_evaluations) == (0.01, 0)
+    assert stop_reason(progress, other) is None
+    count_evaluation(progress, other, {"eval/f1": 0.01})
+    assert (progress.best, progress.bad_evaluations) == (0.01, 0)
 
 
 # Nothing is an improvement: the first evaluation is the best, and the third one ends the run.
@@ -103,14 +99,14 @@ def test_all_ranks_stop_at_one_step_and_a_resume_does_nothing_more(tmp_path: Pat
     """The last step is saved though no checkpoint was due."""
     config = compose_config(*TOY, *STUCK, "checkpoint.every_epochs=null", world_size=2)
     for trace in run_ranks(loop, 2, config, tmp_path):
-        assert (trace.status, trace.position.step) == ("completed", END)
+        assert (trace.status, trace.progress.step) == ("completed", END)
         assert trace.saved_steps == [END]
     for trace in run_ranks(loop, 2, config, tmp_path):
-        assert (trace.status, trace.position.step) == ("completed", END)
+        assert (trace.status, trace.progress.step) == ("completed", END)
         assert (trace.lines, trace.saved_steps) == ([], [])
     patient = compose_config(*TOY, *STUCK, "early_stop.patience=4", world_size=2)
     for trace in run_ranks(loop, 2, patient, tmp_path):
-        assert trace.position.step == 5 * STEPS_PER_EPOCH
+        assert trace.progress.step == 5 * STEPS_PER_EPOCH
 
 
 @pytest.mark.parametrize("mode", first_of(["async", "sync"]))
@@ -119,7 +115,7 @@ def test_trainers_end_with_their_server(tmp_path: Path, mode: str) -> None:
     keys = ("parallelism=ps", f"parallelism.mode={mode}")
     config = compose_config(*TOY, *STUCK, *keys, world_size=3)
     server, *trainers = run_ranks(loop, 3, config, tmp_path)
-    assert (server.status, server.position.step) == ("completed", END)
+    assert (server.status, server.progress.step) == ("completed", END)
     assert [trace.status for trace in trainers] == ["completed"] * 2
     again, *_ = run_ranks(loop, 3, config, tmp_path)
     assert (again.status, again.lines) == ("completed", [])
@@ -132,7 +128,7 @@ def test_a_resumed_run_stops_at_the_same_step(tmp_path: Path, stop_after: int) -
     for trace in run_ranks(loop, 2, config, tmp_path, stop_after):
         assert trace.status == "preempted"
     for trace in run_ranks(loop, 2, config, tmp_path):
-        assert (trace.status, trace.position.step) == ("completed", END)
+        assert (trace.status, trace.progress.step) == ("completed", END)
 
 
 def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:

@@ -1,4 +1,4 @@
-"""Reads one share of a stream: block by block, in a state that can be saved and restored."""
+"""Reads one share of a stream: block by block, from a place that it saves and goes on from."""
 
 import copy
 import traceback
@@ -12,10 +12,13 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_runner.data.loader import Collate
-from ddp_runner.data.stream_state import BlockStart, state_of
 from ddp_runner.data.workers import Failure
 from ddp_runner.errors import UserError, typed
+from ddp_runner.files import leaves
 from ddp_runner.seeds import derive, seed_generators
+
+STATES = ("of_dataset", "of_iterator")
+PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)  # what a checkpoint holds
 
 
 class Loaded(NamedTuple):
@@ -28,11 +31,11 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of an epoch."""
+    """One share of an epoch."""
 
     batch_size: int
-    rank: int
-    num_ranks: int
+    share: int
+    num_shares: int
     seed: int
     epoch: int = 0
     doubles_single: bool = False  # give a batch of one sample twice: see ``Loaded``
@@ -57,7 +60,7 @@ class Readers(IterableDataset[Loaded | Failure]):
         self.block_size = max(1, shuffle_buffer // part.batch_size) * part.batch_size
         self.is_shuffled = shuffle_buffer > 1
         self._per_rank = per_rank
-        self.count = part.num_ranks * per_rank
+        self.count = part.num_shares * per_rank
 
     @property
     def are_sharded(self) -> bool:
@@ -67,14 +70,13 @@ class Readers(IterableDataset[Loaded | Failure]):
         return bool(getattr(self.dataset, "num_shards", self.count) >= self.count)
 
     def __iter__(self) -> "_Reader":
-        worker, dataset = get_worker_info(), self.dataset
-        number = self.part.rank * self._per_rank
+        worker, number = get_worker_info(), self.part.share * self._per_rank
         if worker is None:
-            dataset = self._copied()
-        else:
-            number += worker.id
-            _hide_worker()
-        return _Reader(self, dataset, number)
+            return _Reader(self, self._copied(), number)
+        # The readers split the stream already, so the dataset must not see that a worker reads it.
+        # torch has no public name for this; checked with 2.11 to 2.15.
+        torch.utils.data._utils.worker._worker_info = None
+        return _Reader(self, self.dataset, number + worker.id)
 
     def _copied(self) -> Any:
         """Return a copy of the dataset, since each epoch begins with the dataset as it was built.
@@ -91,16 +93,23 @@ class Readers(IterableDataset[Loaded | Failure]):
 
 
 class _Reader:
-    """The batches of one reader. It has the methods that torchdata saves and restores it by."""
+    """The batches of one reader. It has the methods that torchdata saves and restores it by.
+
+    Its place is where a block begins, and the batches of the block that were taken. A dataset or an
+    iterator with a state of its own is put back to the block's beginning; any other stream is read
+    once more up to there.
+    """
 
     def __init__(self, readers: Readers, dataset: Any, number: int) -> None:
         self._of, self._dataset, self._number = readers, dataset, number
         self._is_sharded = readers.are_sharded
         self._samples: Any = None  # the open iterator
         self._ready = deque[list[Any]]()  # the batches of the block that are still to come
-        self._num_taken = 0  # batches of the block that were taken
-        self._start = self._next = BlockStart()
-        self._restored: Mapping[str, Any] | None = None  # a state that is to be restored
+        self._block = self._num_read = 0  # of the next block, and the samples before it
+        self._has_ended = False  # there is no such block
+        self._states: dict[str, Any] = {}  # of the dataset and its iterator, before the next block
+        self._place: dict[str, Any] = {"block": 0, "num_taken": 0}
+        self._restored: Mapping[str, Any] | None = None  # a place that is to be restored
 
     def __iter__(self) -> "_Reader":
         return self
@@ -112,7 +121,7 @@ class _Reader:
             return Failure(str(error), traceback.format_exc())
         except Exception as error:  # of the user's code: any kind
             return Failure(
-                f"the {self._of.name} stream failed near sample {self._next.num_read}: "
+                f"the {self._of.name} stream failed near sample {self._num_read}: "
                 f"{typed(error)}; mend the dataset, its transform or its collate_fn (the traceback "
                 "is in logs/)",
                 traceback.format_exc(),
@@ -122,46 +131,41 @@ class _Reader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the reader is: the start of a block, and the batches taken since."""
-        if self._restored is not None:
-            return dict(self._restored)
-        start, num_taken = (self._start, self._num_taken) if self._ready else (self._next, 0)
-        return vars(start) | {"num_taken": num_taken}
+        """Return the place of the next batch."""
+        return dict(self._restored or self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state at the next batch: there an error can be reported."""
+        """Go on from a place at the next batch: there an error can be reported."""
         self._restored = state
 
     def _next_batch(self) -> Loaded | None:
         if self._restored is not None:
-            self._restore(**self._restored)
+            self._restore(self._restored)
             self._restored = None
-        if not self._ready and not self._next.has_ended:
+        if not self._ready and not self._has_ended:
             self._read_block()
         if not self._ready:
             return None
         samples = self._ready.popleft()
-        seed_generators(self._seed("batch", self._start.block, self._num_taken))
-        self._num_taken += 1
+        seed_generators(self._seed("batch", self._place["block"], self._place["num_taken"]))
+        self._place["num_taken"] += 1
         transform, part = self._of.transform, self._of.part
         if transform is not None:
             samples = [transform(sample) for sample in samples]
         copies = 2 if part.doubles_single and len(samples) == 1 < part.batch_size else 1
         return Loaded(self._of.collate_fn(samples * copies), len(samples), copies)
 
-    def _restore(self, *, num_taken: int, **fields: Any) -> None:
-        start = BlockStart(**fields)
-        if start.has_state or start.has_ended:
-            self._next = start
-        else:  # read once more what was read before
-            while self._next.block < start.block and not self._next.has_ended:
-                self._read_block()
-                self._ready.clear()
-        if num_taken:
+    def _restore(self, place: Mapping[str, Any]) -> None:
+        self._states = {key: place[key] for key in STATES if place.get(key) is not None}
+        if self._states:
+            self._block, self._num_read = place["block"], place["num_read"]
+        while self._block < place["block"] and not self._has_ended:
             self._read_block()
-            for _ in range(num_taken):
+        if place["num_taken"]:
+            self._read_block()
+            for _ in range(place["num_taken"]):
                 self._ready.popleft()
-            self._num_taken = num_taken
+            self._place["num_taken"] = place["num_taken"]
 
     def _read_block(self) -> None:
         """Read the next block, shuffle it if asked, and cut it into batches.
@@ -170,10 +174,11 @@ class _Reader:
         readers seed their generators at the same places, and a stream that draws its order gives
         all of them the same one.
         """
-        start, size = self._next, self._of.part.batch_size
         if self._samples is None:
-            self._open(start)
-        seed_generators(self._stream_seed("block", start.block))
+            self._open()
+        block, size, name = self._block, self._of.part.batch_size, self._of.name
+        self._place = {"block": block, "num_read": self._num_read, "num_taken": 0, **self._states}
+        seed_generators(self._stream_seed("block", block))
         stride, own = (1, 0) if self._is_sharded else (self._of.count, self._number)
         samples, num_read, most = list[Any](), 0, self._of.block_size * stride
         for number, sample in enumerate(islice(self._samples, most)):
@@ -181,22 +186,17 @@ class _Reader:
                 samples.append(sample)
             num_read = number + 1
         if self._of.is_shuffled:
-            generator = torch.Generator().manual_seed(self._seed("shuffle", start.block))
+            generator = torch.Generator().manual_seed(self._seed("shuffle", block))
             samples = [samples[i] for i in torch.randperm(len(samples), generator=generator)]
         self._ready = deque(samples[i : i + size] for i in range(0, len(samples), size))
-        self._start, self._num_taken = start, 0
-        of_iterator, name = None, self._of.name
+        self._block, self._num_read = block + 1, self._num_read + num_read
+        self._has_ended = num_read < most
+        own_states = {"of_dataset": state_of(self._dataset, name)}
         if self._samples is not self._dataset:
-            of_iterator = state_of(self._samples, name)
-        self._next = BlockStart(
-            start.block + 1,
-            start.num_read + num_read,
-            has_ended=num_read < most,
-            of_dataset=state_of(self._dataset, name),
-            of_iterator=of_iterator,
-        )
+            own_states["of_iterator"] = state_of(self._samples, name)
+        self._states = own_states
 
-    def _open(self, start: "BlockStart") -> None:
+    def _open(self) -> None:
         """Begin to read this reader's part of the epoch, or go on from a user's own state."""
         seed_generators(self._stream_seed("start"))
         if self._is_sharded:
@@ -205,11 +205,11 @@ class _Reader:
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(self._of.part.epoch)
         # Copies, since the user's code may keep them and change them.
-        if start.of_dataset is not None:
-            self._dataset.load_state_dict(copy.deepcopy(start.of_dataset))
+        if (state := self._states.get("of_dataset")) is not None:
+            self._dataset.load_state_dict(copy.deepcopy(state))
         self._samples = iter(self._dataset)
-        if start.of_iterator is not None:
-            self._samples.load_state_dict(copy.deepcopy(start.of_iterator))
+        if (state := self._states.get("of_iterator")) is not None:
+            self._samples.load_state_dict(copy.deepcopy(state))
 
     def _seed(self, *labels: str | int) -> int:
         part = self._of.part
@@ -221,9 +221,21 @@ class _Reader:
         return derive(part.seed, self._of.name, "stream", part.epoch, number, *labels)
 
 
-def _hide_worker() -> None:
-    """Let the dataset not see that a worker reads it, since it would split the stream once more.
+def state_of(part: Any, name: str) -> Any:
+    """Return a copy of what the state_dict of a dataset or an iterator returns; None: it has none.
 
-    The readers split it already. torch has no public name for this; checked with 2.11 to 2.15.
+    `name` is the split's, for messages.
+
+    Raises:
+        UserError: a checkpoint cannot hold the state.
     """
-    torch.utils.data._utils.worker._worker_info = None
+    if not all(hasattr(part, method) for method in ("state_dict", "load_state_dict")):
+        return None
+    state = copy.deepcopy(part.state_dict())
+    for place, value in leaves(state, f"the state of the {name} stream"):
+        if not isinstance(value, PLAIN):
+            raise UserError(
+                f"{place} is a {type(value).__name__}, which a checkpoint cannot hold; return "
+                "numbers, texts and tensors from its state_dict, in lists, tuples and dicts"
+            )
+    return state

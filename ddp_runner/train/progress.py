@@ -1,0 +1,110 @@
+"""How far a run has come, and whether an evaluation or the end is due.
+
+Where a run stands in the order of samples its ``Batches`` know. All ranks have the same metrics of
+an evaluation, so those that stop early stop together; a resumed run stops at the same step.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ddp_runner.config.training import EarlyStopConfig, TrainConfig
+from ddp_runner.data.batches import Batches
+from ddp_runner.errors import counted
+from ddp_runner.metric_names import best_end
+from ddp_runner.metrics.metric import Metric, directions
+
+
+@dataclass
+class Progress:
+    """How far a run has come. A resumed run continues from here."""
+
+    step: int = 0  # optimizer steps since the run began
+    # Metrics of the last step; a checkpoint keeps them in its manifest.
+    metrics: dict[str, float] = field(default_factory=dict, compare=False)
+    owes_evaluation: bool = False  # of the last step: the run was stopped before it
+    # Of early stopping: the metric and its direction, its best value, and the evaluations in a row
+    # since then that were no better.
+    watched: str = ""
+    best: float | None = None
+    bad_evaluations: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all but the metrics."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned."""
+        vars(self).update({name: saved[name] for name in self.state_dict()})
+
+
+def early_stop_of(settings: EarlyStopConfig, metrics: Mapping[str, Metric]) -> EarlyStopConfig:
+    """Return a run's settings with the mode filled in: which value of the metric is best."""
+    if settings.monitor is None or settings.mode is not None:
+        return settings
+    return replace(settings, mode=best_end(settings.monitor, directions(metrics)))
+
+
+def count_evaluation(
+    progress: Progress, settings: EarlyStopConfig, metrics: Mapping[str, float]
+) -> None:
+    """Count an evaluation, whose metrics are the same on all ranks; see ``early_stop_of``.
+
+    A value that is NaN or infinite is no improvement.
+    """
+    progress.owes_evaluation = False
+    if settings.monitor is None:
+        return
+    value, watched = metrics[settings.monitor], _watched(settings)
+    if progress.watched != watched:  # a resumed run may watch another metric
+        progress.watched, progress.best, progress.bad_evaluations = watched, None, 0
+    sign = 1.0 if settings.mode == "max" else -1.0
+    best = progress.best
+    is_better = best is None or sign * (value - best) > settings.min_delta
+    if math.isfinite(value) and is_better:
+        progress.best, progress.bad_evaluations = value, 0
+    else:
+        progress.bad_evaluations += 1
+
+
+def stop_reason(progress: Progress, settings: EarlyStopConfig) -> str | None:
+    """Return in a sentence why the run ends here; None if it goes on."""
+    if settings.monitor is None or progress.watched != _watched(settings):
+        return None
+    if progress.bad_evaluations < settings.patience:
+        return None
+    fault = "was not a finite number"
+    if progress.best is not None:
+        least = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+        fault = f"did not improve on {progress.best:.6g}{least}"
+    return (
+        f"stopped early at step {progress.step}: {settings.monitor} {fault} in the last "
+        f"{counted(progress.bad_evaluations, 'evaluation')}"
+    )
+
+
+def is_due(
+    batches: Batches, progress: Progress, *, every_steps: int | None, every_epochs: int | None
+) -> bool:
+    """Return whether something is due after the last step; None and 0 are never."""
+    has_ended = batches.step == 0
+    return bool(
+        (every_steps and progress.step % every_steps == 0)
+        or (every_epochs and has_ended and batches.epoch % every_epochs == 0)
+    )
+
+
+def evaluation_is_due(
+    batches: Batches, progress: Progress, config: TrainConfig, *, is_over: bool
+) -> bool:
+    """Return whether to evaluate after the last step; at the end of a run, unless never."""
+    by_steps, by_epochs = config.eval_every_steps, config.eval_every_epochs
+    if is_over:
+        return bool(by_steps or by_epochs)
+    return is_due(batches, progress, every_steps=by_steps, every_epochs=by_epochs)
+
+
+def _watched(settings: EarlyStopConfig) -> str:
+    """Return the metric and its direction, such as ``min eval/loss``."""
+    return f"{settings.mode} {settings.monitor}"
