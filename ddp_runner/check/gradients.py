@@ -79,9 +79,10 @@ def _backward(state: TrainState, batch: StepBatch) -> None:
     state.model.train(_draws_alike(state))
     state.module.zero_grad(set_to_none=True)
     seed_step(state)
-    backward(state, batch)
-    if state.gradient_factor is not None:
-        scale_gradients(state.module.parameters(), state.gradient_factor)
+    sums = backward(state, batch)
+    if sums.tokens is not None:
+        factor = token_factor(sums.tokens, batch, group=state.setup.data_group)
+        scale_gradients(state.module.parameters(), factor)
 
 
 def _draws_alike(state: TrainState) -> bool:
@@ -89,7 +90,7 @@ def _draws_alike(state: TrainState) -> bool:
 
     For a part of a layer, a rank draws other random numbers than one process for all of it.
     """
-    return state.setup.role.model_ranks == 1
+    return state.setup.layout.model_ranks == 1
 
 
 def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
@@ -159,8 +160,8 @@ def mean_gradients(
 def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
     """Check that ranks wait for the mean: delay the last one and time when the others have it."""
     name = "no rank reads a gradient before all have computed theirs"
-    env, role = state.setup.env, state.setup.role
-    if role.num_shares == 1:
+    env, layout = state.setup.env, state.setup.layout
+    if layout.num_shares == 1:
         return Finding(name, True, "not measured: the ranks compute one share, so there is no mean")
     if env.num_nodes > 1:
         return Finding(name, True, f"not measured: {env.num_nodes} machines have no common clock")
@@ -183,7 +184,7 @@ def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
     times = dict(enumerate(gather_objects((began, time.monotonic_ns()))))
     late_began = times.pop(late)[0]
     # Those that take a mean with it; the others of its share hold other parts of layers.
-    peers = [rank for rank in times if (late - rank) % role.model_ranks == 0]
+    peers = [rank for rank in times if (late - rank) % layout.model_ranks == 0]
     lead_ms = (late_began - max(times[rank][0] for rank in peers)) / 1e6
     readable, earliest = min((times[rank][1], rank) for rank in peers)
     wait_ms = (readable - late_began) / 1e6

@@ -68,14 +68,14 @@ def eval_samples(state: TrainState) -> Finding:
     if split.num_samples is None:
         return Finding(name, True, WITHOUT_NUMBERS)
     numbered, size = _numbered(split.num_samples), state.setup.eval_batch_size
-    share, num_shares = state.setup.role.eval_share
+    share, num_shares = state.setup.layout.eval_share
     parts = numbered.in_order(size, share=share, num_shares=num_shares, seed=0)
     how = f"in batches of up to {size} on {_shares(state, num_shares)}"
     return _tally(name, len(numbered), parts, how, state)
 
 
 def _shares(state: TrainState, num_shares: int) -> str:
-    model_ranks = state.setup.role.model_ranks
+    model_ranks = state.setup.layout.model_ranks
     if model_ranks == 1:
         return f"{num_shares} ranks"
     return f"{counted(num_shares, 'share')} of {model_ranks} ranks each"
@@ -105,7 +105,7 @@ def _tally(
         weights = torch.full((len(numbers),), batch.weight, dtype=counts.dtype)
         counts.index_add_(0, numbers, weights)
         digest.update(f"{numbers.tolist()} {batch.weight}".encode())
-    digests, size = gather_objects(digest.hexdigest()), state.setup.role.model_ranks
+    digests, size = gather_objects(digest.hexdigest()), state.setup.layout.model_ranks
     for rank, one in enumerate(digests):
         if one != digests[first := rank - rank % size]:
             detail = f"rank {rank} has other batches than rank {first}, and both compute one share"

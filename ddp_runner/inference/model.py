@@ -67,7 +67,7 @@ def open_model(session: Session) -> TrainedModel | None:
     step, epoch, name, arguments = from_rank_zero(facts)
     dataset = build_dataset(config, log=session.log)
     setup = eval_setup(config, session.env, session.mode, session.devices, dataset=dataset)
-    if setup.role.loop is None:
+    if not setup.layout.in_loop:
         return None
     seed_all(config.seed)  # equal buffers that no file keeps
     module = place_model(config, session.mode, arguments, session.devices)

@@ -114,7 +114,7 @@ def _num_rounds(model: TrainedModel, split: Split) -> int:
     """Return in how many rounds the ranks take a split; 0: nobody knows, for a stream."""
     setup = model.setup
     if split.num_samples is not None:
-        return math.ceil(split.num_samples / (setup.eval_batch_size * setup.role.eval_share[1]))
+        return math.ceil(split.num_samples / (setup.eval_batch_size * setup.layout.eval_share[1]))
     if setup.env.world_size > 1 or getattr(split, "num_workers", 0) > 1:
         raise UserError(
             f"dataset={setup.dataset.name} is a stream, whose samples have no numbers, so that "
@@ -127,8 +127,8 @@ def _num_rounds(model: TrainedModel, split: Split) -> int:
 def _own_rows(model: TrainedModel, split: Split, *, name: str) -> Iterator[Columns | None]:
     """Yield this rank's rows, one batch a round; None once it has no more while others have."""
     setup, module = model.setup, model.evaluated.eval()
-    size, (share, num_shares) = setup.eval_batch_size, setup.role.eval_share
-    is_first = setup.env.rank % setup.role.model_ranks == 0  # of those that compute it together
+    size, (share, num_shares) = setup.eval_batch_size, setup.layout.eval_share
+    is_first = setup.env.rank % setup.layout.model_ranks == 0  # of those that compute it together
     num_own, seed = 0, setup.config.seed
     batches = split.in_order(size, share=share, num_shares=num_shares, seed=seed, takes_turns=True)
     for batch in together(batches, split, setup):

@@ -76,7 +76,7 @@ def build_saver(session: Session, objects: Mapping[str, Any]) -> Saver:
         objects,
         settings_of(objects),
         task=session.config.task,
-        num_shares=session.mode.role(session.env).num_shares,
+        num_shares=session.mode.layout(session.env).num_shares,
         rank=session.env.rank,
         num_ranks=session.env.world_size,
         compares_buffers=True,
@@ -108,7 +108,7 @@ def build_loader(
         UserError: the dataset is not map-style, has fewer samples than there are ranks, or gives
             them different numbers of batches to evaluate where a forward waits for all ranks.
     """
-    role, device = session.mode.role(session.env), session.devices[0]
+    layout, device = session.mode.layout(session.env), session.devices[0]
     split: NumberedSplit = dataset
     if not isinstance(dataset, NumberedSplit):
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -117,15 +117,15 @@ def build_loader(
                 f"{type(dataset).__name__}; give a map-style torch.utils.data.Dataset"
             )
         split = LoaderSplit(name, dataset, **options)
-    validate_num_samples(type(dataset).__name__, len(split), ranks=role.num_shares)
+    validate_num_samples(type(dataset).__name__, len(split), ranks=layout.num_shares)
     batches = NumberedBatches(
         split=split.near(device, most_bytes=MOST_GPU_DATA),
         global_size=global_size or session.config.batch.global_size,
         grad_accum_steps=1,
-        share=role.share,
-        num_shares=role.num_shares,
+        share=layout.share,
+        num_shares=layout.num_shares,
         seed=seed,
     )
     return Loader(
-        batches, device, shuffle=shuffle, equal_counts=role.has_collective_forward and not shuffle
+        batches, device, shuffle=shuffle, equal_counts=layout.forward_is_collective and not shuffle
     )

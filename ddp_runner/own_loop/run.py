@@ -48,7 +48,7 @@ class Run:
         self.config: RunConfig = session.config
         self.seed, self.run_dir = session.config.seed, session.run_dir.path
         self._session, self._stop_requested, self._stack = session, stop_requested, stack
-        self._role = session.mode.role(env)
+        self._layout = session.mode.layout(env)
         self._vote, self._loaders = StopVote(), list[Loader]()
         self._objects: dict[str, Any] = {}
         self._records: Records | None = None
@@ -163,7 +163,7 @@ class Run:
         folder = session.run_dir.checkpoints
         found = self._saver.restore(folder, is_resumed=is_resumed, log=session.log)
         self._step = found.step if found else 0
-        seed_all(self.seed, "own loop", self._step, self._role.share)
+        seed_all(self.seed, "own loop", self._step, self._layout.share)
         note_restart(session, step=self._step)
         step = found and found.step
         self._records = Records(session, uses=self._uses, resume_step=step, stack=self._stack)
@@ -221,7 +221,7 @@ class Run:
         self._is_stopped = self._vote.agreed(self._stop_requested())
         if (is_due or self._is_stopped) and self._objects and step != self._saved_step:
             self.save(step)
-        seed_all(self.seed, "own loop", step, self._role.share)
+        seed_all(self.seed, "own loop", step, self._layout.share)
         return self._is_stopped
 
     def export(self, module: nn.Module) -> None:

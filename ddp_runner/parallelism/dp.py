@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_runner.parallelism.mode import no_context, place_on_first, same_role
+from ddp_runner.parallelism.mode import by_itself, no_context, one_share_each, place_on_first
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class DataParallelMode:
     """``torch.nn.DataParallel``; with fewer than two GPUs it runs on one device."""
 
     name: str
-    role = staticmethod(same_role)
+    layout = staticmethod(one_share_each)
+    engine = staticmethod(by_itself)
     place = staticmethod(place_on_first)
     no_sync = staticmethod(no_context)  # backward itself sums the replicas' gradients
 

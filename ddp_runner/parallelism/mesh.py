@@ -32,7 +32,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.freed_memory import return_freed_memory
 from ddp_runner.parallelism.gloo import GlooReduceScatter
 from ddp_runner.parallelism.initial_weights import initialise
-from ddp_runner.parallelism.mode import Role, unwrapped
+from ddp_runner.parallelism.mode import Layout, by_itself, unwrapped
 from ddp_runner.parallelism.module_names import blocks_of
 from ddp_runner.parallelism.tensor_parallel import split_layers
 
@@ -59,16 +59,17 @@ class Mesh:
     blocks: Sequence[str]
     plan: Mapping[str, str]
     wrap = staticmethod(unwrapped)  # ``place`` has split the model already
+    engine = staticmethod(by_itself)
 
-    def role(self, env: DistEnv) -> Role:
-        """Return the role of a rank; those of one group of tensor parallelism have equal shares."""
+    def layout(self, env: DistEnv) -> Layout:
+        """Return a rank's part; those of one group of tensor parallelism have the same share."""
         size = self.tensor_parallel_size or env.world_size
-        return Role(
+        return Layout(
             share=env.rank // size,
             num_shares=env.world_size // size,
-            loop=env,
+            env=env,
             model_ranks=size,
-            has_collective_forward=True,
+            forward_is_collective=True,
         )
 
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:

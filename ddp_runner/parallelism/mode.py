@@ -1,9 +1,10 @@
-"""The interface of a form of parallelism: how it places, wraps and steps a model.
+"""The interface of a form of parallelism: where a model is, and how a step is computed.
 
 A mode is a frozen dataclass with the keys of its YAML as fields and the methods of ``Mode``. Where
 it does what most modes do, it names a function of this module. The loop is the same for all modes.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,77 +15,76 @@ from torch import Tensor, nn
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Status
-from ddp_runner.metric_names import StepPart
-
-
-class GradientSource(Protocol):
-    """Where a step's gradients come from: this rank's backward, or other ranks."""
-
-    def compute(self, state: Any, batch: Any) -> Tensor:
-        """Leave a step's gradients in the module, and its scalars in the state.
-
-        Args:
-            state: the loop's TrainState, which this package does not import.
-            batch: this rank's part of the step, with its ``number``.
-
-        Returns:
-            This rank's part of the mean loss, a scalar.
-        """
-
-    def may_stop(self, is_asked: bool) -> bool:
-        """Return whether the loop stops now, given whether it is asked to."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return the source's own metrics of the steps since the last call."""
-
-    def close(self, status: Status) -> None:
-        """Send the run's status to the ranks that compute for the loop."""
 
 
 @dataclass(frozen=True)
-class Duties:
-    """What the ranks need if some of them compute gradients for the loop."""
-
-    module: nn.Module
-    compute: Callable[[int], Tensor]  # (batch number) -> loss; leaves the gradients
-    # (batch number) -> how many steps from it on come before the next save or evaluation
-    steps_ahead: Callable[[int], int]
-    timeout_s: float  # how long a rank waits for another one's gradients
-    mark: Callable[[StepPart], None]  # adds the time since the last mark to a part
-    # Of the batch computed last: this rank's part of the tokens of a mean sample, by whose sum the
-    # loop divides, or 0 if samples are counted; then its parts of the training step's scalars.
-    sums: Callable[[], Sequence[float]] = lambda: [0.0]
-    scalars: Sequence[str] = ()  # their names
-
-
-@dataclass(frozen=True)
-class Role:
-    """What one rank does in a run."""
+class Layout:
+    """What part of a run one rank has."""
 
     share: int  # the part of each global batch that it computes, from 0
     num_shares: int  # parts of a global batch; their gradients are averaged
-    loop: DistEnv | None  # its place among the ranks of the loop; None if it serves them
+    env: DistEnv  # its place among the ranks of the loop; outside of it, among all ranks
+    in_loop: bool = True  # it runs the training loop, evaluates and saves
+    computes: bool = True  # forward and backward of its share
     model_ranks: int = 1  # so many neighbouring ranks compute one share together
     # A forward waits for the other ranks, so all of them must evaluate equally many batches.
-    has_collective_forward: bool = False
-    # Only if some ranks serve the loop: how the loop gets their gradients, and how they compute
-    # them until it ends. Collective: every rank calls one of the two.
-    gradients: Callable[[Duties], GradientSource] | None = None
-    serve: Callable[[Duties], Status] | None = None
+    forward_is_collective: bool = False
+    # Ranks outside of the loop compute by the numbers of batches, and send a model's buffers alone.
+    by_number: bool = False
 
     @property
     def eval_share(self) -> tuple[int, int]:
         """Which part of an evaluation a rank of the loop computes, from 0, and of how many."""
-        assert self.loop is not None
-        return self.loop.rank // self.model_ranks, self.loop.world_size // self.model_ranks
+        return self.env.rank // self.model_ranks, self.env.world_size // self.model_ranks
+
+
+@dataclass
+class Sums:
+    """This rank's parts of what a step adds up: those of all ranks of the loop are the whole."""
+
+    loss: Tensor  # of the mean over the global batch, a scalar
+    tokens: Tensor | None  # in the global batch; None: samples are counted
+    scalars: dict[str, Tensor]  # what the training step returned, by name, as the loss
+    grad_norm: Tensor | None = None  # of the whole gradient, before clipping; None: not computed
+
+
+class Engine(ABC):
+    """How a rank computes a step. `state` is a TrainState, which this package does not import."""
+
+    @abstractmethod
+    def backward(self, state: Any, batch: Any) -> Sums:
+        """Leave the gradients of a step, averaged over the shares, in the module. Collective.
+
+        Args:
+            state: of the loop.
+            batch: this rank's part of the step, with its ``number``.
+        """
+
+    def may_stop(self, is_asked: bool) -> bool:
+        """Return whether the loop stops now, given whether it is asked to."""
+        return is_asked
+
+    def serve(self, state: Any) -> Status | None:
+        """Work for the loop on another rank to the end of the run, and return how it ended.
+
+        None: this rank runs the loop.
+        """
+        return None
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return metrics of its own, of the steps since the last call."""
+        return {}
+
+    def close(self, status: Status) -> None:  # noqa: B027
+        """Tell the ranks outside of the loop how the run has ended."""
 
 
 @runtime_checkable
 class Mode(Protocol):
-    """What a run needs of a mode."""
+    """Where the model is, and what a run needs around it."""
 
-    def role(self, env: DistEnv) -> Role:
-        """Return what this rank does in a run."""
+    def layout(self, env: DistEnv) -> Layout:
+        """Return what part of a run this rank has."""
 
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
         """Build the model on the devices; with several, ``build`` takes them as dev0, dev1, ..."""
@@ -95,10 +95,21 @@ class Mode(Protocol):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward does not reduce this rank's gradients."""
 
+    def engine(self, state: Any, local: Engine) -> Engine:
+        """Return how this rank computes the steps of a state. Collective: every rank must call.
 
-def same_role(env: DistEnv) -> Role:
-    """Return the role of a rank in a mode in which all ranks do the same."""
-    return Role(share=env.rank, num_shares=env.world_size, loop=env)
+        `local` computes this rank's share of a step, with ``no_sync`` and the model of ``wrap``.
+        """
+
+
+def one_share_each(env: DistEnv) -> Layout:
+    """Return the layout of a rank in a mode in which all ranks do the same."""
+    return Layout(share=env.rank, num_shares=env.world_size, env=env)
+
+
+def by_itself(state: Any, local: Engine) -> Engine:
+    """Return the rank's own engine, for a mode whose backward reduces gradients, or needs not."""
+    return local
 
 
 def place_on_first(build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:

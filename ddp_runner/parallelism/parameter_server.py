@@ -14,7 +14,7 @@ Networks (2012).
 """
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,8 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
-from ddp_runner.parallelism.mode import Duties, Role, no_context, place_on_first, unwrapped
+from ddp_runner.parallelism.mode import Engine, Layout, Sums, no_context, place_on_first, unwrapped
+from ddp_runner.seeds import seed_all
 
 SERVER = 0
 STATUS_OF = {-1: Status.COMPLETED, -2: Status.PREEMPTED}  # sent in place of a batch's number
@@ -47,116 +48,105 @@ class ParameterServer:
     wrap = staticmethod(unwrapped)  # the parameters come with each batch
     no_sync = staticmethod(no_context)  # a trainer sends gradients after its last micro-batch
 
-    def role(self, env: DistEnv) -> Role:
-        """Return the role of server or trainer; in async a trainer computes global batches."""
+    def layout(self, env: DistEnv) -> Layout:
+        """Return the part of server or trainer; in async a trainer computes global batches."""
         num_shares = env.world_size - 1 if self.mode == "sync" else 1
         if env.rank == SERVER:
-            loop = replace(env, world_size=1, local_world_size=1)
-            return Role(share=0, num_shares=num_shares, loop=loop, gradients=self.start_server)
-        share = (env.rank - 1) % num_shares
-        return Role(share=share, num_shares=num_shares, loop=None, serve=self.run_trainer)
+            alone = replace(env, world_size=1, local_world_size=1)
+            return Layout(0, num_shares, alone, computes=False, by_number=True)
+        return Layout((env.rank - 1) % num_shares, num_shares, env, in_loop=False, by_number=True)
 
-    def start_server(self, duties: Duties) -> "Server":
-        """Return the loop's source of gradients. Collective with ``run_trainer``."""
-        return Server(duties, _connect(duties), waits_for_all=self.mode == "sync")
+    def engine(self, state: Any, local: Engine) -> "Server | Trainer":
+        """Return the server, or a trainer. Collective: every rank must call."""
+        seconds = state.setup.config.backend.timeout_s
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        assert isinstance(group, dist.ProcessGroup)
+        if state.setup.layout.in_loop:
+            return Server(state, group, waits_for_all=self.mode == "sync")
+        return Trainer(local, group)
 
-    def run_trainer(self, duties: Duties) -> Status:
-        """Compute gradients to the end of the run; return its status. Collective with the server.
+
+class Trainer(Engine):
+    """Computes gradients for the server; see ``Engine``."""
+
+    def __init__(self, local: Engine, group: dist.ProcessGroup) -> None:
+        """Compute by a rank's own engine; the group has all ranks."""
+        self._local, self._group = local, group
+
+    def backward(self, state: Any, batch: Any) -> Sums:
+        """Compute this rank's share."""
+        return self._local.backward(state, batch)
+
+    def serve(self, state: Any) -> Status:
+        """Compute what the server asks for to the end of the run.
 
         Raises:
-            UserError: no parameter has a gradient.
+            UserError: a gradient is sparse.
         """
-        group, module = _connect(duties), duties.module
+        module, batches = state.module, state.setup.batches
         number, values = torch.zeros(1).long(), flatten_state(module)
         pushed_at = time.perf_counter()
         while True:
-            work = dist.irecv(number, src=SERVER, group=group)
+            work = dist.irecv(number, src=SERVER, group=self._group)
             assert work is not None
             work.wait(FOREVER)
             if (step := int(number)) in STATUS_OF:
                 return STATUS_OF[step]
-            dist.recv(values, src=SERVER, group=group)
+            dist.recv(values, src=SERVER, group=self._group)
             copy_parts(values, [*module.parameters(), *module.buffers()])
             waited_s = time.perf_counter() - pushed_at
             module.zero_grad(set_to_none=True)
-            loss = duties.compute(step)
-            if all(parameter.grad is None for parameter in module.parameters()):
-                raise UserError(
-                    "no parameter of the model has a gradient; there is nothing to push"
-                )
-            if any(one.grad is not None and one.grad.is_sparse for one in module.parameters()):
-                raise UserError(
-                    f"parallelism={self.name} cannot push sparse gradients; leave out sparse=True "
-                    "in the model, or write parallelism=ddp"
-                )
-            numbers = torch.tensor([waited_s, float(loss), *duties.sums()], dtype=torch.float64)
-            dist.send(flatten_gradients(module, numbers), dst=SERVER, group=group)
+            seed_all(batches.seed, "step", step, batches.share)
+            batch = batches.step_at(step)
+            sums = self.backward(state, batch)
+            _validate_gradients(module)
+            # Of a mean sample, since the last batch of an epoch may be smaller than the server's.
+            tokens = 0.0 if sums.tokens is None else float(sums.tokens) / batch.global_count
+            numbers = [waited_s, float(sums.loss), tokens, *map(float, sums.scalars.values())]
+            push = flatten_gradients(module, torch.tensor(numbers, dtype=torch.float64))
+            dist.send(push, dst=SERVER, group=self._group)
             pushed_at = time.perf_counter()
 
 
-@dataclass
-class _Interval:
-    """Measurements since the last line of metrics."""
+class Server(Engine):
+    """Gradients from the trainers, all of them or any; see ``Engine``."""
 
-    started: float = field(default_factory=time.perf_counter)
-    steps: int = 0
-    staleness: list[int] = field(default_factory=list)  # of each push
-    trainer_wait_s: float = 0.0
-    server_wait_s: float = 0.0
-
-
-class Server:
-    """Gradients from the trainers; see ``GradientSource``.
-
-    Args:
-        duties: what the loop needs.
-        group: all ranks.
-        waits_for_all: a step waits for all trainers; else for any of them.
-    """
-
-    def __init__(self, duties: Duties, group: dist.ProcessGroup, *, waits_for_all: bool) -> None:
-        self._duties, self._module, self._group = duties, duties.module, group
-        self._waits_for_all = waits_for_all
+    def __init__(self, state: Any, group: dist.ProcessGroup, *, waits_for_all: bool) -> None:
+        self._state, self._module, self._group = state, state.module, group
+        self._waits_for_all, self._scalars = waits_for_all, tuple(state.setup.scalars or ())
         self._idle = list(range(1, dist.get_world_size(group)))
         self._version, self._versions = 0, dict[int, int]()  # updates taken; those a trainer has
         self._next, self._is_stopping = 0, False  # the next batch to hand out
+        self._parameters = list(state.module.parameters())
+        self._sizes = [one.numel() for one in self._parameters]
         # A push's length and dtype, without its memory.
-        self._num_numbers = 3 + len(duties.scalars)
-        numbers = torch.zeros(self._num_numbers)
-        self._push = flatten_gradients(self._module, numbers).to("meta")
-        self._interval = _Interval()
+        numbers = torch.zeros(3 + len(self._scalars))
+        self._push = flatten_gradients(state.module, numbers).to("meta")
+        self._begin_interval()
 
-    def compute(self, state: Any, batch: Any) -> Tensor:
-        """Leave a step's gradients in the module; return its mean loss, a scalar.
+    def backward(self, state: Any, batch: Any) -> Sums:
+        """Leave a step's gradients in the module.
 
         In sync the trainers compute the loop's batch; in async they have batches already.
         """
-        if not self._interval.steps:
-            self._interval.started = time.perf_counter()
+        if not self._num_steps:
+            self._began = time.perf_counter()
         pushes = self._collect(batch.number)
-        parameters = list(self._module.parameters())
-        total = sum(pushes[1:], start=pushes[0])
-        sizes = [parameter.numel() for parameter in parameters]
-        waited_s, loss, num_tokens, *scalars = total[-self._num_numbers :]
-        divisor = float(num_tokens) or 1.0  # tokens of a mean sample; 0 if samples are counted
-        gradients = total[: sum(sizes)] / len(pushes) / divisor
-        counts = total[sum(sizes) :]
-        for parameter, gradient, count in zip(
-            parameters, gradients.split(sizes), counts[: len(sizes)].tolist(), strict=True
-        ):
+        gradients, counts, _, numbers = self._parts(sum(pushes[1:], start=pushes[0]))
+        gradients = (gradients / len(pushes)).split(self._sizes)
+        for one, gradient, count in zip(self._parameters, gradients, counts.tolist(), strict=True):
             # None, not zero: with a zero gradient the optimizer would decay a frozen parameter.
-            parameter.grad = gradient.view(parameter.shape).to(parameter) if count else None
-        rest = pushes[0][sum(sizes) + len(sizes) :]
-        buffers = rest[: -self._num_numbers]
-        copy_parts(buffers, list(self._module.buffers()))  # the lowest rank's, as under DDP
+            one.grad = gradient.view(one.shape).to(one) if count else None
+        # The lowest rank's, as under DDP.
+        copy_parts(self._parts(pushes[0])[2], list(self._module.buffers()))
+        waited_s, loss, tokens, *scalars = numbers
         self._version += 1
-        self._interval.steps += 1
-        self._interval.trainer_wait_s += float(waited_s)
-        named = zip(self._duties.scalars, scalars, strict=True)
-        state.scalars = {name: value / divisor for name, value in named}
-        self._duties.mark(StepPart.COLLECT)
-        mean_loss: Tensor = loss / divisor
-        return mean_loss
+        self._num_steps += 1
+        self._trainer_wait_s += float(waited_s)
+        state.setup.timer.mark(StepPart.COLLECT)
+        has_tokens = state.setup.config.batch.count == "tokens"
+        num_tokens = tokens * batch.global_count if has_tokens else None
+        return Sums(loss, num_tokens, dict(zip(self._scalars, scalars, strict=True)))
 
     def may_stop(self, is_asked: bool) -> bool:
         """Return whether to stop now: if asked, and once no batch is under way."""
@@ -165,16 +155,24 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Return staleness (in updates), waiting times and pushes since the last call."""
-        interval, self._interval = self._interval, _Interval()
-        pushes = len(interval.staleness)
-        return {
-            "ps/staleness_mean": sum(interval.staleness) / pushes,
-            "ps/staleness_max": max(interval.staleness),
-            "ps/trainer_wait_ms": 1000 * interval.trainer_wait_s / pushes,
-            "ps/server_wait_ms": 1000 * interval.server_wait_s / interval.steps,
-            "ps/pushes_per_s": pushes / (time.perf_counter() - interval.started),
+        pushes = len(self._staleness)
+        found = {
+            "ps/staleness_mean": sum(self._staleness) / pushes,
+            "ps/staleness_max": max(self._staleness),
+            "ps/trainer_wait_ms": 1000 * self._trainer_wait_s / pushes,
+            "ps/server_wait_ms": 1000 * self._server_wait_s / self._num_steps,
+            "ps/pushes_per_s": pushes / (time.perf_counter() - self._began),
             "ps/num_trainers": len(self._idle) + len(self._versions),
         }
+        self._begin_interval()
+        return found
+
+    def _begin_interval(self) -> None:
+        self._began = time.perf_counter()
+        self._num_steps: int = 0
+        self._staleness: list[int] = []
+        self._trainer_wait_s: float = 0.0
+        self._server_wait_s: float = 0.0
 
     def close(self, status: Status) -> None:
         """Send the trainers the run's status."""
@@ -182,13 +180,19 @@ class Server:
         for rank in self._idle:
             dist.send(torch.tensor([code]), rank, self._group)
 
+    def _parts(self, push: Tensor) -> tuple[Tensor, ...]:
+        """Return what ``flatten_gradients`` has put together."""
+        own = [sum(self._sizes), len(self._sizes)]
+        rest = [len(push) - sum(own) - 3 - len(self._scalars), 3 + len(self._scalars)]
+        return tuple(push.split([*own, *rest]))
+
     def _collect(self, number: int) -> list[Tensor]:
         """Hand out batches to idle trainers; return a step's pushes, in sync by rank."""
         if self._waits_for_all:
             numbers = [number] * len(self._idle)
         else:
             self._next = max(self._next, number)
-            ahead = 0 if self._is_stopping else self._duties.steps_ahead(number)
+            ahead = 0 if self._is_stopping else self._state.steps_ahead(number)
             numbers = list(range(self._next, number + ahead))[: len(self._idle)]
             self._next += len(numbers)
         trainers, self._idle = self._idle[: len(numbers)], self._idle[len(numbers) :]
@@ -204,17 +208,18 @@ class Server:
             dist.recv(push, src=source, group=self._group)
             for push, source in zip(pushes, sources, strict=True)
         ]
-        self._interval.server_wait_s += time.perf_counter() - started
-        self._interval.staleness += [self._version - self._versions.pop(one) for one in trainers]
+        self._server_wait_s += time.perf_counter() - started
+        self._staleness += [self._version - self._versions.pop(one) for one in trainers]
         self._idle += trainers
         return pushes
 
 
-def _connect(duties: Duties) -> dist.ProcessGroup:
-    """Return a group of all ranks for messages on the CPU. Collective: every rank must call."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=duties.timeout_s))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def _validate_gradients(module: nn.Module) -> None:
+    if any(one.grad is not None and one.grad.is_sparse for one in module.parameters()):
+        raise UserError(
+            "parallelism=ps cannot push sparse gradients; leave out sparse=True in the model, or "
+            "write parallelism=ddp"
+        )
 
 
 def flatten_state(module: nn.Module) -> Tensor:
@@ -225,12 +230,7 @@ def flatten_state(module: nn.Module) -> Tensor:
 def flatten_gradients(module: nn.Module, numbers: Tensor) -> Tensor:
     """Return what a trainer pushes, as one vector on the CPU.
 
-    Args:
-        module: with the gradients of a batch.
-        numbers: a vector to append.
-
-    Returns:
-        The gradients; for each parameter 1 if it has a gradient, else 0; the buffers; the numbers.
+    Gradients; for each parameter 1 if it has a gradient, else 0; buffers; and `numbers`, a vector.
     """
     parameters = list(module.parameters())
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

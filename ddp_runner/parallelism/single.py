@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass
 
-from ddp_runner.parallelism.mode import no_context, place_on_first, same_role, unwrapped
+from ddp_runner.parallelism.mode import (
+    by_itself,
+    no_context,
+    one_share_each,
+    place_on_first,
+    unwrapped,
+)
 
 
 @dataclass(frozen=True)
@@ -10,7 +16,8 @@ class Single:
     """An unwrapped model on a device."""
 
     name: str
-    role = staticmethod(same_role)
+    layout = staticmethod(one_share_each)
+    engine = staticmethod(by_itself)
     place = staticmethod(place_on_first)
     wrap = staticmethod(unwrapped)
     no_sync = staticmethod(no_context)

@@ -52,7 +52,7 @@ def find_changing(state: TrainState) -> None:
     by_rank = gather_objects(_changed(state, places) if places else set[str]())
     changed = set[str]().union(*by_rank)
     # A server sends a model's buffers with its parameters.
-    if setup.role.serve is not None or setup.role.gradients is not None:
+    if setup.layout.by_number:
         if own := sorted(name for name in changed if not name.startswith("model.")):
             raise UserError(
                 f"{step_of(setup.config)} changes {', '.join(own)}, and parallelism="

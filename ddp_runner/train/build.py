@@ -27,13 +27,13 @@ from ddp_runner.distributed import loop_group, share_group
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 from ddp_runner.metrics.metric import Metric
-from ddp_runner.parallelism.mode import Mode, Role
+from ddp_runner.parallelism.mode import Layout, Mode
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_model import build_module, place_model
 from ddp_runner.train.ema import Ema
+from ddp_runner.train.engine import Local
 from ddp_runner.train.eval_totals import EvalSetup
-from ddp_runner.train.gradients import OwnGradients
 from ddp_runner.train.optimizers import build_optimizer
 from ddp_runner.train.schedules import build_schedule
 from ddp_runner.train.snapshot import saved_objects
@@ -77,9 +77,9 @@ def build_setup(
     train, evaluation = (dataset.near(split, devices[0]) for split in (dataset.train, dataset.eval))
     timer, common = StepTimer(devices[0]), eval_setup(config, env, mode, devices, dataset=dataset)
     batches = build_batches(
-        config, dataset, common.role, split=train, group=common.data_group, mark=timer.mark
+        config, dataset, common.layout, split=train, group=common.data_group, mark=timer.mark
     )
-    notes = (*dataset.notes, *train.notes(common.role.num_shares))
+    notes = (*dataset.notes, *train.notes(common.layout.num_shares))
     common = replace(common, dataset=replace(dataset, eval=evaluation, notes=notes))
     return Setup(**vars(common), mode=mode, batches=batches, timer=timer)
 
@@ -87,7 +87,7 @@ def build_setup(
 def build_batches(
     config: RunConfig,
     dataset: Dataset,
-    role: Role,
+    layout: Layout,
     *,
     split: Split,
     group: ProcessGroup | None,
@@ -98,7 +98,7 @@ def build_batches(
     Args:
         config: resolved.
         dataset: whose training split it is.
-        role: of this rank.
+        layout: of this rank.
         split: the training split, perhaps on the rank's GPU.
         group: one rank of each share; None: all.
         mark: adds the time since the last mark to a part of the step.
@@ -109,12 +109,12 @@ def build_batches(
     common: dict[str, Any] = {
         "global_size": config.batch.global_size,
         "grad_accum_steps": config.train.grad_accum_steps,
-        "share": role.share,
-        "num_shares": role.num_shares,
+        "share": layout.share,
+        "num_shares": layout.num_shares,
         "seed": config.seed,
     }
     if isinstance(split, StreamSplit):
-        if role.serve is not None or role.gradients is not None:
+        if layout.by_number:
             raise UserError(
                 f"parallelism={config.parallelism.get('name')} gives out batches by their numbers, "
                 f"and the batches of dataset={dataset.name}, a stream, have none; write "
@@ -122,10 +122,10 @@ def build_batches(
             )
         return StreamBatches(split=split, group=group, mark=mark, **common)
     assert isinstance(split, NumberedSplit)
-    validate_num_samples(dataset.name, len(split), ranks=role.num_shares)
+    validate_num_samples(dataset.name, len(split), ranks=layout.num_shares)
     return NumberedBatches(
         split=split,
-        is_computed=role.gradients is None,  # a server's trainers compute
+        is_computed=layout.computes,
         num_randoms=dataset.num_randoms,
         shuffle=config.dataset.get("shuffle", True),
         lengths=dataset.lengths() if dataset.group_by_length else None,
@@ -146,12 +146,12 @@ def eval_setup(
     Raises:
         UserError: the training step or a metric cannot be built.
     """
-    role = mode.role(env)
-    group = loop_group(takes_part=role.loop is not None)
+    layout = mode.layout(env)
+    group = loop_group(takes_part=layout.in_loop)
     return EvalSetup(
         config=config,
-        role=role,
-        env=role.loop or env,
+        layout=layout,
+        env=layout.env,
         devices=devices,
         dataset=dataset,
         eval_batch_size=config.batch.eval_size,
@@ -161,7 +161,7 @@ def eval_setup(
             for name, keys in config.metrics.items()
         },
         group=group,
-        data_group=share_group(role.model_ranks, group=group),
+        data_group=share_group(layout.model_ranks, group=group),
     )
 
 
@@ -213,7 +213,7 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
     model = setup.mode.wrap(compiled, setup.devices)
     optimizer = build_optimizer(config, module)
     decay, ema = config.ema.decay, None
-    if decay is not None and setup.role.loop is not None:  # the others take no optimizer steps
+    if decay is not None and setup.layout.in_loop:  # the others take no optimizer steps
         again = partial(place_model, config, setup.mode, arguments, setup.devices)
         ema = Ema(module, decay=decay, build=again)
     steps_per_epoch = setup.batches.steps_per_epoch
@@ -232,7 +232,7 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
             setup.devices[0].type, enabled=config.train.precision == "fp16"
         ),
         setup=setup,
-        gradients=OwnGradients(),
+        engine=Local(),
         ema=ema,
     )
     state.settings = settings_of(saved_objects(state))

@@ -14,23 +14,21 @@ from ddp_runner.train.state import TrainState
 SMALLEST_NORM = 1e-6  # torch's; a norm of 0 would divide by 0
 
 
-def scale_and_clip(state: TrainState) -> None:
-    """Multiply the gradients by what their backward left out, and clip them as the config asks.
+def scale_and_clip(state: TrainState, factor: Tensor | None) -> Tensor | None:
+    """Multiply the gradients by a factor, and clip them as the config asks, in one pass.
 
-    One pass over the gradients does both. With clipping the state keeps their norm from before.
+    Returns the norm of the whole gradient before clipping, a scalar; None without clipping.
     Collective: every rank must call.
     """
-    config, factor = state.setup.config.train, state.gradient_factor
+    config, norm = state.setup.config.train, None
     if factor is None and config.clip_norm is None and config.clip_value is None:
-        return  # walking over the parameters of a small model is a tenth of its forward
+        return None  # walking over the parameters of a small model is a tenth of its forward
     parameters = list(state.module.parameters())
-    state.gradient_factor = None
     if config.clip_norm is not None or config.clip_value is not None:
         state.scaler.unscale_(state.optimizer)
         norm = gradient_norm(parameters)
         if factor is not None:
             norm = norm * factor.to(norm.device)
-        state.grad_norm = norm
         if config.clip_norm is not None:
             clip = (config.clip_norm / (norm + SMALLEST_NORM)).clamp(max=1.0)
             factor = clip if factor is None else clip * factor.to(clip.device)
@@ -46,6 +44,7 @@ def scale_and_clip(state: TrainState) -> None:
                 part = own_part(one.grad)
                 values = part.values() if part.is_sparse else part
                 values.clamp_(-config.clip_value, config.clip_value)
+    return norm
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

@@ -21,7 +21,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.metrics.confusion import classification_metrics, confusion_counts, reject_strays
 from ddp_runner.metrics.evaluation import Evaluation
 from ddp_runner.metrics.metric import Metric
-from ddp_runner.parallelism.mode import Role
+from ddp_runner.parallelism.mode import Layout
 from ddp_runner.train.step import Step, StepFunction
 
 
@@ -30,7 +30,7 @@ class EvalSetup:
     """What a rank evaluates with; a ``Setup`` trains with more."""
 
     config: RunConfig
-    role: Role  # of this rank in the run
+    layout: Layout  # of this rank in the run
     env: DistEnv  # its place among the ranks of the loop
     devices: tuple[torch.device, ...]  # batches go to the first, outputs are on the last
     dataset: Dataset

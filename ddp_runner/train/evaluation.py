@@ -77,7 +77,7 @@ def evaluate(
     broadcast_buffers(module, group=setup.group)
     module.eval()
     for split in splits or (setup.dataset.eval,):
-        share, num_shares = setup.role.eval_share
+        share, num_shares = setup.layout.eval_share
         size, seed = setup.eval_batch_size, setup.config.seed
         batches = split.in_order(size, share=share, num_shares=num_shares, seed=seed)
         for index, batch in enumerate(together(islice(batches, most_batches), split, setup)):
@@ -96,7 +96,7 @@ def together(batches: Iterable[MicroBatch], split: Split, setup: EvalSetup) -> I
     Only where a forward waits for the other ranks; else the batches are yielded as they come.
     Collective there: every rank must take all of them.
     """
-    if not setup.role.has_collective_forward:
+    if not setup.layout.forward_is_collective:
         yield from batches
         return
     placeholder: MicroBatch | None = None

@@ -49,7 +49,7 @@ def try_first_batch(state: TrainState) -> Trial:
     samples, fix = batch.data, "choose a dataset or a model that fits"
     if is_ordinary(state):
         who, samples = model_of(setup.config), inputs_of(samples)
-    if setup.role.model_ranks > 1:
+    if setup.layout.model_ranks > 1:
         fix += "; if parallelism=single takes it, change model.tensor_parallel"
     what = f"{who} cannot take dataset={setup.dataset.name}, whose samples are"
     with taking(what, samples, fix=fix), restored_after(state):
@@ -66,7 +66,7 @@ def _ensure_same_layers(state: TrainState) -> None:
     a rank that leaves it out. Collective there: every rank must call.
     """
     setup = state.setup
-    if not setup.role.has_collective_forward or setup.role.num_shares == 1:
+    if not setup.layout.forward_is_collective or setup.layout.num_shares == 1:
         return
     names = {part: name for name, part in state.module.named_modules() if [*part._parameters]}
     used, by_run = list[str](), list[set[str]]()

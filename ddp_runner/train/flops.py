@@ -47,9 +47,9 @@ def flops_per_sample(state: TrainState) -> float:
     from torch.utils.flop_counter import FlopCounterMode  # takes 0.1 s
 
     setup, module = state.setup, state.module
-    if setup.role.gradients is not None or isinstance(state.model, nn.DataParallel):
+    if not setup.layout.computes or isinstance(state.model, nn.DataParallel):
         raise UserError("other devices than this rank's compute its gradients")
-    if setup.role.model_ranks > 1:
+    if setup.layout.model_ranks > 1:
         raise UserError("each rank computes a part of a sample")
     formulas = {torch.ops.aten.convolution_backward: _convolution_backward}
     assert state.sample is not None

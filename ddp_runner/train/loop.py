@@ -17,6 +17,7 @@ from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
+from ddp_runner.parallelism.mode import Sums
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.buffers import share_changing
@@ -61,24 +62,24 @@ def train(
             batch = next(steps)
             timer.mark(StepPart.DATA)
             lr = state.optimizer.param_groups[-1]["lr"]
-            loss = train_step(state, batch)
+            sums = train_step(state, batch)
             progress.step += 1
             progress.metrics.clear()  # a checkpoint keeps only its own step's metrics
             timer.add(samples=batch.global_count)
             logger.step_done(step=progress.step, epoch=batches.epoch_number)
             if progress.step == 1:
-                _log_first(state, loss, logger)
+                _log_first(state, sums, logger)
             is_over, is_saved = _is_over(state), is_due(batches, progress, **saves)
             # A checkpoint that is compared by a metric of training needs that of its step.
             is_judged = is_saved and watches_training
             if is_over or is_judged or progress.step % config.log_every_steps == 0:
-                progress.metrics |= step_metrics(state, loss, lr=lr)
+                progress.metrics |= step_metrics(state, sums, lr=lr)
                 ensure_monitored(setup.config, progress.metrics, part="train")
                 logger.log(progress.metrics, step=progress.step, epoch=batches.epoch_number)
             setup.profiler.step_done(progress.step)
             progress.owes_evaluation = evaluation_is_due(batches, progress, config, is_over=is_over)
             # After the last step only the evaluation is left; stopping now would delay it.
-            if not is_over and state.gradients.may_stop(vote.agreed(stop_requested())):
+            if not is_over and state.engine.may_stop(vote.agreed(stop_requested())):
                 save()
                 return Status.PREEMPTED
         if is_evaluated := progress.owes_evaluation:
@@ -103,28 +104,32 @@ def _is_over(state: TrainState) -> bool:
     return state.is_done or stop_reason(state.progress, early_stop) is not None
 
 
-def _log_first(state: TrainState, loss: Tensor, logger: Logger) -> None:
+def _log_first(state: TrainState, sums: Sums, logger: Logger) -> None:
     """Log the loss of the first step, and whether it taught anything. Collective."""
     setup = state.setup
-    (first,) = sum_over_ranks([loss.item()], group=setup.data_group)
+    (first,) = sum_over_ranks([sums.loss.item()], group=setup.data_group)
     found = has_gradient(state.module.parameters())
     (num_taught,) = sum_over_ranks([found], group=setup.group)
     logger.first_loss(first, teaches=num_taught > 0)
 
 
-def train_step(state: TrainState, batch: StepBatch) -> Tensor:
+def train_step(state: TrainState, batch: StepBatch) -> Sums:
     """Take an optimizer step. Collective: every rank must call.
 
     Returns:
-        This rank's part of the loss, a scalar. The parts of all ranks add up to the mean over the
-        global batch.
+        This rank's parts of the loss and the scalars, which add up to means over the global batch.
     """
     optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
     seed_step(state)
     share_changing(state)
     optimizer.zero_grad(set_to_none=True)
-    loss = state.gradients.compute(state, batch)
-    scale_and_clip(state)
+    sums = state.engine.backward(state, batch)
+    factor = None
+    if sums.tokens is not None:
+        factor = token_factor(sums.tokens, batch, group=setup.data_group)
+        sums.loss = sums.loss * factor
+        sums.scalars = {name: one * factor for name, one in sums.scalars.items()}
+    sums.grad_norm = scale_and_clip(state, factor)
     try:
         took_step = step_unless_overflowed(optimizer, scaler)
     except RuntimeError as error:
@@ -136,18 +141,18 @@ def train_step(state: TrainState, batch: StepBatch) -> Tensor:
         if state.ema is not None:
             state.ema.update(state.module)
     setup.timer.mark(StepPart.OPTIMIZER)
-    return loss
+    return sums
 
 
 def seed_step(state: TrainState) -> None:
     """Seed what the next step draws. Ranks that compute one share together draw the same."""
-    seed_all(state.setup.config.seed, "step", state.step, state.setup.role.share)
+    seed_all(state.setup.config.seed, "step", state.step, state.setup.layout.share)
 
 
-def backward(state: TrainState, batch: StepBatch) -> Tensor:
-    """Accumulate the micro-batches' gradients; return this rank's part of the mean loss.
+def backward(state: TrainState, batch: StepBatch) -> Sums:
+    """Accumulate the micro-batches' gradients, and return what they add up.
 
-    The gradients have yet to be multiplied by ``state.gradient_factor``, if it is not None.
+    If tokens are counted, all of it has yet to be multiplied by ``token_factor``.
 
     Raises:
         UserError: the loss has no gradient.
@@ -171,7 +176,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             # The reduction averages over the shares, but global_count already counts them all.
             scaled = state.scaler.scale(loss * setup.batches.num_shares)
             timer.mark(StepPart.FORWARD, ends_on=setup.devices[-1])
-            exchanges = is_last and has_peers and not setup.role.has_collective_forward
+            exchanges = is_last and has_peers and not setup.layout.forward_is_collective
             if exchanges:
                 timer.mark_end_of_backward(scaled)
             scaled.backward()
@@ -182,14 +187,7 @@ def backward(state: TrainState, batch: StepBatch) -> Tensor:
             scalars[name] = scalars.get(name, 0) + value.detach() * share
         if num_tokens is not None:
             num_tokens += step.count * micro_batch.weight
-    if num_tokens is not None and setup.role.serve is not None:
-        state.tokens = num_tokens / batch.global_count  # the loop divides by all trainers' tokens
-    elif num_tokens is not None:
-        factor = state.gradient_factor = token_factor(num_tokens, batch, group=setup.data_group)
-        total *= factor
-        scalars = {name: one * factor for name, one in scalars.items()}
-    state.scalars = scalars
-    return total
+    return Sums(total, num_tokens, scalars)
 
 
 def token_factor(

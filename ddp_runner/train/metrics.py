@@ -3,12 +3,12 @@
 import math
 
 import torch
-from torch import Tensor
 
 from ddp_runner.device import peak_memory_gib, values_of
 from ddp_runner.distributed import add_over_ranks, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
+from ddp_runner.parallelism.mode import Sums
 from ddp_runner.train.clipping import gradient_norm
 from ddp_runner.train.flops import measure_peaks
 from ddp_runner.train.skew import table
@@ -20,21 +20,21 @@ MEMORY = "perf/peak_memory_gib"  # a trace takes time, but no memory of the GPU
 SETTLED_S = 30.0  # since the session's warm-up
 
 
-def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, float]:
+def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float]:
     """Return the last step's metrics, over all ranks. Collective: every rank must call.
 
     Those of a step that was traced have no times.
 
     Args:
         state: of this rank, after the step.
-        loss: this rank's part of the mean loss, a scalar.
+        sums: what the step returned.
         lr: the learning rate of the step.
 
     Raises:
         UserError: the loss is NaN or infinite.
     """
-    env, norm = state.setup.env, state.grad_norm
-    own_loss, *own_scalars = values_of([loss, *state.scalars.values()])
+    env, norm = state.setup.env, sums.grad_norm
+    own_loss, *own_scalars = values_of([sums.loss, *sums.scalars.values()])
     is_slow = state.setup.profiler.is_slow
     lap = state.setup.timer.lap()
     exchanges = () if is_slow else lap.exchanges
@@ -42,15 +42,15 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     parts = {part: ms for part, ms in lap.parts.items() if part not in EXCHANGE}
     is_settled = state.setup.timer.running_s > SETTLED_S
     # Of the ranks that compute one share together, the first counts.
-    counts = env.rank % state.setup.role.model_ranks == 0
-    sums_of = [one * counts for one in own_scalars]
-    own = [own_loss * counts, is_settled, *parts.values(), *sums_of]
+    counts = env.rank % state.setup.layout.model_ranks == 0
+    own_scalars = [one * counts for one in own_scalars]
+    own = [own_loss * counts, is_settled, *parts.values(), *own_scalars]
     # One all-reduce for all of it, and the times stay a tensor: this runs in the training loop.
     memory = torch.zeros(env.world_size, dtype=torch.float64)
     memory[env.rank] = peak_memory_gib()
     packed = torch.cat([torch.tensor(own, dtype=torch.float64), memory, times.flatten()])
-    sums = add_over_ranks(packed, state.setup.group)
-    numbers, memory, flat_times = sums.split([len(own), len(memory), times.numel()])
+    added = add_over_ranks(packed, state.setup.group)
+    numbers, memory, flat_times = added.split([len(own), len(memory), times.numel()])
     total, num_settled, *rest = numbers.tolist()
     means = [value / env.world_size for value in rest[: len(parts)]]
     scalars = rest[len(parts) :]
@@ -64,7 +64,7 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
     flops, peak = state.peaks or (0.0, 0.0)
     found = {
         "train/loss": _finite_loss(total, state),
-        **{f"train/{name}": one for name, one in zip(state.scalars, scalars, strict=True)},
+        **{f"train/{name}": one for name, one in zip(sums.scalars, scalars, strict=True)},
         "train/lr": lr,
         "train/grad_norm": float(norm),
         **lap.metrics,
@@ -72,7 +72,7 @@ def step_metrics(state: TrainState, loss: Tensor, *, lr: float) -> dict[str, flo
         **state.skew.add(times, step_time_ms=lap.metrics["perf/step_time_ms"]),
         **({"perf/mfu": flops * lap.metrics["perf/samples_per_s"] / peak} if peak else {}),
         MEMORY: max(state.memory_gib),
-        **state.gradients.metrics(),
+        **state.engine.metrics(),
     }
     if not is_slow:
         return found
@@ -93,13 +93,13 @@ def ensure_known(name: str, setup: Setup) -> None:
         )
 
 
-def global_loss(state: TrainState, loss: Tensor) -> float:
-    """Return the mean loss over the global batch. Collective: every rank must call.
+def global_loss(state: TrainState, sums: Sums) -> float:
+    """Return the mean loss over a step's global batch. Collective: every rank must call.
 
     Raises:
         UserError: the loss is NaN or infinite.
     """
-    (total,) = sum_over_ranks([loss.item()], group=state.setup.data_group)
+    (total,) = sum_over_ranks([sums.loss.item()], group=state.setup.data_group)
     return _finite_loss(total, state)
 
 

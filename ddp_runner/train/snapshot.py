@@ -74,11 +74,11 @@ def _saver(state: TrainState) -> Saver:
         saved_objects(state),
         state.settings,
         task="train",
-        num_shares=setup.role.num_shares,
+        num_shares=setup.layout.num_shares,
         rank=setup.env.rank,
         num_ranks=setup.env.world_size,
         group=setup.group,
-        takes_all=setup.role.loop is not None,
+        takes_all=setup.layout.in_loop,
     )
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_runner.data.batches import Batches
 from ddp_runner.data.splits import NUM_FIRST, MicroBatch
-from ddp_runner.parallelism.mode import GradientSource, Mode
+from ddp_runner.parallelism.mode import Engine, Mode
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
 from ddp_runner.tracking.run_record import RunFields
@@ -49,18 +49,12 @@ class TrainState:
     schedule: Schedule
     scaler: torch.amp.GradScaler
     setup: Setup
-    gradients: GradientSource  # this rank's backward, unless the mode has another source
+    engine: Engine  # how this rank computes a step
     progress: Progress = field(default_factory=Progress)
     # What the optimizer and the schedule held when they were built: see ``checkpoint.state``.
     settings: Mapping[str, Any] = field(default_factory=dict)
     # The buffers, by owner and name, that training changes: all ranks take rank 0's each step.
     changing: Sequence[tuple[nn.Module, str]] = ()
-    grad_norm: Tensor | None = None  # of the last step, before clipping; None without clipping
-    gradient_factor: Tensor | None = None  # what the gradients have yet to be multiplied by
-    # Of the last step: this rank's part of the mean of each scalar that the training step returned.
-    scalars: Mapping[str, Tensor] = field(default_factory=dict)
-    # On a rank that serves the loop: its part of the tokens of a mean sample of its last batch.
-    tokens: Tensor | None = None
     ema: Ema | None = None  # the averaged weights; None without ema.decay
     skew: Skew = field(default_factory=Skew)  # of this session
     # Two training samples, as the dry run has loaded them: amid an epoch none can be loaded.
@@ -112,6 +106,19 @@ class TrainState:
         if config.max_steps is None:
             return self.setup.batches.epoch >= config.epochs
         return self.step >= config.max_steps
+
+    def steps_ahead(self, number: int) -> int:
+        """Return how many steps from batch `number` on come before the next save or evaluation.
+
+        The run's last step ends them as well, and an epoch's. Amid the step of this batch.
+        """
+        config, batches = self.setup.config, self.setup.batches
+        assert batches.steps_per_epoch is not None
+        periods = config.checkpoint.every_steps, config.train.eval_every_steps
+        steps_left = [every - self.step % every for every in periods if every]
+        if config.train.max_steps is not None:
+            steps_left.append(config.train.max_steps - self.step)
+        return min([batches.steps_per_epoch - number % batches.steps_per_epoch, *steps_left])
 
     @property
     def measured(self) -> RunFields:

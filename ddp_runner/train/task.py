@@ -21,9 +21,9 @@ from ddp_runner.tracking.run_record import RunFields, add_warning, write_run_rec
 from ddp_runner.tracking.start_block import sizes, training_facts
 from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.build import build_session_state
+from ddp_runner.train.engine import engage
 from ddp_runner.train.export import export_best
 from ddp_runner.train.first_batch import try_evaluation, try_first_batch, warnings_of
-from ddp_runner.train.gradients import take_role
 from ddp_runner.train.loop import train
 from ddp_runner.train.progress import early_stop_of, stop_reason
 from ddp_runner.train.same_data import agreed_samples
@@ -56,7 +56,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         freeze(session.job, run_dir)  # only now, so that a failed resume changes nothing
     else:  # rank 0 logs it with the facts of the run
         session.log(f"rank {session.env.rank} is process {os.getpid()}")
-    served = take_role(state)
+    served = engage(state)
     if served is not None:
         return served
     if wire is not None:
@@ -80,7 +80,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
 
             status = train(state, save=save, stop_requested=stop_requested, logger=logger)
             session.heartbeat.note(ENDING)  # the last checkpoint may take a while
-        state.gradients.close(status)
+        state.engine.close(status)
         if status == Status.COMPLETED:
             export_best(state, run_dir, logger=logger, log=session.log)
         early_stop = early_stop_of(config.early_stop, state.setup.metrics)

@@ -239,8 +239,8 @@ def same_share(state: TrainState, env: DistEnv) -> TrainState:
 
 def same_eval_share(state: TrainState, env: DistEnv) -> TrainState:
     """Let all ranks evaluate the first rank's part."""
-    role = state.setup.role
-    return with_setup(state, role=replace(role, loop=replace(env, rank=0)))
+    layout = replace(state.setup.layout, env=replace(env, rank=0))
+    return with_setup(state, layout=layout)
 
 
 def other_data(state: TrainState, env: DistEnv) -> TrainState:

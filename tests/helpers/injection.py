@@ -181,13 +181,14 @@ def truncate(path: Path, size: int) -> None:
 def counted() -> dict[str, list[Target]]:
     """Return the functions whose calls `At` counts."""
     from ddp_runner.own_loop import run
+    from ddp_runner.parallelism.parameter_server import Trainer
     from ddp_runner.tracking import metric_files
-    from ddp_runner.train import gradients, loop, task
+    from ddp_runner.train import loop, task
 
     files = metric_files.MetricFiles
     return {
         # What a rank of the loop calls in each step, and a trainer of a parameter server.
-        "step": [(loop, loop.train_step), (gradients, gradients.backward_by_number)],
+        "step": [(loop, loop.train_step), (Trainer, Trainer.backward)],
         "own step": [(run.Run, run.Run.should_stop)],
         "evaluation": [(loop, loop.evaluate)],
         "log": [(files, files._add)],

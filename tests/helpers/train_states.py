@@ -25,7 +25,7 @@ from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.parallelism.shards import whole
 from ddp_runner.train.build import build_setup, build_state
-from ddp_runner.train.gradients import take_role
+from ddp_runner.train.engine import engage
 from ddp_runner.train.loop import train, train_step
 from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.progress import Progress
@@ -56,6 +56,7 @@ class Trace:
     logged: list[str] = field(default_factory=list)
     saved_steps: list[int] = field(default_factory=list)
     saved: dict[int, dict[str, float]] = field(default_factory=dict)  # by step, without perf/
+    scalars: dict[str, float] = field(default_factory=dict)  # of ``take_steps``' last one
     weights: Tensor = field(default_factory=lambda: torch.zeros(0))  # flat
     progress: Progress = field(default_factory=Progress)
     place: tuple[int, int] = (0, 0)  # completed epochs, and steps in the epoch
@@ -186,10 +187,12 @@ def take_steps(
     state, trace = state or build(env, config), Trace()
     batches = state.setup.batches
     end_at(state, num_steps)
-    if take_role(state) is None:
+    if engage(state) is None:
         for batch in islice(batches, num_steps):
-            trace.losses.append(global_loss(state, train_step(state, batch)))
-        state.gradients.close(Status.COMPLETED)
+            sums = train_step(state, batch)
+            trace.losses.append(global_loss(state, sums))
+            trace.scalars = {name: float(one) for name, one in sums.scalars.items()}
+        state.engine.close(Status.COMPLETED)
     trace.weights = flat_weights(state.module)
     return trace
 
@@ -241,7 +244,7 @@ def run_loop(
 
     if max_steps is not None:
         end_at(state, max_steps)
-    served = take_role(state)
+    served = engage(state)
     if served is not None:
         trace.status, trace.weights = served, flat_weights(state.module)
         return trace
@@ -250,7 +253,7 @@ def run_loop(
     except ValueError as error:
         trace.error = f"{type(error).__name__}: {error}"
     if trace.status:
-        state.gradients.close(Status(trace.status))
+        state.engine.close(Status(trace.status))
     trace.losses = [line["train/loss"] for line in trace.lines if "train/loss" in line]
     trace.progress = progress
     trace.place = (state.setup.batches.epoch, state.setup.batches.step)

@@ -18,7 +18,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.build import build_saver
 from ddp_runner.own_loop.wrapping import validate_objects
-from ddp_runner.parallelism.mode import same_role
+from ddp_runner.parallelism.mode import one_share_each
 from ddp_runner.tracking.run_dir import RunDir
 
 
@@ -26,7 +26,7 @@ def session(env: DistEnv, folder: Path, *, task: str = "mine.train") -> Any:
     """Return the parts of a session that saving needs."""
     config = SimpleNamespace(task=task, resume=None)
     devices = (torch.device("cpu"),)
-    mode = SimpleNamespace(role=same_role)
+    mode = SimpleNamespace(layout=one_share_each)
     return SimpleNamespace(
         mode=mode,
         config=config,

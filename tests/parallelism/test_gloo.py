@@ -85,7 +85,7 @@ def sent(env: DistEnv, config: Config) -> Counter[str]:
     state = build(env, config)
     batch = next(iter(steps_of(state.setup.batches)))
     with Collectives() as found:
-        state.gradients.compute(state, batch)
+        state.engine.backward(state, batch)
     return +found.calls  # without the operators that are no collectives
 
 
@@ -97,5 +97,4 @@ def test_a_block_is_sent_as_often_as_it_must(keys: tuple[str, ...], gathered: in
     """The last block, and what is outside of blocks, are gathered once: their backward is next."""
     config = compose_config(*GPT, "parallelism=fsdp", *keys, world_size=2)
     for found in run_ranks(sent, 2, config):
-        assert found.pop("allreduce_") == 1  # the number of tokens
         assert found == {"_allgather_base_": gathered, "alltoall_base_": NUM_BLOCKS + 1}

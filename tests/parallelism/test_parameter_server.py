@@ -6,7 +6,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +26,9 @@ from train_states import TOY, build, compose_config, run_loop, take_steps
 from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.mode import Duties
+from ddp_runner.parallelism.mode import Engine, Sums
 from ddp_runner.parallelism.parameter_server import (
     ParameterServer,
-    Server,
     copy_parts,
     flatten_gradients,
     flatten_state,
@@ -142,26 +141,53 @@ def test_a_lost_trainer_is_named_and_the_group_restarts(tmp_path: Path, mode: st
     assert metrics(end.run_dir)[-2]["ps/num_trainers"] == 3
 
 
-def duties(
+@dataclass
+class Computed(Engine):
+    """Computes what a test wants for a batch's number."""
+
+    compute: Callable[[int], Tensor]
+
+    def backward(self, state: Any, batch: Any) -> Sums:
+        """Leave gradients; the loss is the answer."""
+        return Sums(self.compute(batch.number), None, {})
+
+
+def engine_of(
+    mode: ParameterServer,
+    env: DistEnv,
     module: nn.Module,
     compute: Callable[[int], Tensor] = lambda number: torch.zeros(()),
     *,
-    steps_ahead: Callable[[], int] = lambda: 1,
+    steps_ahead: Callable[[int], int] = lambda number: 1,
     timeout_s: float = 240,
-) -> Duties:
-    """Return what a test without a launcher asks of server and trainers."""
-    return Duties(
-        module=module,
-        compute=compute,
-        steps_ahead=steps_ahead,
-        timeout_s=timeout_s,
-        mark=lambda part: None,
+) -> Any:
+    """Return a rank's engine without a run around it, and its state as an attribute."""
+    batches = SimpleNamespace(seed=0, share=env.rank, step_at=numbered)
+    config = SimpleNamespace(
+        backend=SimpleNamespace(timeout_s=timeout_s), batch=SimpleNamespace(count="samples")
     )
+    setup = SimpleNamespace(
+        config=config,
+        batches=batches,
+        scalars=(),
+        layout=mode.layout(env),
+        timer=SimpleNamespace(mark=lambda part: None),
+    )
+    state = SimpleNamespace(module=module, setup=setup, steps_ahead=steps_ahead)
+    engine: Any = mode.engine(state, Computed(compute))
+    engine.state = state
+    return engine
 
 
-def collected(server: Server, number: int) -> Tensor:
+def numbered(number: int) -> Any:
+    """Return a batch that has nothing but its number."""
+    return SimpleNamespace(number=number, global_count=1)
+
+
+def collected(server: Any, number: int) -> Tensor:
     """Let the server collect the gradients of a batch; return the loss."""
-    return server.compute(SimpleNamespace(), SimpleNamespace(number=number))
+    loss: Tensor = server.backward(server.state, numbered(number)).loss
+    return loss
 
 
 def applied_batches(env: DistEnv, num_steps: int) -> list[int]:
@@ -174,11 +200,13 @@ def applied_batches(env: DistEnv, num_steps: int) -> list[int]:
         module(torch.ones(1, 3)).sum().backward()
         return torch.tensor(float(number))
 
+    engine = engine_of(
+        mode, env, module, compute, steps_ahead=lambda number: period - len(computed) % period
+    )
     if env.rank:
-        assert mode.run_trainer(duties(module, compute)) == "preempted"
+        assert engine.serve(engine.state) == "preempted"
         return computed
-    asked = duties(module, steps_ahead=lambda: period - len(computed) % period)
-    server, under_way = mode.start_server(asked), set[bool]()
+    server, under_way = engine, set[bool]()
     while not server.may_stop(len(computed) >= num_steps):
         computed.append(int(collected(server, first + len(computed))))
         if len(computed) % period == 0:
@@ -207,8 +235,8 @@ def rests(env: DistEnv, config: Config) -> list[tuple[str, int, bool]]:
 
     def noted(name: str, call: Callable[[TrainState], Any]) -> Callable[[TrainState], Any]:
         def wrapped(state: TrainState) -> Any:
-            found.append((name, state.progress.step, state.gradients.may_stop(True)))
-            state.gradients.may_stop(False)
+            found.append((name, state.progress.step, state.engine.may_stop(True)))
+            state.engine.may_stop(False)
             return call(state)
 
         return wrapped
@@ -256,22 +284,22 @@ def patient_steps(env: DistEnv, how: str) -> list[int]:
     """Return the batches collected by a server that is busy for longer than the timeout."""
     mode = ParameterServer("ps", mode=how)
     module = nn.Linear(3, 1)
-    if env.rank == 0:
-        server = mode.start_server(duties(module, timeout_s=2))
-        applied = []
-        for step in range(4):
-            if step == 2:
-                time.sleep(4.5)  # an evaluation, a slow disk
-            applied.append(int(collected(server, step)))
-        server.close("completed")
-        return applied
 
     def compute(step: int) -> Tensor:
         module(torch.ones(1, 3)).sum().backward()
         return torch.tensor(step / (2 if how == "sync" else 1))
 
-    assert mode.run_trainer(duties(module, compute, timeout_s=2)) == "completed"
-    return []
+    engine = engine_of(mode, env, module, compute, timeout_s=2)
+    if env.rank:
+        assert engine.serve(engine.state) == "completed"
+        return []
+    applied = []
+    for step in range(4):
+        if step == 2:
+            time.sleep(4.5)  # an evaluation, a slow disk
+        applied.append(int(collected(engine, step)))
+    engine.close("completed")
+    return applied
 
 
 @pytest.mark.full
@@ -307,12 +335,12 @@ def served_buffers(env: DistEnv) -> list[float]:
         norm.running_mean.fill_(env.rank)
         return torch.zeros(())
 
+    engine = engine_of(mode, env, norm, compute)
     if env.rank == 0:
-        server = mode.start_server(duties(norm))
-        collected(server, 0)
-        server.close("completed")
+        collected(engine, 0)
+        engine.close("completed")
     else:
-        assert mode.run_trainer(duties(norm, compute)) == "completed"
+        assert engine.serve(engine.state) == "completed"
     return [*norm.running_mean.tolist(), int(norm.num_batches_tracked)]
 
 
@@ -345,8 +373,8 @@ def served_scalars(env: DistEnv, config: Config) -> dict[str, float]:
     """Return the training step's scalars after two steps, where the loop has them."""
     state = build(env, config)
     state.setup = replace(state.setup, scalars=try_first_batch(state).scalars)
-    take_steps(env, config, 2, state=state)
-    return {name: float(one) for name, one in state.scalars.items() if name != "worst"}  # no sum
+    trace = take_steps(env, config, 2, state=state)
+    return {name: one for name, one in trace.scalars.items() if name != "worst"}  # no sum
 
 
 @pytest.mark.parametrize("keys", [SQUARES, (*WORDS, "batch.global_size=8")])
@@ -399,12 +427,12 @@ def wide_loss(env: DistEnv) -> float:
         module(torch.ones(1, 3).double()).sum().backward()
         return torch.tensor(1 / 3, dtype=torch.float64)
 
+    engine = engine_of(mode, env, module, compute)
     if env.rank == 0:
-        server = mode.start_server(duties(module))
-        loss = collected(server, 0)
-        server.close("completed")
+        loss = collected(engine, 0)
+        engine.close("completed")
     else:
-        assert mode.run_trainer(duties(module, compute)) == "completed"
+        assert engine.serve(engine.state) == "completed"
     return float(loss)
 
 
@@ -428,10 +456,10 @@ def clocked(env: DistEnv) -> list[dict[str, float]]:
         return torch.zeros(())
 
     with patch.object(time, "perf_counter", passing if env.rank else lambda: now[0]):
+        server = engine_of(mode, env, module, compute)
         if env.rank:
-            assert mode.run_trainer(duties(module, compute)) == "completed"
+            assert server.serve(server.state) == "completed"
             return figures
-        server = mode.start_server(duties(module))
         for step, (begins, ends) in enumerate([(10, 12), (50, 54)]):
             now[0] = begins
             collected(server, step)

@@ -265,7 +265,7 @@ def test_a_whole_tensor_is_no_shard() -> None:
     assert not any(map(is_shard, state.values()))
     assert whole(state["weight"]) is state["weight"]
     mode = make("parallelism", resolved("parallelism=fsdp")[0].parallelism)
-    assert mode.role(DistEnv(3, 3, 4, 4)).eval_share == (3, 4)
+    assert mode.layout(DistEnv(3, 3, 4, 4)).eval_share == (3, 4)
 
 
 def test_memory_that_cannot_be_returned_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,8 +272,7 @@ def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = Fals
         state.scaler = scaler
     trace = run_loop(env, config, max_steps=None, folder=folder, state=state)
     dist.barrier()
-    is_server = state.setup.mode.role(env).gradients is not None
-    return Life(trace, [] if is_server else drawn)
+    return Life(trace, drawn if state.setup.layout.computes else [])
 
 
 def move(env: DistEnv, step: int, source: Path, target: Path) -> None:

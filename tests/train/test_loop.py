@@ -388,10 +388,10 @@ def test_each_checkpoint_has_the_metric_of_training_that_judges_it(
 def clipped_gradients(env: DistEnv, config: Config) -> tuple[Tensor, float]:
     """Return the gradients of the first step, and the norm that is logged of them."""
     state = build(env, config)
-    train_step(state, next(steps_of(state.setup.batches)))
+    sums = train_step(state, next(steps_of(state.setup.batches)))
     gradients = [one.grad for one in state.module.parameters() if one.grad is not None]
     state.setup.timer.add(samples=8)
-    norm = step_metrics(state, torch.ones(()), lr=0.0)["train/grad_norm"]
+    norm = step_metrics(state, sums, lr=0.0)["train/grad_norm"]
     return torch.cat([one.flatten() for one in gradients]), norm
 
 
