@@ -139,7 +139,7 @@ def test_two_ranks_take_the_steps_of_one(table: CommandResult) -> None:
 def test_a_run_keeps_the_tokenizer_of_its_model(table: CommandResult) -> None:
     """Without it the exported model could not be used."""
     path = job(table, "noisy") / "tokenizer" / "tokenizer.json"
-    assert json.loads(path.read_text())["model"]["type"] == "WordMicroPlan"
+    assert json.loads(path.read_text())["model"]["type"] == "WordPiece"
 
 
 def test_each_mistake_in_the_data_is_one_line(table: CommandResult) -> None:
