@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddp_runner.check.compare_ranks import Finding, equality
 from ddp_runner.data.batches import NumberedBatches
-from ddp_runner.data.splits import MicroBatch, Split, TensorSplit
+from ddp_runner.data.splits import MicroBatch, Part, Split, TensorSplit
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted
@@ -69,7 +69,7 @@ def eval_samples(state: TrainState) -> Finding:
         return Finding(name, True, WITHOUT_NUMBERS)
     numbered, size = _numbered(split.num_samples), state.setup.eval_batch_size
     share, num_shares = state.setup.layout.eval_share
-    parts = numbered.in_order(size, share=share, num_shares=num_shares, seed=0)
+    parts = numbered.in_order(Part(size, share, num_shares, seed=0))
     how = f"in batches of up to {size} on {_shares(state, num_shares)}"
     return _tally(name, len(numbered), parts, how, state)
 

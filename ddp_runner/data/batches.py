@@ -61,10 +61,6 @@ class Batches(ABC):
     def steps_per_epoch(self) -> int | None:
         """Return the optimizer steps of an epoch; None: it ends when its stream ends."""
 
-    @abstractmethod
-    def step_at(self, number: int) -> StepBatch:
-        """Return this share of a step by its number in the run."""
-
     @property
     @abstractmethod
     def order(self) -> Mapping[str, object]:

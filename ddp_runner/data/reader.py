@@ -4,7 +4,6 @@ import copy
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_runner.data.loader import Collate
+from ddp_runner.data.splits import Part
 from ddp_runner.data.workers import Failure
 from ddp_runner.errors import UserError, typed
 from ddp_runner.files import leaves
@@ -27,18 +27,6 @@ class Loaded(NamedTuple):
     data: Any  # what collate_fn returned
     num_samples: int  # of the stream
     copies: int = 1  # of each sample in the data
-
-
-@dataclass(frozen=True)
-class Part:
-    """One share of an epoch."""
-
-    batch_size: int
-    share: int
-    num_shares: int
-    seed: int
-    epoch: int = 0
-    doubles_single: bool = False  # give a batch of one sample twice: see ``Loaded``
 
 
 class Readers(IterableDataset[Loaded | Failure]):

@@ -37,6 +37,18 @@ class MicroBatch:
     randoms: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Part:
+    """One share of an epoch."""
+
+    batch_size: int
+    share: int
+    num_shares: int
+    seed: int
+    epoch: int = 0
+    doubles_single: bool = False  # of a stream: give a batch of one sample twice
+
+
 class Split(Protocol):
     """The samples of a training or an evaluation split, wherever they are."""
 
@@ -54,16 +66,8 @@ class Split(Protocol):
             UserError: there is no sample.
         """
 
-    def in_order(
-        self,
-        batch_size: int,
-        *,
-        share: int,
-        num_shares: int,
-        seed: int,
-        takes_turns: bool = False,
-    ) -> Iterator[MicroBatch]:
-        """Yield one share's samples; each sample is in one share.
+    def in_order(self, part: Part, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
+        """Yield the batches of one share; each sample is in one share.
 
         Numbered samples are a part of the split, contiguous and as large as the others; or, if the
         shares take turns, every ``num_shares``-th batch, which is the same for any number of
@@ -109,22 +113,16 @@ class NumberedSplit:
         (data,) = self.load([MicroPlan(indices)], seed=seed)
         return MicroBatch(data, num_samples=len(numbers))
 
-    def in_order(
-        self,
-        batch_size: int,
-        *,
-        share: int,
-        num_shares: int,
-        seed: int,
-        takes_turns: bool = False,
-    ) -> Iterator[MicroBatch]:
+    def in_order(self, part: Part, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
         """See ``Split``."""
-        start, end = (len(self) * one // num_shares for one in (share, share + 1))
-        starts = range(start, end, batch_size)
+        size, share, count = part.batch_size, part.share, part.num_shares
+        start, end = (len(self) * one // count for one in (share, share + 1))
+        starts = range(start, end, size)
         if takes_turns:
-            starts, end = range(share * batch_size, len(self), num_shares * batch_size), len(self)
-        ranges = [range(one, min(one + batch_size, end)) for one in starts]
-        for numbers, data in zip(ranges, self.load(map(MicroPlan, ranges), seed=seed), strict=True):
+            starts, end = range(share * size, len(self), count * size), len(self)
+        ranges = [range(one, min(one + size, end)) for one in starts]
+        loaded = self.load(map(MicroPlan, ranges), seed=part.seed)
+        for numbers, data in zip(ranges, loaded, strict=True):
             yield MicroBatch(data, num_samples=len(numbers))
 
     def notes(self, num_shares: int) -> Sequence[str]:

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp_runner.data.loader import Collate
-from ddp_runner.data.reader import Loaded, Part, Readers
-from ddp_runner.data.splits import NUM_FIRST, MicroBatch
+from ddp_runner.data.reader import Loaded, Readers
+from ddp_runner.data.splits import NUM_FIRST, MicroBatch, Part
 from ddp_runner.data.workers import loaded, loader_options, started
 from ddp_runner.device import has_streams
 from ddp_runner.errors import UserError
@@ -70,17 +70,9 @@ class StreamSplit:
             raise UserError(f"the {self.name} stream has no sample; give at least 1")
         return MicroBatch(found.data, num_samples=len(numbers))
 
-    def in_order(
-        self,
-        batch_size: int,
-        *,
-        share: int,
-        num_shares: int,
-        seed: int,
-        takes_turns: bool = False,
-    ) -> Iterator[MicroBatch]:
+    def in_order(self, part: Part, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
         """Yield what the readers of a share take; see ``Split``."""
-        for one in self.open(Part(batch_size, share, num_shares, seed)):
+        for one in self.open(part):
             yield MicroBatch(one.data, one.num_samples)
 
     def notes(self, num_shares: int) -> list[str]:

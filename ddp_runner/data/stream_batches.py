@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddp_runner.data.batches import Batches, StepBatch
-from ddp_runner.data.reader import Part
-from ddp_runner.data.splits import MicroBatch
+from ddp_runner.data.splits import MicroBatch, Part
 from ddp_runner.data.stream import OpenStream, StreamSplit
 from ddp_runner.distributed import add_over_ranks
 from ddp_runner.errors import UserError
@@ -73,10 +72,6 @@ class StreamBatches(Batches):
     @property
     def steps_per_epoch(self) -> None:
         """Return None: an epoch ends when the stream ends."""
-
-    def step_at(self, number: int) -> StepBatch:
-        """Refuse: the steps of a stream have no numbers that hold for it."""
-        raise NotImplementedError
 
     @property
     def order(self) -> Mapping[str, object]:

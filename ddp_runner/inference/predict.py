@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_runner.data.build import build_source
 from ddp_runner.data.dataset import NamedSamples
-from ddp_runner.data.splits import Split
+from ddp_runner.data.splits import Part, Split
 from ddp_runner.distributed import StopVote, broadcast_buffers
 from ddp_runner.errors import UserError
 from ddp_runner.inference.model import TrainedModel, open_model
@@ -129,8 +129,8 @@ def _own_rows(model: TrainedModel, split: Split, *, name: str) -> Iterator[Colum
     setup, module = model.setup, model.evaluated.eval()
     size, (share, num_shares) = setup.eval_batch_size, setup.layout.eval_share
     is_first = setup.env.rank % setup.layout.model_ranks == 0  # of those that compute it together
-    num_own, seed = 0, setup.config.seed
-    batches = split.in_order(size, share=share, num_shares=num_shares, seed=seed, takes_turns=True)
+    num_own, part = 0, Part(size, share, num_shares, setup.config.seed)
+    batches = split.in_order(part, takes_turns=True)
     for batch in together(batches, split, setup):
         step, start = forward(model, module, batch), (num_own * num_shares + share) * size
         num_own += 1

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ddp_runner.data.splits import MicroBatch, Split
+from ddp_runner.data.splits import MicroBatch, Part, Split
 from ddp_runner.distributed import broadcast_buffers, sum_over_ranks
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.seeds import seed_all
@@ -78,8 +78,8 @@ def evaluate(
     module.eval()
     for split in splits or (setup.dataset.eval,):
         share, num_shares = setup.layout.eval_share
-        size, seed = setup.eval_batch_size, setup.config.seed
-        batches = split.in_order(size, share=share, num_shares=num_shares, seed=seed)
+        seed = setup.config.seed
+        batches = split.in_order(Part(setup.eval_batch_size, share, num_shares, seed))
         for index, batch in enumerate(together(islice(batches, most_batches), split, setup)):
             # For each batch, since loading one may draw in this process.
             seed_all(seed, "eval", state.step, share, index)

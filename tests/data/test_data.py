@@ -23,7 +23,7 @@ from ddp_runner.data.batches import NumberedBatches, StepBatch
 from ddp_runner.data.cache import FORMAT_VERSION, load_dataset
 from ddp_runner.data.dataset import Dataset, splits
 from ddp_runner.data.sources.offline import FakeImages
-from ddp_runner.data.splits import MicroBatch, TensorSplit
+from ddp_runner.data.splits import MicroBatch, Part, TensorSplit
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
 
@@ -232,7 +232,7 @@ def test_evaluation_counts_each_sample_once(world_size: int, num_samples: int) -
     seen: list[MicroBatch] = []
     for rank in range(world_size):
         ours = numbered(num_samples)
-        seen += ours.in_order(4, share=rank, num_shares=world_size, seed=0)
+        seen += ours.in_order(Part(4, rank, world_size, seed=0))
     assert torch.cat([batch.data[1] for batch in seen]).tolist() == list(range(num_samples))
     assert all(1 <= len(batch.data[0]) <= 4 and batch.weight == 1.0 for batch in seen)
 

@@ -17,9 +17,8 @@ from torch.utils.data import default_collate
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.reader import Part
 from ddp_runner.data.sources.hf_dataset import HFDataset
-from ddp_runner.data.splits import MicroPlan
+from ddp_runner.data.splits import MicroPlan, Part
 from ddp_runner.data.stream import StreamSplit
 from ddp_runner.errors import UserError
 

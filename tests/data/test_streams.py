@@ -21,7 +21,7 @@ from tiers import first_of
 from torch import Tensor
 
 from ddp_runner.data.loading import Loading
-from ddp_runner.data.reader import Part
+from ddp_runner.data.splits import Part
 from ddp_runner.data.stream import StreamSplit
 from ddp_runner.errors import UserError
 
@@ -174,7 +174,7 @@ def test_an_evaluation_reads_each_sample_once() -> None:
         found = [
             int(number)
             for rank in range(2)
-            for batch in split.in_order(4, share=rank, num_shares=2, seed=0)
+            for batch in split.in_order(Part(4, rank, 2, seed=0))
             for number in batch.data[1]
         ]
         assert sorted(found) == list(range(SIZE))
