@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_runner.config.monitors import ensure_monitored
+from ddp_runner.config.training import EarlyStopConfig
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
@@ -53,11 +54,12 @@ def train(
     setup, progress = state.setup, state.progress
     config, checkpoint, batches = setup.config.train, setup.config.checkpoint, setup.batches
     timer, vote, steps = setup.timer, StopVote(setup.group), iter(batches)
+    early_stop = early_stop_of(setup.config.early_stop, setup.metrics)
     saves = {"every_steps": checkpoint.every_steps, "every_epochs": checkpoint.every_epochs}
     watches_training = not (checkpoint.monitor or "eval/").startswith("eval/")
     state.model.train()
     timer.restart()
-    while progress.owes_evaluation or not _is_over(state):
+    while progress.owes_evaluation or not _is_over(state, early_stop):
         if not progress.owes_evaluation:  # else the run was stopped before it
             batch = next(steps)
             timer.mark(StepPart.DATA)
@@ -69,7 +71,8 @@ def train(
             logger.step_done(step=progress.step, epoch=batches.epoch_number)
             if progress.step == 1:
                 _log_first(state, sums, logger)
-            is_over, is_saved = _is_over(state), is_due(batches, progress, **saves)
+            is_over = _is_over(state, early_stop)
+            is_saved = is_due(batches, progress, **saves)
             # A checkpoint that is compared by a metric of training needs that of its step.
             is_judged = is_saved and watches_training
             if is_over or is_judged or progress.step % config.log_every_steps == 0:
@@ -84,9 +87,9 @@ def train(
                 return Status.PREEMPTED
         if is_evaluated := progress.owes_evaluation:
             vote.settle()  # before processes are forked that load
-            _evaluate(state, logger)
+            _evaluate(state, early_stop, logger)
             state.model.train()
-        if is_saved := _is_over(state) or is_due(batches, progress, **saves):
+        if is_saved := _is_over(state, early_stop) or is_due(batches, progress, **saves):
             save()
         if has_ended := batches.step == 0:  # the next step begins another epoch
             vote.settle()
@@ -97,10 +100,8 @@ def train(
     return Status.COMPLETED
 
 
-def _is_over(state: TrainState) -> bool:
+def _is_over(state: TrainState, early_stop: EarlyStopConfig) -> bool:
     """Return whether the run has taken its last step, or no longer improves."""
-    setup = state.setup
-    early_stop = early_stop_of(setup.config.early_stop, setup.metrics)
     return state.is_done or stop_reason(state.progress, early_stop) is not None
 
 
@@ -201,7 +202,7 @@ def token_factor(
     return batch.global_count / torch.where(num_tokens > 0, num_tokens, 1.0)
 
 
-def _evaluate(state: TrainState, logger: Logger) -> None:
+def _evaluate(state: TrainState, early_stop: EarlyStopConfig, logger: Logger) -> None:
     """Evaluate, log the results and count them."""
     setup, progress = state.setup, state.progress
     logger.evaluating()
@@ -210,6 +211,6 @@ def _evaluate(state: TrainState, logger: Logger) -> None:
     ensure_monitored(setup.config, results, part="eval")
     progress.metrics |= results
     state.schedule.evaluated(results)
-    count_evaluation(progress, early_stop_of(setup.config.early_stop, setup.metrics), results)
+    count_evaluation(progress, early_stop, results)
     epoch = setup.batches.epoch_number
     logger.log(results, step=progress.step, epoch=epoch, confusion=confusion)
