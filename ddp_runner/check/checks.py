@@ -176,7 +176,7 @@ def equal_outputs(state: TrainState) -> Finding:
     random = "no tensor of the model differs: evaluation draws random numbers"
     cause, farthest = equality(name, tensors, random), largest_difference(outputs)
     largest = max(gather_objects(float(outputs.abs().max())))
-    detail = f"outputs of up to {largest:.3g} differ by up to {farthest:.3g}"
+    detail = f"outputs of up to {largest:.3g} differ from rank 0's by up to {farthest:.3g}"
     if cause.ok and farthest <= tolerance(state, produced[0].dtype) * largest:
         return Finding(name, True, detail)
     return Finding(name, False, f"{detail}; {cause.detail}")
