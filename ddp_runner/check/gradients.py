@@ -3,6 +3,7 @@
 Collective: every rank must call each check, and gets the same finding.
 """
 
+import copy
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,30 +13,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.check.compare_ranks import (
-    TOLERANCES,
-    Finding,
-    equality,
-    split_everywhere,
-    tolerance,
-)
-from ddp_runner.check.shards import whole_copy
+from ddp_runner.check.compare import Finding, equality, split_everywhere
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.device import synchronize
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
-from ddp_runner.parallelism.shards import has_shards, whole
+from ddp_runner.parallelism.mode import Sums
+from ddp_runner.parallelism.shards import gathered, has_shards, whole
+from ddp_runner.seeds import seed_all
+from ddp_runner.train.build_model import one_process_model
 from ddp_runner.train.clipping import scale_gradients
 from ddp_runner.train.evaluation import forward
 from ddp_runner.train.loop import backward, seed_step, token_factor
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step
 
-DELAY_S = 0.3  # how much later the last rank begins its backward
+# How far apart results may be if they differ only by rounding, relative to the largest value: a GPU
+# adds in no fixed order.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+SENT_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by parallelism.comm_hook
 # A gradient that is only rounding (a bias before BatchNorm) is compared with this part of the
 # model's largest.
 SMALLEST_PART = 1e-3
-SENT_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by parallelism.comm_hook
+DELAY_S = 0.3  # how much later the last rank begins its backward
+
+
+def tolerance(state: TrainState, dtype: torch.dtype) -> float:
+    """Return the tolerance for a tensor's dtype, or for autocast's if that is on."""
+    precision = state.setup.config.train.precision
+    return TOLERANCES.get(dtype, 2e-2) if precision == "fp32" else 2e-2
+
+
+def one_process(state: TrainState) -> nn.Module:
+    """Return the whole model as a process on its own builds it."""
+    setup = state.setup
+    seed_all(setup.config.seed)
+    return one_process_model(setup.config, setup.dataset.model_arguments, setup.devices[0])
 
 
 def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
@@ -44,45 +57,51 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
     A whole copy of the model computes them, with the same random numbers. They are scaled like the
     reduced ones. Collective: every rank must call.
     """
-    factor, num_tokens = 1.0, torch.zeros((), device=state.setup.devices[-1])
-    copied = whole_copy(state).train(_draws_alike(state))  # parameters, without their gradients
+    setup = state.setup
+    if has_shards(state.module):
+        copied = one_process(state)
+        copied.load_state_dict(gathered(state.module.state_dict(), keep=True))
+    else:
+        copied = copy.deepcopy(state.module)  # parameters, without their gradients
+    copied.train(_draws_alike(state))
+    num_tokens = torch.zeros((), device=setup.devices[-1])
     seed_step(state)
     for micro_batch in batch.micro_batches:
         step = forward(state, copied, micro_batch)
-        share = micro_batch.weight / batch.global_count * state.setup.batches.num_shares
+        share = micro_batch.weight / batch.global_count * setup.batches.num_shares
         (step.loss_sum * share).backward()
         num_tokens += step.count * micro_batch.weight
-    if state.setup.config.batch.count == "tokens":
-        factor = token_factor(num_tokens, batch, group=state.setup.data_group).item()
+    if setup.config.batch.count == "tokens":
+        factor = token_factor(num_tokens, batch, group=setup.data_group)
+        scale_gradients(copied.parameters(), factor)
     return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * factor
-        for name, parameter in copied.named_parameters()
-        if parameter.requires_grad
+        name: torch.zeros_like(one) if one.grad is None else one.grad
+        for name, one in copied.named_parameters()
+        if one.requires_grad
     }
 
 
 def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | None]:
-    """Return the gradients that the mode leaves, whole, by parameter name. Collective."""
-    _backward(state, batch)
-    found = {
-        name: parameter.grad
-        for name, parameter in state.module.named_parameters()
-        if parameter.requires_grad
-    }
-    for name in split_everywhere(found):
-        gradient = found[name]
-        found[name] = None if gradient is None else whole(gradient)
-    return found
-
-
-def _backward(state: TrainState, batch: StepBatch) -> None:
-    state.model.train(_draws_alike(state))
-    state.module.zero_grad(set_to_none=True)
-    seed_step(state)
-    sums = backward(state, batch)
+    """Return the gradients that the mode leaves, whole. Collective: every rank must call."""
+    sums = _backward(state, batch)
     if sums.tokens is not None:
         factor = token_factor(sums.tokens, batch, group=state.setup.data_group)
         scale_gradients(state.module.parameters(), factor)
+    named = state.module.named_parameters()
+    found = {name: one.grad for name, one in named if one.requires_grad}
+    split = split_everywhere(found)
+    return {
+        name: whole(one) if one is not None and name in split else one
+        for name, one in found.items()
+    }
+
+
+def _backward(state: TrainState, batch: StepBatch) -> Sums:
+    """Leave a batch's gradients in the module, as a step does. Collective."""
+    state.model.train(_draws_alike(state))
+    state.module.zero_grad(set_to_none=True)
+    seed_step(state)
+    return backward(state, batch)
 
 
 def _draws_alike(state: TrainState) -> bool:
@@ -114,80 +133,82 @@ def mean_gradients(
     A hook that rounds what it sends gets the tolerance of the dtype. One of the user's own gets no
     more than rounding: what it does is not known.
     """
-    hook = state.setup.config.parallelism.get("comm_hook")
-    own_hook = hook["_target_"] if isinstance(hook, Mapping) else None
-    least = 0.0 if hook is None or own_hook else TOLERANCES[SENT_AS[hook]]
-    name = "gradients are the mean of the ranks' own, not the sum"
+    setup, least, notes = state.setup, 0.0, ""
+    if has_shards(state.module):
+        notes += "; a whole copy of the model computed the ranks' own"
+    if not _draws_alike(state):
+        notes += ", without dropout"
+    hook = setup.config.parallelism.get("comm_hook")
+    if isinstance(hook, Mapping):
+        notes += f"; the comm_hook {hook['_target_']} sent them"
+    elif hook is not None:
+        least = TOLERANCES[SENT_AS[hook]]
+        notes += f"; comm_hook={hook} may be off by {least:g} of the largest"
     names = sorted(set.intersection(*map(set, gather_objects(list(own)))))
-    distances = torch.zeros(3, len(names), dtype=torch.float64)
-    for index, key in enumerate(names):
-        total = own[key].detach().to_dense().to(torch.float64, copy=True).contiguous()
-        gradient = synced.get(key)
-        reduced = torch.zeros_like(total)
-        if gradient is not None and gradient.shape == total.shape:
-            reduced = gradient.to_dense().to(total)  # it may be offloaded to the CPU
-        distances[0, index] = total.abs().max()
-        dist.all_reduce(total, group=state.setup.data_group)
-        distances[1, index] = (reduced - total / state.setup.batches.num_shares).abs().max()
-        distances[2, index] = (reduced - total).abs().max()
+    distances = torch.stack([_distances(state, own[key], synced.get(key)) for key in names])
     dist.all_reduce(distances, op=dist.ReduceOp.MAX)
-    largest, from_mean, from_sum = distances
+    largest, from_mean, from_sum = distances.unbind(dim=1)
     scale = largest.clamp(min=SMALLEST_PART * float(largest.max()) or 1.0)
-    relative = [max(least, tolerance(state, own[key].dtype)) for key in names]
-    allowed = torch.tensor(relative) * scale
-    wrong = [key for key, is_near in zip(names, from_mean <= allowed, strict=True) if not is_near]
+    relative = torch.tensor([max(least, tolerance(state, own[key].dtype)) for key in names])
+    is_near = from_mean <= relative * scale  # false for NaN
+    wrong = [key for key, near in zip(names, is_near, strict=True) if not near]
     index = int((from_mean / scale).argmax())
-    how_far = (
-        f"{float(from_mean[index]):.2g} off the mean and {float(from_sum[index]):.2g} off the sum"
-    )
-    if state.setup.batches.num_shares == 1:  # both are the same
-        how_far = f"{float(from_mean[index]):.2g} off"
+    how_far = f"{from_mean[index]:.2g} off"
+    if setup.batches.num_shares > 1:  # else both are the same
+        how_far += f" the mean and {from_sum[index]:.2g} off the sum"
     detail = (
         f"of {len(names)} the farthest is {names[index]}: {how_far}, of up to "
-        f"{float(largest[index]):.2g}"
+        f"{largest[index]:.2g}{notes}"
     )
-    if has_shards(state.module):
-        detail += "; a whole copy of the model computed the ranks' own"
-    if not _draws_alike(state):
-        detail += ", without dropout"
-    if own_hook:
-        detail += f"; the comm_hook {own_hook} sent them"
-    elif hook is not None:
-        detail += f"; comm_hook={hook} may be off by {least:g} of the largest"
+    name = "gradients are the mean of the ranks' own, not the sum"
     return Finding(name, not wrong, f"not {listed(wrong)}; {detail}" if wrong else detail)
+
+
+def _distances(state: TrainState, own: Tensor, synced: Tensor | None) -> Tensor:
+    """Return the largest element of the ranks' sum, and how far a gradient is from mean and sum.
+
+    Float64 (3,) on the CPU. A gradient that is missing, or has another shape, counts as zero.
+    Collective: every rank must call.
+    """
+    total = own.detach().to_dense().to(torch.float64, copy=True).contiguous()
+    reduced = torch.zeros_like(total)
+    if synced is not None and synced.shape == total.shape:
+        reduced = synced.to_dense().to(total)  # it may be offloaded to the CPU
+    dist.all_reduce(total, group=state.setup.data_group)
+    mean = total / state.setup.batches.num_shares
+    return torch.stack([one.abs().max() for one in (total, reduced - mean, reduced - total)]).cpu()
 
 
 def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
     """Check that ranks wait for the mean: delay the last one and time when the others have it."""
-    name = "no rank reads a gradient before all have computed theirs"
-    env, layout = state.setup.env, state.setup.layout
+    name, setup = "no rank reads a gradient before all have computed theirs", state.setup
+    env, layout = setup.env, setup.layout
     if layout.num_shares == 1:
         return Finding(name, True, "not measured: the ranks compute one share, so there is no mean")
     if env.num_nodes > 1:
         return Finding(name, True, f"not measured: {env.num_nodes} machines have no common clock")
-    late = env.world_size - 1
-    began = 0
+    late, began = env.world_size - 1, 0
 
     def late_step(model: nn.Module, data: Any) -> Step:
         nonlocal began
-        step = state.setup.step(model, data)
-        synchronize(state.setup.devices)
+        step = setup.step(model, data)
+        synchronize(setup.devices)
         gather_objects(None)  # every rank is about to begin its backward
         if env.rank == late:
             time.sleep(DELAY_S)
         began = time.monotonic_ns()  # all processes of a machine share this clock
         return step
 
-    last = replace(batch, micro_batches=batch.micro_batches[-1:])  # the only one that reduces
-    _backward(replace(state, setup=replace(state.setup, step=late_step)), last)
-    synchronize(state.setup.devices)
-    times = dict(enumerate(gather_objects((began, time.monotonic_ns()))))
-    late_began = times.pop(late)[0]
+    state.setup = replace(setup, step=late_step)
+    # The last micro-batch is the only one that reduces. After it no collective may come: it waits.
+    _backward(state, replace(batch, micro_batches=batch.micro_batches[-1:]))
+    synchronize(setup.devices)
+    state.setup, times = setup, gather_objects((began, time.monotonic_ns()))
     # Those that take a mean with it; the others of its share hold other parts of layers.
-    peers = [rank for rank in times if (late - rank) % layout.model_ranks == 0]
-    lead_ms = (late_began - max(times[rank][0] for rank in peers)) / 1e6
+    peers = range(late % layout.model_ranks, late, layout.model_ranks)
+    lead_ms = (times[late][0] - max(times[rank][0] for rank in peers)) / 1e6
     readable, earliest = min((times[rank][1], rank) for rank in peers)
-    wait_ms = (readable - late_began) / 1e6
+    wait_ms = (readable - times[late][0]) / 1e6
     when = f"{abs(wait_ms):.1f} ms {'after' if wait_ms >= 0 else 'before'}"
     detail = (
         f"rank {late} began its backward {lead_ms:.0f} ms after the others; the first of them, "

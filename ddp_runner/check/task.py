@@ -6,13 +6,17 @@ from dataclasses import asdict, replace
 
 import torch
 
-from ddp_runner.check.compare_ranks import (
-    Finding,
+from ddp_runner.check.checks import (
     equal_buffers,
     equal_outputs,
     equal_parameters,
     equal_start,
+    eval_samples,
+    one_process_start,
+    same_data,
+    train_samples,
 )
+from ddp_runner.check.compare import Finding
 from ddp_runner.check.gradients import (
     equal_gradients,
     mean_gradients,
@@ -20,8 +24,6 @@ from ddp_runner.check.gradients import (
     synced_gradients,
     wait_for_mean,
 )
-from ddp_runner.check.samples import eval_samples, same_data, train_samples
-from ddp_runner.check.shards import one_process_start
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
@@ -48,9 +50,6 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
         log("train.compile=true is ignored: compiled code draws other random numbers")
         config = replace(config, train=replace(config.train, compile=False))
     state = build_session_state(session, config)
-    # A scaled loss may overflow at first, and no check depends on the scale. The averaged weights
-    # follow from the trained ones, which the checks evaluate.
-    state = replace(state, scaler=torch.amp.GradScaler(enabled=False), ema=None)
     for warning in session.job.warnings:
         log(f"warning: {warning}")
     log(
@@ -88,6 +87,10 @@ def run_checks(state: TrainState) -> Iterator[Finding]:
     Raises:
         UserError: model, loss and data do not fit.
     """
+    # No check depends on these: a scaled loss may overflow at first, averaged weights follow from
+    # the trained ones, and some metrics cannot be computed from a part of the samples.
+    state.scaler, state.ema = torch.amp.GradScaler(enabled=False), None
+    state.setup = replace(state.setup, metrics={})
     yield train_samples(state)
     yield eval_samples(state)
     trials = gather_objects(try_first_batch(state))
@@ -101,7 +104,8 @@ def run_checks(state: TrainState) -> Iterator[Finding]:
     yield equal_start(state)
     if has_shards(state.module):
         yield one_process_start(state)
-    batch = next(iter(replace(state.setup.batches)))
+    steps = iter(state.setup.batches)
+    batch = next(steps)
     own = own_gradients(state, batch)
     synced = synced_gradients(state, batch)
     findings = equal_gradients(synced), mean_gradients(state, own, synced)
@@ -110,6 +114,6 @@ def run_checks(state: TrainState) -> Iterator[Finding]:
         return  # after an unfinished reduction DDP raises in the next forward
     del own, synced
     yield wait_for_mean(state, batch)
-    yield equal_parameters(state)
+    yield equal_parameters(state, steps)
     yield equal_buffers(state)
     yield equal_outputs(state)

@@ -9,7 +9,7 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. One GB is 1
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
@@ -172,41 +172,31 @@ def prepare(variant: Variant, *, num_bytes: int, device: torch.device, backend: 
     rounds = operation.reduces and dtype.is_floating_point
     tolerance = num_ranks * torch.finfo(dtype).eps if rounds else 0.0
 
-    def shares(patterns: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for pattern, share in zip(patterns, buffer.view(len(patterns), length), strict=True):
-            yield share, pattern.to(device=device, dtype=dtype)
+    def filled(period: Tensor) -> Tensor:
+        return period.to(source).repeat(math.ceil(length / PERIOD))[:length]
 
     def reset() -> None:
         target.zero_()
-        for share, period in shares(sent, source):
-            for piece, content in _pieces(share, period):
-                piece.copy_(content)
+        for share, period in zip(source.view(-1, length), sent, strict=True):
+            share.copy_(filled(period))
 
     def fault() -> str | None:
-        for index, (share, period) in enumerate(shares(expected, target) if expected else ()):
-            if all(torch.equal(piece, content) for piece, content in _pieces(share, period)):
+        for index, period in enumerate(expected):
+            share, right = target[index * length :][:length], filled(period)
+            if torch.equal(share, right):
                 continue
-            content = period.repeat(math.ceil(length / PERIOD))[:length]
-            is_wrong = ~torch.isclose(share, content, rtol=tolerance, atol=0.0)
+            is_wrong = ~torch.isclose(share, right, rtol=tolerance, atol=0.0)
             if is_wrong.any():
                 place = int(is_wrong.int().argmax())
                 return (
                     f"rank {rank} holds {share[place].item()} at element {index * length + place} "
-                    f"and should hold {content[place].item()} ({int(is_wrong.sum())} of the "
+                    f"and should hold {right[place].item()} ({int(is_wrong.sum())} of the "
                     f"{length} elements of share {index} are wrong)"
                 )
         return None
 
     call = operation.bind(source, target, REDUCTIONS[reduce_op][0])
     return Prepared(variant, device, length * parts * dtype.itemsize, reset, call, fault)
-
-
-def _pieces(share: Tensor, period: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the share's whole periods, then the rest, each with its content, without a copy."""
-    whole = len(share) // PERIOD * PERIOD
-    rows, rest = share[:whole].view(-1, PERIOD), share[whole:]
-    yield rows, period.expand_as(rows)
-    yield rest, period[: len(rest)]
 
 
 def _prepare_barrier(variant: Variant, device: torch.device, backend: str) -> Prepared:

@@ -1,6 +1,6 @@
 """``task=collectives``: verifies each collective and measures it at each message size."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from ddp_runner.collectives.measurement import Measurement, measure, prepare, unsupported_reason
@@ -12,10 +12,8 @@ from ddp_runner.rank.task_log import log_start, task_logger
 from ddp_runner.tracking.start_block import gpu_names, ranks_on_nodes
 
 DEFAULT_REDUCE_OPS = ("sum", "mean", "max")
-TABLE_HEAD = (
-    f"{'operation':<19} {'dtype':<8} {'bytes':>11} {'median us':>9} {'p95 us':>9} "
-    f"{'alg GB/s':>8} {'bus GB/s':>8}"
-)
+ROW = "{:<19} {:<8} {:>11} {:>9} {:>9} {:>8} {:>8}"
+HEAD = ROW.format("operation", "dtype", "bytes", "median us", "p95 us", "alg GB/s", "bus GB/s")
 
 
 def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Status:
@@ -26,36 +24,46 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
     Raises:
         WrongResultError: a rank's result was wrong; raised on every rank.
     """
-    job, device = session.job, session.devices[0]
-    config, backend = session.config.collectives, session.config.backend.name
+    job, device, backend = session.job, session.devices[0], session.config.backend.name
+    config = session.config.collectives
     note_restart(session, step=0)
-    log_start(session, _facts(session))
-    reasons = {
-        variant: unsupported_reason(variant, device=device, backend=backend)
-        for variant in variants(config)
+    sizes = message_sizes(config)
+    facts = {
+        "collectives": f"{backend}, {ranks_on_nodes(session.env)}",
+        "device": gpu_names(session.devices),
+        "messages": f"{', '.join(f'{size:,}' for size in sizes)} bytes",
+        "calls": f"{config.steps} timed of each, after {config.warmup_steps} to warm up",
     }
+    log_start(session, facts, explains=True)
+    absent, messages = dict[Variant, str](), list[tuple[Variant, int]]()
+    for variant in variants(config):
+        reason = unsupported_reason(variant, device=device, backend=backend)
+        if reason is None:
+            messages += [(variant, size) for size in (sizes if variant.dtype else [0])]
+        else:
+            absent[variant] = reason
+            session.log(f"{variant} unsupported by {backend}: {reason}")
     # Steps are bytes here: curves of a calibration would be drawn beside those of its sweep.
     logger = task_logger(session, shows_curves=job.number > 0)
     logger.step_done(step=0, epoch=0)  # the start-up ends here
     measurements, status = list[Measurement](), Status.COMPLETED
-    session.log(TABLE_HEAD)
+    session.log(HEAD)
     with logger:
-        for variant, num_bytes in _messages(session, reasons):
+        for variant, num_bytes in messages:
             prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
             measured = measure(prepared, config, stop_requested=stop_requested)
             if measured is None:
                 status = Status.PREEMPTED
                 break
             measurements.append(measured)
-            session.log(_table_line(measured))
+            session.log(_row(measured))
             logger.log(_metrics(variant, measured), step=measured.bytes, epoch=0)
-        absent = [{**asdict(one), "reason": why} for one, why in reasons.items() if why is not None]
         logger.finish(
             status,
             step=max((one.bytes for one in measurements), default=0),
             epoch=0,
             collectives=[asdict(one) for one in measurements],
-            not_in_backend=absent,
+            not_in_backend=[{**asdict(one), "reason": why} for one, why in absent.items()],
         )
     return status
 
@@ -72,18 +80,6 @@ def variants(config: CollectivesConfig) -> Iterator[Variant]:
                 yield Variant(op, dtype, reduce_op)
 
 
-def _messages(
-    session: Session, reasons: Mapping[Variant, str | None]
-) -> Iterator[tuple[Variant, int]]:
-    """Yield each supported variant with each size in bytes; log the unsupported ones."""
-    sizes, backend = message_sizes(session.config.collectives), session.config.backend.name
-    for variant, reason in reasons.items():
-        if reason is None:
-            yield from ((variant, num_bytes) for num_bytes in (sizes if variant.dtype else (0,)))
-        else:
-            session.log(f"{_title(variant)} unsupported by {backend}: {reason}")
-
-
 def message_sizes(asked: CollectivesConfig) -> list[int]:
     """Return the sizes to measure in bytes, ascending; max_bytes is always among them."""
     sizes, size = [], asked.min_bytes
@@ -93,30 +89,13 @@ def message_sizes(asked: CollectivesConfig) -> list[int]:
     return [*sizes, asked.max_bytes]
 
 
-def _facts(session: Session) -> dict[str, str]:
-    config, code = session.config, session.job.code
-    asked, sizes = config.collectives, message_sizes(config.collectives)
-    return {
-        "collectives": f"{config.backend.name} (timeout {config.backend.timeout_s:g} s), "
-        f"{ranks_on_nodes(session.env)}",
-        "device": gpu_names(session.devices),
-        "messages": f"{', '.join(f'{size:,}' for size in sizes)} bytes",
-        "calls": f"{asked.steps} timed of each, after {asked.warmup_steps} to warm up",
-        "versions": f"torch {code['versions']['torch']}, Python {code['versions']['python']}",
-    }
-
-
-def _title(variant: Variant | Measurement) -> str:
-    name = " ".join(filter(None, (variant.op, variant.reduce_op)))
-    return f"{name:<19} {variant.dtype or '-':<8}"
-
-
-def _table_line(measured: Measurement) -> str:
-    latencies = " ".join(f"{measured.latency_us[name]:>9,.0f}" for name in ("median", "p95"))
-    line = f"{_title(measured)} {measured.bytes:>11,} {latencies}"
-    if measured.algbw_gb_per_s is None:
-        return line
-    return f"{line} {measured.algbw_gb_per_s:>8.4f} {measured.busbw_gb_per_s:>8.4f}"
+def _row(measured: Measurement) -> str:
+    name = " ".join(filter(None, (measured.op, measured.reduce_op)))
+    latencies = (f"{measured.latency_us[key]:,.0f}" for key in ("median", "p95"))
+    rates = (measured.algbw_gb_per_s, measured.busbw_gb_per_s)
+    shown = ("" if rate is None else f"{rate:.4f}" for rate in rates)
+    size = f"{measured.bytes:,}"
+    return ROW.format(name, measured.dtype or "-", size, *latencies, *shown).rstrip()
 
 
 def _metrics(variant: Variant, measured: Measurement) -> dict[str, float]:

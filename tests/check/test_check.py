@@ -1,6 +1,7 @@
 """task=check: every promise of data parallelism, kept by good models and broken one at a time."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from run_folders import record
 from tiers import named, selected
 from train_states import MNIST_NET, build, compose_config
 
-from ddp_runner.check.compare_ranks import Finding, differences
+from ddp_runner.check.compare import Finding, differences
 from ddp_runner.check.gradients import wait_for_mean
 from ddp_runner.check.task import run_checks
 from ddp_runner.dist_env import DistEnv
@@ -196,16 +197,19 @@ def test_tensors_of_another_kind_or_size_differ_whatever_they_hold() -> None:
     assert run_ranks(unlike, 2) == [expected] * 2
 
 
-def unsynced_wait(env: DistEnv) -> Finding:
-    """Measure how a rank that waits for nobody reads its gradients."""
-    state = build(env, compose_config(*TOY, world_size=WORLD_SIZE))
-    batch = next(steps_of(state.setup.batches))
-    return wait_for_mean(no_sync(state, env), batch)
+def unsynced_waits(env: DistEnv) -> list[Finding]:
+    """Measure how a rank that waits for nobody reads its gradients, by samples and by tokens."""
+    found = []
+    for keys in (TOY, GOOD["own data and step, by tokens"]):
+        state = build(env, compose_config(*keys, world_size=WORLD_SIZE))
+        batch = next(steps_of(state.setup.batches))
+        found.append(wait_for_mean(no_sync(state, env), batch))
+    return found
 
 
 def test_ranks_that_do_not_wait_are_found_out() -> None:
     """The last one is late by 300 ms, and the others can read their gradients long before."""
-    for found in run_ranks(unsynced_wait, WORLD_SIZE):
+    for found in chain.from_iterable(run_ranks(unsynced_waits, WORLD_SIZE)):
         assert not found.ok
         assert "ms before that" in found.detail
 

@@ -11,7 +11,7 @@ from tiers import only
 from torch.distributed.fsdp import FSDPModule
 from train_states import build, compose_config, with_setup
 
-from ddp_runner.check.compare_ranks import Finding
+from ddp_runner.check.compare import Finding
 from ddp_runner.check.task import run_checks
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.shards import own_part

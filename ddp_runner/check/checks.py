@@ -1,0 +1,204 @@
+"""Checks of the data, of the model, and of its evaluation, in the words that a user reads.
+
+Collective: every rank must call each check, and gets the same finding.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_runner.check.compare import Finding, differences, equality, largest_difference
+from ddp_runner.check.gradients import one_process, tolerance
+from ddp_runner.checkpoint.digests import digest_of
+from ddp_runner.data.batches import NumberedBatches, StepBatch
+from ddp_runner.data.splits import MicroBatch, Part, TensorSplit
+from ddp_runner.data.trees import tensors_of
+from ddp_runner.distributed import gather_objects
+from ddp_runner.errors import counted
+from ddp_runner.train.evaluation import evaluate, forward
+from ddp_runner.train.loop import train_step
+from ddp_runner.train.metrics import global_loss
+from ddp_runner.train.state import TrainState
+
+MOST_BYTES = 16 * 2**20  # of a split's inputs that are compared over ranks
+MOST_LOADED = 64  # samples of a split that must be loaded one by one
+WITHOUT_NUMBERS = "not checked: the samples of a stream have no numbers"
+NUM_STEPS = 3  # optimizer steps; the parameters are compared after each
+EVAL_STEPS = 2  # batches that a rank evaluates
+
+
+def train_samples(state: TrainState) -> Finding:
+    """Check that the shares' micro-batches use each training sample once in an epoch."""
+    batches, name = state.setup.batches, "each training sample is used once an epoch"
+    if not isinstance(batches, NumberedBatches):
+        return Finding(name, True, WITHOUT_NUMBERS)
+    numbered, num_steps = _numbered(len(batches.split)), batches.steps_per_epoch
+    steps = [one.micro_batches for one in islice(replace(batches, split=numbered), num_steps)]
+    most = max(map(len, steps), default=0)
+    how = f"in {num_steps} steps x {_shares(state, batches.num_shares)} x {most} micro-batches"
+    return _used_once(name, len(numbered), chain.from_iterable(steps), how, state)
+
+
+def eval_samples(state: TrainState) -> Finding:
+    """Check that the shares' evaluation batches hold each sample once."""
+    count, name = state.setup.dataset.eval.num_samples, "each evaluation sample counts once"
+    if count is None:
+        return Finding(name, True, WITHOUT_NUMBERS)
+    size, (share, num_shares) = state.setup.eval_batch_size, state.setup.layout.eval_share
+    batches = _numbered(count).in_order(Part(size, share, num_shares, seed=0))
+    how = f"in batches of up to {size} on {_shares(state, num_shares)}"
+    return _used_once(name, count, batches, how, state)
+
+
+def _numbered(num_samples: int) -> TensorSplit:
+    """Return a split in which each sample is its own index."""
+    numbers = torch.arange(num_samples)
+    return TensorSplit(numbers, numbers)
+
+
+def _shares(state: TrainState, num_shares: int) -> str:
+    model_ranks = state.setup.layout.model_ranks
+    if model_ranks == 1:
+        return f"{num_shares} ranks"
+    return f"{counted(num_shares, 'share')} of {model_ranks} ranks each"
+
+
+def _used_once(
+    name: str, num_samples: int, batches: Iterable[MicroBatch], how: str, state: TrainState
+) -> Finding:
+    """Return whether the weights of each sample in all shares' batches add up to 1.
+
+    The ranks that compute one share together must have the same batches.
+    """
+    used = [(one.data[0], one.weight) for one in batches]
+    digests, size = gather_objects(digest_of(used)), state.setup.layout.model_ranks
+    for rank, digest in enumerate(digests):
+        if digest != digests[first := rank - rank % size]:
+            detail = f"rank {rank} has other batches than rank {first}, and both compute one share"
+            return Finding(name, False, f"{detail}, {how}")
+    counts = torch.zeros(num_samples, dtype=torch.float64)
+    for numbers, weight in used:
+        counts.index_add_(0, numbers, torch.full(numbers.shape, weight, dtype=counts.dtype))
+    dist.all_reduce(counts, group=state.setup.data_group)
+    faults = [
+        f"{len(samples)} are {what} (the first is sample {int(samples[0])})"
+        for is_fault, what in ((counts == 0, "in no batch"), (counts > 1, "in several"))
+        if len(samples := is_fault.nonzero().flatten())
+    ]
+    if faults:
+        return Finding(name, False, f"of {num_samples} samples {' and '.join(faults)}, {how}")
+    return Finding(name, True, f"{num_samples} {how}")
+
+
+def same_data(state: TrainState) -> Finding:
+    """Check that all ranks hold the same samples.
+
+    Of a large split these are only evenly spaced ones, of a stream the first ones.
+    """
+    tensors, sizes = dict[str, Tensor | None](), list[str]()
+    splits = {"train": state.setup.batches.split, "eval": state.setup.dataset.eval}
+    for name, split in splits.items():
+        count = split.num_samples
+        sizes.append(f"{f'the first {MOST_LOADED}' if count is None else count} {name}")
+        if isinstance(split, TensorSplit):
+            stride = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
+            data: Any = {"inputs": split.inputs[::stride], "targets": split.targets}
+        else:
+            last = (count or MOST_LOADED) - 1
+            numbers = torch.linspace(0, last, MOST_LOADED).long().unique().tolist()
+            data = split.first(numbers, seed=state.setup.config.seed).data
+        tensors |= {f"{name} {place}": tensor for place, tensor in tensors_of(data)}
+    return equality("all ranks hold the same data", tensors, f"{' and '.join(sizes)} samples")
+
+
+def equal_start(state: TrainState) -> Finding:
+    """Check that the parameters and buffers are equal after the mode has wrapped the model."""
+    tensors = _registered_tensors(state.module)
+    detail = f"{len(tensors)} parameters and buffers, bit for bit"
+    return equality("all ranks begin with rank 0's weights", tensors, detail)
+
+
+def one_process_start(state: TrainState) -> Finding:
+    """Check that each rank's shards are parts of the weights with which one process begins."""
+    name = "the shards are parts of the weights that one process begins with"
+    if state.setup.config.model.get("weights") is not None:
+        return Finding(name, True, "not compared: model.weights has replaced them")
+    own, expected = (dict(one.named_parameters()) for one in (state.module, one_process(state)))
+    return equality(name, own, f"{len(own)} parameters, bit for bit", expected=expected)
+
+
+def equal_parameters(state: TrainState, steps: Iterator[StepBatch]) -> Finding:
+    """Check that the parameters are equal after each of a few optimizer steps."""
+    name, losses = "parameters stay equal", list[str]()
+    state.model.train()
+    for batch in islice(steps, NUM_STEPS):
+        losses.append(f"{global_loss(state, train_step(state, batch)):.4f}")
+        found = equality(name, dict(state.module.named_parameters()), "")
+        if not found.ok:
+            return Finding(name, False, f"after step {len(losses)} {found.detail}")
+    return Finding(name, True, f"after each of {len(losses)} steps (loss {', '.join(losses)})")
+
+
+def equal_buffers(state: TrainState) -> Finding:
+    """Check that all ranks evaluate and save the same buffers, after some training steps."""
+    buffers = dict(state.module.named_buffers())
+    num_differed = len(differences(buffers))
+    evaluate(state, most_batches=EVAL_STEPS)
+    saved = state.module.state_dict()
+    detail = (
+        f"{len(buffers)} of them and {len(saved.keys() - buffers.keys())} parameters, bit for bit; "
+        f"{num_differed} differed while training, and rank 0's are used"
+    )
+    return equality("buffers are equal where evaluated and saved", {**buffers, **saved}, detail)
+
+
+@torch.no_grad()
+def equal_outputs(state: TrainState) -> Finding:
+    """Check that all ranks compute the same outputs for the same samples."""
+    name, setup = "all ranks evaluate a sample alike", state.setup
+    split, size = setup.dataset.eval, setup.eval_batch_size
+    state.module.eval()
+    batch = split.first(range(min(size, split.num_samples or size)), seed=setup.config.seed)
+    step = forward(state, state.module, batch)
+    # A user's step need not return outputs.
+    produced = [one for _, one in tensors_of(step.outputs)] or [step.loss_sum]
+    outputs = torch.cat([one.double().flatten() for one in produced])
+    same = f"outputs of {batch.num_samples} samples, bit for bit"
+    if (found := equality(name, {"outputs": outputs}, same)).ok:
+        return found
+    tensors = {**_registered_tensors(state.module), **_unregistered_values(state.module)}
+    random = "no tensor of the model differs: evaluation draws random numbers"
+    cause, farthest = equality(name, tensors, random), largest_difference(outputs)
+    largest = max(gather_objects(float(outputs.abs().max())))
+    detail = f"outputs of up to {largest:.3g} differ from rank 0's by up to {farthest:.3g}"
+    if cause.ok and farthest <= tolerance(state, produced[0].dtype) * largest:
+        return Finding(name, True, detail)
+    return Finding(name, False, f"{detail}; {cause.detail}")
+
+
+def _registered_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers, including those that are not saved."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _unregistered_values(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors and numbers that are plain attributes of a model's modules.
+
+    They are in no state_dict, and no mode sends them to other ranks.
+    """
+    values = {
+        f"{prefix}.{key}".lstrip(".") + ", a plain attribute,": value
+        for prefix, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, float | int | Tensor)
+    }
+    return {
+        name: value if isinstance(value, Tensor) else torch.tensor(float(value))
+        for name, value in values.items()
+    }
