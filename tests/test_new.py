@@ -226,7 +226,7 @@ def test_its_metric_counts_on_the_device_of_the_outputs(monkeypatch: pytest.Monk
     """Where the runner puts its tensors: on a GPU, if there is one."""
     import torch
 
-    from ddp_runner.metrics.evaluation import Evaluation
+    from ddp_runner.metrics.metric import Evaluation
 
     monkeypatch.syspath_prepend(TEMPLATE)
     metrics = importlib.import_module("my_project.metrics")

@@ -43,11 +43,7 @@ def are_strays(targets: Tensor, *, num_classes: int) -> Tensor:
 
 
 def reject_strays(count: Tensor | int, *, num_classes: int) -> None:
-    """Reject targets that are no classes, once they are counted.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Raise a ``UserError`` if there were targets that are no classes."""
     if count:
         raise UserError(
             f"the evaluation has {counted(int(count), 'target')} outside the classes: {num_classes}"
@@ -56,11 +52,7 @@ def reject_strays(count: Tensor | int, *, num_classes: int) -> None:
 
 
 def validate_scores(outputs: Tensor, targets: Tensor) -> None:
-    """Reject outputs that are not (batch, classes, ...) for targets (batch, ...).
-
-    Raises:
-        UserError: torch would broadcast them.
-    """
+    """Raise a ``UserError`` unless outputs are (batch, classes, ...), targets (batch, ...)."""
     if (outputs.shape[0], *outputs.shape[2:]) != tuple(targets.shape):
         raise UserError(
             f"outputs {tuple(outputs.shape)} have no scores of classes for targets "

@@ -19,8 +19,7 @@ from ddp_runner.distributed import (
 )
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.confusion import classification_metrics, confusion_counts, reject_strays
-from ddp_runner.metrics.evaluation import Evaluation
-from ddp_runner.metrics.metric import Metric
+from ddp_runner.metrics.metric import Evaluation, Metric
 from ddp_runner.parallelism.mode import Layout
 from ddp_runner.train.step import Step, StepFunction
 

@@ -16,8 +16,8 @@ from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
-from ddp_runner.metrics.evaluation import Batch, try_metrics
 from ddp_runner.metrics.metric import directions
+from ddp_runner.metrics.trial import Batch, try_metrics
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.eval_totals import has_classes
 from ddp_runner.train.evaluation import Evaluable, forward

@@ -89,13 +89,13 @@ def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: 
          "metrics.mine has no _target_, the class of the metric; write metrics=[mine] for one that "
          "has a YAML, or +metrics.mine._target_=my_package.Mine"),
         (("+metrics.mine=3",), "metrics.mine has no _target_"),
-        (("+metrics.accuracy._target_=ddp_runner.metrics.regression.MAE",),
+        (("+metrics.accuracy._target_=ddp_runner.metrics.shipped.MAE",),
          "metrics.accuracy: eval/accuracy is a metric of every evaluation; give yours another "
          "name, such as metrics.own_accuracy"),
-        (("+metrics.my-own._target_=ddp_runner.metrics.regression.MAE",),
+        (("+metrics.my-own._target_=ddp_runner.metrics.shipped.MAE",),
          "metrics.my-own: the name of a metric is letters, digits and _; write metrics.my_own"),
-        (("+metrics.mine._target_=ddp_runner.metrics.regression.RNSE",),
-         "did you mean ddp_runner.metrics.regression.RMSE?"),
+        (("+metrics.mine._target_=ddp_runner.metrics.shipped.RNSE",),
+         "did you mean ddp_runner.metrics.shipped.RMSE?"),
         (("metrics=aoc",), "metrics=aoc does not exist; did you mean auc?"),
         (("metrics=[{_target_:my_package.Mine}]",),
          "a list of options holds a mapping; write +metrics.NAME._target_=my_package.MyMetric"),

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.metrics.merge import merged, packed
-from ddp_runner.metrics.metric import Metric
+from ddp_runner.metrics.metric import Metric, merged, packed
 
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(0)

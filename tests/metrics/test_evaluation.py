@@ -27,16 +27,15 @@ from torch import Tensor, nn
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.classification import Perplexity, TopKAccuracy
-from ddp_runner.metrics.evaluation import Evaluation, try_metrics
-from ddp_runner.metrics.merge import packed
-from ddp_runner.metrics.metric import Metric, direction, summed
-from ddp_runner.metrics.regression import MAE
+from ddp_runner.metrics.metric import Evaluation, Metric, directions, summed
+from ddp_runner.metrics.shipped import MAE, Perplexity, TopKAccuracy
+from ddp_runner.metrics.trial import try_metrics
 
 
 def test_the_direction_is_asked_of_the_class() -> None:
     """As torchmetrics names it; a class need not say."""
-    assert [direction(one) for one in (MAE(), TopKAccuracy(k=1), Nothing())] == ["min", "max", None]
+    metrics = {"low": MAE(), "high": TopKAccuracy(k=1), "either": Nothing()}
+    assert directions(metrics) == {"eval/low": "min", "eval/high": "max"}
 
 
 def evaluated(env: DistEnv, metrics: dict[str, Metric], num_batches: list[int]) -> list[Any]:
@@ -149,15 +148,6 @@ def test_a_merge_that_is_wrong_is_refused(metric: Metric, sentence: str) -> None
     """Its value would depend on the number of ranks, and nobody would see it."""
     with pytest.raises(UserError, match=r"^metrics\.mine " + sentence):
         tried(metric)
-
-
-@pytest.mark.parametrize("metric", [Appended(), Last()], ids=name_of)
-def test_a_state_is_sent_without_what_it_is_a_part_of(metric: Metric) -> None:
-    """The targets of a batch are a view of the targets of the whole set."""
-    outputs, targets = torch.zeros(10_000, 1), torch.zeros(10_000, dtype=torch.int64)
-    for first in range(0, 100, 10):
-        metric.update(outputs[first : first + 10], targets[first : first + 10])
-    assert len(packed(metric)) < 10_000
 
 
 def test_an_object_that_cannot_be_sent_is_refused() -> None:

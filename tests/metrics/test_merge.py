@@ -16,9 +16,8 @@ from metric_batches import (
 )
 from own_metrics import Appended, Counted, Largest, Nested, Summed, Vector
 
-from ddp_runner.metrics.classification import Perplexity, TopKAccuracy
 from ddp_runner.metrics.metric import Metric, summed
-from ddp_runner.metrics.regression import MAE, RMSE
+from ddp_runner.metrics.shipped import MAE, RMSE, Perplexity, TopKAccuracy
 
 OF_CLASSES: tuple[Metric, ...] = (TopKAccuracy(k=2), TopKAccuracy(k=1), Perplexity())
 PLAIN: list[tuple[Any, Any]] = [

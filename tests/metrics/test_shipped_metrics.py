@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.classification import Perplexity, TopKAccuracy
 from ddp_runner.metrics.metric import Metric
-from ddp_runner.metrics.regression import MAE, RMSE
+from ddp_runner.metrics.shipped import MAE, RMSE, Perplexity, TopKAccuracy
 
 GENERATOR = torch.Generator().manual_seed(0)
 NUM_SAMPLES, NUM_CLASSES = 203, 7

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.evaluation import Evaluation, try_metrics
-from ddp_runner.metrics.metric import direction
+from ddp_runner.metrics.metric import Evaluation, directions
+from ddp_runner.metrics.trial import try_metrics
 
 # Made in a test: the library takes two seconds to import.
 THEIRS: dict[str, tuple[Callable[[Any], Any], Any]] = {
@@ -140,7 +140,7 @@ def test_their_direction_is_known() -> None:
     """By the name that they have for it."""
     import torchmetrics
 
-    assert direction(torchmetrics.MeanSquaredError()) == "min"
+    assert directions({"mse": torchmetrics.MeanSquaredError()}) == {"eval/mse": "min"}
 
 
 def two_metrics() -> dict[str, Any]:

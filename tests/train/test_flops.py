@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -46,6 +46,17 @@ class Teaching(nn.Linear):
         return Step(loss, 2)
 
 
+class Remembering(nn.Linear):
+    """Keeps for all objects of its class what depends on the batch's size, as masks are kept."""
+
+    kept: ClassVar[dict[int, Tensor]] = {}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Multiply by what was kept."""
+        ones = torch.ones(len(inputs), 1, device=inputs.device)
+        return super().forward(inputs * self.kept.setdefault(len(inputs), ones))
+
+
 def summed(model: nn.Module, data: Tensor) -> Step:
     """Return the sum of the outputs."""
     return Step(model(data).sum(), 2)
@@ -79,15 +90,19 @@ def of_two(env: DistEnv, module: nn.Module, data: Any, step: Any) -> float | str
 def operations(env: DistEnv) -> list[Any]:
     """Return what is counted of each module and step, and whether a step's bias is the same."""
     step, fives, linear = Teaching(3, 4), torch.ones(5, 3), nn.Linear(3, 4)
+    remembering = Remembering(3, 4)
     before = step.bias.clone()
     cases = [
         *((linear, fives, summed), (nn.Sequential(linear, nn.BatchNorm1d(4)), fives, summed)),
         (nn.Sequential(linear, nn.ReLU(), nn.Linear(4, 2)), fives, summed),
         *((CONV(8, 8, groups=groups), torch.ones(2, 8, 5, 5), summed) for groups in (1, 2, 8)),
+        (remembering, fives, summed),
         (linear, fives, step),
         (nn.Embedding(3, 4), torch.ones(2, 1).long(), summed),
     ]
-    return [*(of_two(env, *case) for case in cases), torch.equal(step.bias, before)]
+    counts = [of_two(env, *case) for case in cases]
+    remembering(fives)  # as the run's next step does
+    return [*counts, torch.equal(step.bias, before)]
 
 
 def test_operations_are_counted() -> None:
@@ -96,7 +111,8 @@ def test_operations_are_counted() -> None:
     # Forward, and the weights' gradients; a second layer also has its inputs' gradients. With
     # groups each channel sees those of its group only.
     convolutions = [2 * 2 * (2 * 5 * 5) * 8 * 9 * 8 / groups for groups in (1, 2, 8)]
-    assert counts == [2 * LINEAR, 2 * LINEAR, 2 * LINEAR + 3 * 2 * 5 * 4 * 2, *convolutions]
+    layers = [2 * LINEAR, 2 * LINEAR, 2 * LINEAR + 3 * 2 * 5 * 4 * 2]
+    assert counts == [*layers, *convolutions, 2 * LINEAR]
     assert (with_teacher, is_same) == (3 * LINEAR, True)  # whose weights are not trained
     assert nothing == "the step multiplies nothing"
 

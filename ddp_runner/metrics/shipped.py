@@ -1,4 +1,6 @@
-"""Metrics of classifiers: of samples, of pixels, and of the tokens of a language model."""
+"""The metrics that we ship: means over samples, pixels, tokens or values."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -11,22 +13,36 @@ from ddp_runner.metrics.confusion import are_strays, reject_strays, validate_sco
 from ddp_runner.metrics.metric import summed
 
 
-class TopKAccuracy:
+class _Mean:
+    """A total over a count."""
+
+    higher_is_better = False
+    merge = summed("total", "count")
+
+    def __init__(self) -> None:
+        self.total: Tensor | int = 0  # tensors once there is a batch: nothing waits for a GPU
+        self.count: Tensor | int = 0
+
+    def compute(self) -> float:
+        """Return the mean; NaN without a sample."""
+        return float(self.total) / float(self.count) if self.count else math.nan
+
+
+class TopKAccuracy(_Mean):
     """The share of samples, or pixels, whose true class is among the k highest scores.
 
     Outputs (batch, classes, ...), targets (batch, ...). Targets of -100 do not count.
     """
 
     higher_is_better = True
-    merge = summed("hits", "count", "strays")
+    merge = summed("total", "count", "strays")
 
     def __init__(self, *, k: int) -> None:
+        super().__init__()
         if k < 1:
             raise UserError(f"k ({k}) must be 1 or greater")
         self.k, self.num_classes = k, 0
-        self.hits: Tensor | int = 0  # tensors once there is a batch: nothing waits for a GPU
-        self.count: Tensor | int = 0
-        self.strays: Tensor | int = 0
+        self.strays: Tensor | int = 0  # targets that are no class
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count the hits of a batch.
@@ -36,10 +52,10 @@ class TopKAccuracy:
         """
         validate_scores(outputs, targets)
         self.num_classes = outputs.shape[1]
-        if outputs.shape[1] < self.k:
-            raise UserError(f"k ({self.k}) must be {outputs.shape[1]} or less, the model's classes")
+        if self.num_classes < self.k:
+            raise UserError(f"k ({self.k}) must be {self.num_classes} or less, the model's classes")
         highest = outputs.topk(self.k, dim=1).indices
-        self.hits += (highest == targets.unsqueeze(1)).sum()
+        self.total += (highest == targets.unsqueeze(1)).sum()
         self.count += (targets != IGNORED).sum()
         self.strays += are_strays(targets, num_classes=self.num_classes).sum()
 
@@ -50,22 +66,15 @@ class TopKAccuracy:
             UserError: a target was not a class.
         """
         reject_strays(self.strays, num_classes=self.num_classes)
-        return int(self.hits) / int(self.count) if self.count else float("nan")
+        return super().compute()
 
 
-class Perplexity:
+class Perplexity(_Mean):
     """The exponential of the mean cross-entropy of a token. Targets of -100 do not count.
 
     Outputs are logits (batch, tokens, vocabulary), or (batch, vocabulary, tokens) as torch's
     cross_entropy takes them. Targets are (batch, tokens).
     """
-
-    higher_is_better = False
-    merge = summed("total", "count")
-
-    def __init__(self) -> None:
-        self.total: Tensor | int = 0
-        self.count: Tensor | int = 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the cross-entropy of a batch.
@@ -82,5 +91,37 @@ class Perplexity:
 
     def compute(self) -> float:
         """Return the perplexity, 1 or greater; NaN without a token."""
-        mean = float(self.total / self.count) if self.count else float("nan")
-        return float(torch.tensor(mean, dtype=torch.float64).exp())
+        return float(torch.tensor(super().compute(), dtype=torch.float64).exp())
+
+
+class MAE(_Mean):
+    """The mean absolute error over all values. Outputs and targets have one shape (batch, ...)."""
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add the errors of a batch.
+
+        Raises:
+            UserError: the shapes differ.
+        """
+        if outputs.shape != targets.shape:  # torch would broadcast them
+            raise UserError(
+                f"a metric of a regression needs outputs and targets of one shape, not "
+                f"{tuple(outputs.shape)} and {tuple(targets.shape)}; choose a dataset that fits"
+            )
+        dtype = sum_dtype(outputs.device)
+        self.total += self._loss(outputs.to(dtype) - targets.to(dtype)).sum()
+        self.count += targets.numel()
+
+    def _loss(self, errors: Tensor) -> Tensor:
+        return errors.abs()
+
+
+class RMSE(MAE):
+    """The square root of the mean squared error over all values."""
+
+    def compute(self) -> float:
+        """Return the root of the mean; NaN without a sample."""
+        return math.sqrt(super().compute())
+
+    def _loss(self, errors: Tensor) -> Tensor:
+        return errors.square()
