@@ -4,7 +4,7 @@ Collective: every rank must call each check, and gets the same finding.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddp_runner.check.compare import Finding, differences, equality, largest_difference
 from ddp_runner.check.gradients import one_process, tolerance
 from ddp_runner.checkpoint.digests import digest_of
-from ddp_runner.data.batches import NumberedBatches, StepBatch
+from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.splits import MicroBatch, Part, TensorSplit
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
@@ -133,15 +133,17 @@ def one_process_start(state: TrainState) -> Finding:
     return equality(name, own, f"{len(own)} parameters, bit for bit", expected=expected)
 
 
-def equal_parameters(state: TrainState, steps: Iterator[StepBatch]) -> Finding:
+def equal_parameters(state: TrainState) -> Finding:
     """Check that the parameters are equal after each of a few optimizer steps."""
-    name, losses = "parameters stay equal", list[str]()
+    name, losses, batches = "parameters stay equal", list[str](), replace(state.setup.batches)
     state.model.train()
-    for batch in islice(steps, NUM_STEPS):
+    for batch in islice(batches, NUM_STEPS):
         losses.append(f"{global_loss(state, train_step(state, batch)):.4f}")
         found = equality(name, dict(state.module.named_parameters()), "")
         if not found.ok:
             return Finding(name, False, f"after step {len(losses)} {found.detail}")
+        if batch.is_last and batches.steps_per_epoch is None:  # a stream may have one epoch alone
+            break
     return Finding(name, True, f"after each of {len(losses)} steps (loss {', '.join(losses)})")
 
 

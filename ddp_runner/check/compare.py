@@ -95,7 +95,7 @@ def largest_difference(tensor: Tensor, wanted: Tensor | None = None) -> float:
     if wanted is None:
         wanted = own.clone()
         dist.broadcast(wanted, src=0)
-    farthest = float((own - wanted.to(own)).abs().max())
+    farthest = float((own - wanted.to(own)).abs().max()) if own.numel() else 0.0
     return float(torch.tensor(gather_objects(farthest), dtype=torch.float64).max())  # NaN wins
 
 

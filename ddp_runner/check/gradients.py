@@ -165,7 +165,7 @@ def mean_gradients(
 
 
 def _distances(state: TrainState, own: Tensor, synced: Tensor | None) -> Tensor:
-    """Return the largest element of the ranks' sum, and how far a gradient is from mean and sum.
+    """Return a rank's own largest element, and how far a gradient is from mean and sum.
 
     Float64 (3,) on the CPU. A gradient that is missing, or has another shape, counts as zero.
     Collective: every rank must call.
@@ -174,9 +174,11 @@ def _distances(state: TrainState, own: Tensor, synced: Tensor | None) -> Tensor:
     reduced = torch.zeros_like(total)
     if synced is not None and synced.shape == total.shape:
         reduced = synced.to_dense().to(total)  # it may be offloaded to the CPU
+    largest = total.abs().max()
     dist.all_reduce(total, group=state.setup.data_group)
     mean = total / state.setup.batches.num_shares
-    return torch.stack([one.abs().max() for one in (total, reduced - mean, reduced - total)]).cpu()
+    distances = [(reduced - one).abs().max() for one in (mean, total)]
+    return torch.stack([largest, *distances]).cpu()
 
 
 def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:

@@ -30,7 +30,8 @@ class StepBatch:
 
     micro_batches: tuple[MicroBatch, ...]  # equally many on every rank: collectives match
     global_count: int  # samples of the global batch, over all ranks
-    number: int  # the batch's index in the run, as if all epochs had batches of this size
+    # Its index in the run, as if all epochs had batches of this size; of a stream in the epoch.
+    number: int
     is_last: bool  # of its epoch
 
 
@@ -120,8 +121,8 @@ class NumberedBatches(Batches):
     lengths: Tensor | None = None  # (num_samples,): put samples of similar length in one batch
 
     def __post_init__(self) -> None:
-        """Remember the permutations of two epochs: trainers of a server may be in both."""
-        self._permutation: Callable[[int], Tensor] = lru_cache(maxsize=2)(self._permuted)
+        """Remember an epoch's permutation."""
+        self._permutation: Callable[[int], Tensor] = lru_cache(maxsize=1)(self._permuted)
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield the steps from the place on; skipped steps cost nothing."""

@@ -9,13 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import (
-    MOST_GPU_DATA,
-    AbsentSplit,
-    Split,
-    TensorSplit,
-    validate_classes,
-)
+from ddp_runner.data.splits import AbsentSplit, Split, TensorSplit, validate_classes
 from ddp_runner.data.trees import to_device
 from ddp_runner.device import upload
 from ddp_runner.errors import UserError
@@ -76,7 +70,7 @@ class Dataset:
 
     def near(self, split: Split, device: torch.device) -> Split:
         """Return a split of the dataset on a GPU if it is small enough, else as it is."""
-        moved = split.near(device, most_bytes=MOST_GPU_DATA)
+        moved = split.near(device)
         if self.padding_id is not None and isinstance(moved, TensorSplit) and moved is not split:
             moved = replace(moved, ends=ends(moved.inputs, self.padding_id).cpu())
         return moved
@@ -229,6 +223,9 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
             "return a ddp_runner.data.dataset.Dataset"
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
+        if not hasattr(split, "in_order"):
+            found = f"the {kind} split of dataset={name} is a {type(split).__name__}"
+            raise UserError(f"{found}; inherit from ddp_runner.data.splits.NumberedSplit")
         if not isinstance(split, TensorSplit):
             if split.num_samples == 0 and not isinstance(split, AbsentSplit):
                 raise UserError(f"dataset={name} has no {kind} samples; give at least 1")

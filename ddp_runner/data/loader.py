@@ -39,7 +39,7 @@ class LoaderSplit(NumberedSplit):
         """Return the number of samples."""
         return len(self.dataset)
 
-    def near(self, device: torch.device, *, most_bytes: float) -> "LoaderSplit":
+    def near(self, device: torch.device) -> "LoaderSplit":
         """Return the split with pinned memory if it is for a GPU, unless the user wants none."""
         return replace(self, pin_memory=has_streams(device) and self.pin_memory is not False)
 

@@ -149,6 +149,7 @@ class _Reader:
             self._block, self._num_read = place["block"], place["num_read"]
         while self._block < place["block"] and not self._has_ended:
             self._read_block()
+            self._ready.clear()
         if place["num_taken"]:
             self._read_block()
             for _ in range(place["num_taken"]):

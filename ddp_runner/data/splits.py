@@ -56,8 +56,8 @@ class Split(Protocol):
     def num_samples(self) -> int | None:
         """Return how many there are; None: a stream, of which only the end will tell."""
 
-    def near(self, device: torch.device, *, most_bytes: float) -> "Split":
-        """Return the split as it is best for a device: on it, with at most so many bytes."""
+    def near(self, device: torch.device) -> "Split":
+        """Return the split as it is best for a device: on it, if it is small."""
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
         """Return the first samples, or others by their numbers; past the end it is the last.
@@ -103,8 +103,8 @@ class NumberedSplit:
         """Return the number of samples."""
         return len(self)
 
-    def near(self, device: torch.device, *, most_bytes: float) -> Self:
-        """Return the split on a GPU if it has at most so many bytes, else as it is."""
+    def near(self, device: torch.device) -> Self:
+        """Return the split on a GPU if it has at most MOST_GPU_DATA, else as it is."""
         return self
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
@@ -180,9 +180,9 @@ class TensorSplit(NumberedSplit):
                 inputs = inputs[:, : int(self.ends[rows].max())]
             yield inputs, targets
 
-    def near(self, device: torch.device, *, most_bytes: float) -> "TensorSplit":
+    def near(self, device: torch.device) -> "TensorSplit":
         """Return the split on a GPU if it is small enough, else as it is."""
-        if device.type == "cpu" or self.inputs.nbytes + self.targets.nbytes > most_bytes:
+        if device.type == "cpu" or self.inputs.nbytes + self.targets.nbytes > MOST_GPU_DATA:
             return self
         return TensorSplit(self.inputs.to(device), self.targets.to(device))
 
@@ -221,9 +221,9 @@ class TokenSplit(NumberedSplit):
                 tokens &= 0xFFFF
             yield tokens[:, :-1], tokens[:, 1:]
 
-    def near(self, device: torch.device, *, most_bytes: float) -> "TokenSplit":
+    def near(self, device: torch.device) -> "TokenSplit":
         """Return the split on a GPU if it is small enough, else as it is."""
-        if device.type == "cpu" or self.tokens.nbytes > most_bytes:
+        if device.type == "cpu" or self.tokens.nbytes > MOST_GPU_DATA:
             return self
         return TokenSplit(self.tokens.to(device), self.length)
 

@@ -42,7 +42,7 @@ class StreamSplit:
     pin_memory: bool | None = None  # None: if the rank has a GPU
     num_samples = None
 
-    def near(self, device: torch.device, *, most_bytes: float) -> "StreamSplit":
+    def near(self, device: torch.device) -> "StreamSplit":
         """Return the split with pinned memory for a GPU, unless the user chose."""
         if self.pin_memory is not None:
             return self

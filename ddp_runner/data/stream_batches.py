@@ -56,11 +56,10 @@ class StreamBatches(Batches):
             stream = self.split.open(part, state=self._readers)
             step = self._load(stream)
             if not step.global_count:
-                left = f"left after step {self.step} of" if self.step else "in"
-                raise UserError(
-                    f"the {self.split.name} stream has no sample {left} epoch {self.epoch + 1}; "
-                    "its __iter__ must begin anew each time"
-                )
+                where, fix = f"epoch {self.epoch + 1}", "its __iter__ must begin anew each time"
+                if self.step:
+                    where, fix = f"{where} after step {self.step}", "it is shorter than it was"
+                raise UserError(f"the {self.split.name} stream has no sample in {where}; {fix}")
             while step.global_count:
                 following = self._load(stream)  # one step ahead, so is_last is known
                 is_last, number = not following.global_count, self.step

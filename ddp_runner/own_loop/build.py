@@ -18,7 +18,7 @@ from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.splits import MOST_GPU_DATA, NumberedSplit
+from ddp_runner.data.splits import NumberedSplit
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.parallelism.shards import fit_optimizer
@@ -119,7 +119,7 @@ def build_loader(
         split = LoaderSplit(name, dataset, **options)
     validate_num_samples(type(dataset).__name__, len(split), ranks=layout.num_shares)
     batches = NumberedBatches(
-        split=split.near(device, most_bytes=MOST_GPU_DATA),
+        split=split.near(device),
         global_size=global_size or session.config.batch.global_size,
         grad_accum_steps=1,
         share=layout.share,

@@ -29,8 +29,11 @@ class Layout:
     model_ranks: int = 1  # so many neighbouring ranks compute one share together
     # A forward waits for the other ranks, so all of them must evaluate equally many batches.
     forward_is_collective: bool = False
-    # Ranks outside of the loop compute by the numbers of batches, and send a model's buffers alone.
-    by_number: bool = False
+
+    @property
+    def by_number(self) -> bool:
+        """Whether ranks outside of the loop compute for it: by the numbers of batches."""
+        return not (self.in_loop and self.computes)
 
     @property
     def eval_share(self) -> tuple[int, int]:
@@ -43,7 +46,9 @@ class Sums:
     """This rank's parts of what a step adds up: those of all ranks of the loop are the whole."""
 
     loss: Tensor  # of the mean over the global batch, a scalar
-    tokens: Tensor | None  # in the global batch; None: samples are counted
+    # This rank's in the global batch. Gradients, loss and scalars are then those of a mean over
+    # samples, and the loop makes it one over tokens. None: samples are counted.
+    tokens: Tensor | None
     scalars: dict[str, Tensor]  # what the training step returned, by name, as the loss
     grad_norm: Tensor | None = None  # of the whole gradient, before clipping; None: not computed
 

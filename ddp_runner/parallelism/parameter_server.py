@@ -53,8 +53,8 @@ class ParameterServer:
         num_shares = env.world_size - 1 if self.mode == "sync" else 1
         if env.rank == SERVER:
             alone = replace(env, world_size=1, local_world_size=1)
-            return Layout(0, num_shares, alone, computes=False, by_number=True)
-        return Layout((env.rank - 1) % num_shares, num_shares, env, in_loop=False, by_number=True)
+            return Layout(0, num_shares, alone, computes=False)
+        return Layout((env.rank - 1) % num_shares, num_shares, env, in_loop=False)
 
     def engine(self, state: Any, local: Engine) -> "Server | Trainer":
         """Return the server, or a trainer. Collective: every rank must call."""
@@ -112,7 +112,7 @@ class Server(Engine):
     """Gradients from the trainers, all of them or any; see ``Engine``."""
 
     def __init__(self, state: Any, group: dist.ProcessGroup, *, waits_for_all: bool) -> None:
-        self._state, self._module, self._group = state, state.module, group
+        self._module, self._group = state.module, group
         self._waits_for_all, self._scalars = waits_for_all, tuple(state.setup.scalars or ())
         self._idle = list(range(1, dist.get_world_size(group)))
         self._version, self._versions = 0, dict[int, int]()  # updates taken; those a trainer has
@@ -131,7 +131,7 @@ class Server(Engine):
         """
         if not self._num_steps:
             self._began = time.perf_counter()
-        pushes = self._collect(batch.number)
+        pushes = self._collect(state, batch.number)
         gradients, counts, _, numbers = self._parts(sum(pushes[1:], start=pushes[0]))
         gradients = (gradients / len(pushes)).split(self._sizes)
         for one, gradient, count in zip(self._parameters, gradients, counts.tolist(), strict=True):
@@ -186,13 +186,13 @@ class Server(Engine):
         rest = [len(push) - sum(own) - 3 - len(self._scalars), 3 + len(self._scalars)]
         return tuple(push.split([*own, *rest]))
 
-    def _collect(self, number: int) -> list[Tensor]:
+    def _collect(self, state: Any, number: int) -> list[Tensor]:
         """Hand out batches to idle trainers; return a step's pushes, in sync by rank."""
         if self._waits_for_all:
             numbers = [number] * len(self._idle)
         else:
             self._next = max(self._next, number)
-            ahead = 0 if self._is_stopping else self._state.steps_ahead(number)
+            ahead = 0 if self._is_stopping else state.steps_ahead(number)
             numbers = list(range(self._next, number + ahead))[: len(self._idle)]
             self._next += len(numbers)
         trainers, self._idle = self._idle[: len(numbers)], self._idle[len(numbers) :]

@@ -100,6 +100,7 @@ class MetricFiles:
                 self._logged |= metrics.keys() if line["step"] == resume_step else set()
             for line in evaluations:
                 self._add_picture(line["counts"], step=line["step"], time_s=line["time_s"])
+                self._logged |= {CONFUSION_FILE} if line["step"] == resume_step else set()
             for name, step, path in images:
                 summary = image_summary(name, path.read_bytes())
                 self._events.add_summary(summary, step, path.stat().st_mtime)
@@ -140,6 +141,8 @@ class MetricFiles:
         """
         if len(counts) > MOST_CLASSES:
             return
+        if step == self._logged_at and CONFUSION_FILE in self._logged:
+            return  # as in ``log``
         time_s = self._time_s()
         line = {"step": step, "time_s": time_s, "counts": counts}
         with self._writing():

@@ -64,7 +64,7 @@ def build_setup(
     devices: tuple[torch.device, ...],
     dataset: Dataset,
 ) -> Setup:
-    """Return what stays the same while a rank trains. Collective: every rank must call.
+    """Return what a rank trains with. Collective: every rank must call.
 
     Raises:
         UserError: the dataset has fewer samples than there are ranks, or the loss, the training
@@ -151,7 +151,6 @@ def eval_setup(
     return EvalSetup(
         config=config,
         layout=layout,
-        env=layout.env,
         devices=devices,
         dataset=dataset,
         eval_batch_size=config.batch.eval_size,

@@ -30,7 +30,6 @@ class EvalSetup:
 
     config: RunConfig
     layout: Layout  # of this rank in the run
-    env: DistEnv  # its place among the ranks of the loop
     devices: tuple[torch.device, ...]  # batches go to the first, outputs are on the last
     dataset: Dataset
     eval_batch_size: int  # samples of one forward of one rank
@@ -38,6 +37,11 @@ class EvalSetup:
     metrics: Mapping[str, Metric]  # of evaluations, besides those of every run
     group: ProcessGroup | None  # the ranks of the loop; None: all
     data_group: ProcessGroup | None  # those whose samples together are all of them; None: all
+
+    @property
+    def env(self) -> DistEnv:
+        """Return the rank's place among the ranks of the loop."""
+        return self.layout.env
 
 
 class EvalTotals:

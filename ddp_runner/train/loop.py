@@ -97,6 +97,7 @@ def train(
         if is_evaluated or is_saved or has_ended:
             timer.restart()
         timer.mark(None)
+    vote.settle()
     return Status.COMPLETED
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.digests import digest_of
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import Split
+from ddp_runner.data.splits import MicroPlan, NumberedSplit, Split
 from ddp_runner.data.trees import inputs_of, shape_of, tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
@@ -144,10 +144,12 @@ def _shown(count: int | None) -> str:
 
 def _first_and_last(split: Split) -> list[Any]:
     """Return two batches of one sample; of a stream only the first."""
-    if split.num_samples == 0:
+    if not isinstance(split, NumberedSplit):
+        return [split.first([0]).data]
+    if not split.num_samples:
         return []
-    numbers = sorted({0, (split.num_samples or 1) - 1})
-    return [split.first([number]).data for number in numbers]
+    places = [torch.tensor([one], device=split.device) for one in (0, len(split) - 1)]
+    return list(split.load(map(MicroPlan, places)))
 
 
 def _in_short(loaded: Sequence[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a rank trains: the state that a checkpoint saves, and the setup that stays the same."""
+"""What a rank trains: the state that a checkpoint saves, and what the rank trains it with."""
 
 import copy
 import math
@@ -28,7 +28,7 @@ from ddp_runner.train.step_timer import StepTimer
 
 @dataclass(frozen=True, kw_only=True)
 class Setup(EvalSetup):
-    """What a rank trains with; it does not change during a run."""
+    """What a rank trains with. Of this only the batches change during a run: they move on."""
 
     mode: Mode
     batches: Batches

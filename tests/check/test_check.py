@@ -24,8 +24,8 @@ from run_folders import record
 from tiers import named, selected
 from train_states import MNIST_NET, build, compose_config
 
-from ddp_runner.check.compare import Finding, differences
-from ddp_runner.check.gradients import wait_for_mean
+from ddp_runner.check.compare import Finding, differences, largest_difference
+from ddp_runner.check.gradients import mean_gradients, wait_for_mean
 from ddp_runner.check.task import run_checks
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.state import TrainState
@@ -48,6 +48,30 @@ GOOD = {
 def of_class(name: str) -> tuple[str, ...]:
     """Return the command line of a broken model."""
     return (*TOY, f"model._target_=broken_models.{name}", "allowed_targets=[broken_models]")
+
+
+def near_mean(env: DistEnv, error: float) -> bool:
+    """Return whether a mean that is off by a part of itself passes, in bf16."""
+    state = build(env, compose_config(*TOY, "train.precision=bf16", world_size=2))
+    mean = torch.ones(3)
+    return mean_gradients(state, {"weight": mean}, {"weight": (1 + error) * mean}).ok
+
+
+def test_a_mean_may_be_off_by_rounding_of_a_ranks_own_gradient() -> None:
+    """Not of the ranks' sum, which grows with them."""
+    assert run_ranks(near_mean, 2, 0.01) == [True, True]
+    assert run_ranks(near_mean, 2, 0.03) == [False, False]
+
+
+def farthest(env: DistEnv) -> float:
+    """Return the largest difference where a rank has nothing to compare."""
+    size = 0 if env.rank else 3
+    return largest_difference(torch.ones(size), torch.zeros(size))
+
+
+def test_a_rank_with_an_empty_shard_is_compared() -> None:
+    """Such as that of a bias of one number."""
+    assert run_ranks(farthest, 2) == [1.0, 1.0]
 
 
 Break = Callable[[TrainState, DistEnv], TrainState]

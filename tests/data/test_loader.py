@@ -267,8 +267,8 @@ def test_pinned_memory_is_for_gpus() -> None:
     """Unless the user wants none."""
     for wanted, on_gpu in ((None, True), (True, True), (False, False)):
         split = split_of(Drawing(), pin_memory=wanted)
-        assert split.near(torch.device("cpu"), most_bytes=0).pin_memory is False
-        assert split.near(torch.device("cuda", 0), most_bytes=0).pin_memory is on_gpu
+        assert split.near(torch.device("cpu")).pin_memory is False
+        assert split.near(torch.device("cuda", 0)).pin_memory is on_gpu
 
 
 @dataclass

@@ -89,6 +89,16 @@ def test_a_reader_goes_on_from_each_state(kind: str, num_workers: int, shuffle_b
         assert torch.equal(tensors([*before, *after]), tensors(whole))
 
 
+def test_a_worker_whose_shard_has_ended_gives_nothing_twice() -> None:
+    """Its three samples are whole batches, and the other worker goes on."""
+    split = StreamSplit("train", Sharded([3, 15]), num_workers=2)
+    part = Part(BATCH, share=0, num_shares=1, seed=7)
+    stream = split.open(part)
+    before = [next(stream) for _ in range(3)]
+    after = list(split.open(part, state=stream.state()))
+    assert numbers([*before, *after]) == numbers(list(split.open(part)))
+
+
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_reader_is_resumed_again_and_again(kind: str) -> None:
     """After each batch, within a block of three and beyond; a state is never used up."""

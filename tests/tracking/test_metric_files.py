@@ -125,6 +125,7 @@ def test_there_is_a_picture_for_each_evaluation_and_a_resume_draws_them_again(
     with (tmp_path / CONFUSION_FILE).open("a") as file:
         file.write('{"step": 16, "time_s": 2.0, "cou')
     files = MetricFiles(tmp_path, config_text=CONFIG, resume_step=8)
+    files.log_confusion([[8, 0], [1, 2]], step=8)  # an evaluation that is made once more
     files.log_confusion([[3, 3], [3, 3]], step=12)
     files.close()
     resumed = read_events(tmp_path).Images(CONFUSION_TAG)
