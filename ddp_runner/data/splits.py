@@ -1,5 +1,6 @@
 """The samples of a training or an evaluation split, and how they become batches."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, Self
@@ -79,15 +80,19 @@ class Split(Protocol):
         """Return what a user should know before so many shares are trained on, a sentence each."""
 
 
-class NumberedSplit:
+class NumberedSplit(ABC):
     """Samples that are numbered from 0. A class of its own has ``__len__`` and ``load``."""
 
-    device = torch.device("cpu")  # where its batches are, and where indices are best
+    @property
+    def device(self) -> torch.device:
+        """Return where its batches are, and where indices are best."""
+        return torch.device("cpu")
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[Any]:
         """Yield the batch of each plan, a tree of tensors; it may read ahead.
 
@@ -96,7 +101,6 @@ class NumberedSplit:
         Raises:
             UserError: a sample cannot be loaded.
         """
-        raise NotImplementedError
 
     @property
     def num_samples(self) -> int:
@@ -155,7 +159,7 @@ class TensorSplit(NumberedSplit):
     ends: Tensor | None = None
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """Return where indices are best: on the device of the samples, or with their ends."""
         return (self.inputs if self.ends is None else self.ends).device
 
@@ -200,7 +204,7 @@ class TokenSplit(NumberedSplit):
     length: int  # tokens of a sample
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """Return the device of the tokens."""
         return self.tokens.device
 

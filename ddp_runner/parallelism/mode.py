@@ -80,7 +80,7 @@ class Engine(ABC):
         """Return metrics of its own, of the steps since the last call."""
         return {}
 
-    def close(self, status: Status) -> None:  # noqa: B027
+    def close(self, status: Status) -> None:  # noqa: B027, most have nobody to tell
         """Tell the ranks outside of the loop how the run has ended."""
 
 
