@@ -7,6 +7,8 @@ import os
 import resource
 import shutil
 import signal
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -132,6 +134,9 @@ def run_until_killed(set_trap: Callable[[], None], work: Callable[[], object]) -
             set_trap()
             work()
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(1)
     status = os.waitpid(child, 0)[1]

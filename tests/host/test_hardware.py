@@ -202,6 +202,7 @@ def test_other_kinds_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(hardware, "known_to_torch", known)
     monkeypatch.setattr(hardware, "entry_points", lambda group: [])
+    monkeypatch.setattr(hardware, "_cuda_driver", lambda: (0, 0))
     monkeypatch.setattr(hardware, "torch_build", lambda: {"cuda": None, "hip": None, "xpu": "1"})
     answer: Accelerators | str = ("xpu", 3, "xccl")
     machine = detect(is_rank=True)

@@ -25,8 +25,9 @@ def config() -> RunConfig:
 @pytest.fixture
 def bind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch's launcher bind ranks, as it does where each has a GPU."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for kind in (torch.accelerator, torch.cuda):  # torch 2.11 asks CUDA
+        monkeypatch.setattr(kind, "is_available", lambda: True)
+        monkeypatch.setattr(kind, "device_count", lambda: 2)
     monkeypatch.setattr(api, "get_default_numa_options", lambda: OPTIONS)
 
 
