@@ -77,7 +77,7 @@ def in_backward(state: TrainState) -> None:
 
 def in_data(state: TrainState) -> None:
     """Delay the loading of each batch."""
-    split: Any = state.setup.batches.split
+    split: Any = state.batches.split
     load = split.load
 
     def slowly(*arguments: Any, **named: Any) -> Any:
@@ -90,7 +90,7 @@ def in_data(state: TrainState) -> None:
 
 def in_turns(state: TrainState) -> None:
     """Delay every other forward; rank 0 begins."""
-    steps = iter(range(state.setup.env.rank, 10**6))
+    steps = iter(range(state.work.env.rank, 10**6))
     state.module.register_forward_pre_hook(lambda *_: None if next(steps) % 2 else nap())
 
 
@@ -166,9 +166,9 @@ def take_pairs(
         milliseconds of a step without.
     """
     state = build(env, config)
-    timer: Any = state.setup.timer
+    timer: Any = state.timer
     off = {"mark": lambda *_, **__: None, "mark_end_of_backward": lambda _: None}
-    batch = next(iter(state.setup.batches))
+    batch = next(iter(state.batches))
     walls, cpus, without_ms = list[float](), list[float](), list[float]()
     for pair in range(-1, num_pairs):  # the first one warms up
         took = dict[bool, tuple[float, float]]()

@@ -21,10 +21,11 @@ from ddp_runner.data.splits import MicroBatch, Part, TensorSplit
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted
-from ddp_runner.train.evaluation import evaluate, forward
+from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.work import forward
 
 MOST_BYTES = 16 * 2**20  # of a split's inputs that are compared over ranks
 MOST_LOADED = 64  # samples of a split that must be loaded one by one
@@ -35,7 +36,7 @@ EVAL_STEPS = 2  # batches that a rank evaluates
 
 def train_samples(state: TrainState) -> Finding:
     """Check that the shares' micro-batches use each training sample once in an epoch."""
-    batches, name = state.setup.batches, "each training sample is used once an epoch"
+    batches, name = state.batches, "each training sample is used once an epoch"
     if not isinstance(batches, NumberedBatches):
         return Finding(name, True, WITHOUT_NUMBERS)
     numbered, num_steps = _numbered(len(batches.split)), batches.steps_per_epoch
@@ -47,10 +48,10 @@ def train_samples(state: TrainState) -> Finding:
 
 def eval_samples(state: TrainState) -> Finding:
     """Check that the shares' evaluation batches hold each sample once."""
-    count, name = state.setup.dataset.eval.num_samples, "each evaluation sample counts once"
+    count, name = state.work.dataset.eval.num_samples, "each evaluation sample counts once"
     if count is None:
         return Finding(name, True, WITHOUT_NUMBERS)
-    size, (share, num_shares) = state.setup.eval_batch_size, state.setup.layout.eval_share
+    size, (share, num_shares) = state.work.config.batch.eval_size, state.work.layout.eval_share
     batches = _numbered(count).in_order(Part(size, share, num_shares, seed=0))
     how = f"in batches of up to {size} on {_shares(state, num_shares)}"
     return _used_once(name, count, batches, how, state)
@@ -63,7 +64,7 @@ def _numbered(num_samples: int) -> TensorSplit:
 
 
 def _shares(state: TrainState, num_shares: int) -> str:
-    model_ranks = state.setup.layout.model_ranks
+    model_ranks = state.work.layout.model_ranks
     if model_ranks == 1:
         return f"{num_shares} ranks"
     return f"{counted(num_shares, 'share')} of {model_ranks} ranks each"
@@ -77,7 +78,7 @@ def _used_once(
     The ranks that compute one share together must have the same batches.
     """
     used = [(one.data[0], one.weight) for one in batches]
-    digests, size = gather_objects(digest_of(used)), state.setup.layout.model_ranks
+    digests, size = gather_objects(digest_of(used)), state.work.layout.model_ranks
     for rank, digest in enumerate(digests):
         if digest != digests[first := rank - rank % size]:
             detail = f"rank {rank} has other batches than rank {first}, and both compute one share"
@@ -85,7 +86,7 @@ def _used_once(
     counts = torch.zeros(num_samples, dtype=torch.float64)
     for numbers, weight in used:
         counts.index_add_(0, numbers, torch.full(numbers.shape, weight, dtype=counts.dtype))
-    dist.all_reduce(counts, group=state.setup.data_group)
+    dist.all_reduce(counts, group=state.work.data_group)
     faults = [
         f"{len(samples)} are {what} (the first is sample {int(samples[0])})"
         for is_fault, what in ((counts == 0, "in no batch"), (counts > 1, "in several"))
@@ -102,7 +103,7 @@ def same_data(state: TrainState) -> Finding:
     Of a large split these are only evenly spaced ones, of a stream the first ones.
     """
     tensors, sizes = dict[str, Tensor | None](), list[str]()
-    splits = {"train": state.setup.batches.split, "eval": state.setup.dataset.eval}
+    splits = {"train": state.batches.split, "eval": state.work.dataset.eval}
     for name, split in splits.items():
         count = split.num_samples
         sizes.append(f"{f'the first {MOST_LOADED}' if count is None else count} {name}")
@@ -112,7 +113,7 @@ def same_data(state: TrainState) -> Finding:
         else:
             last = (count or MOST_LOADED) - 1
             numbers = torch.linspace(0, last, MOST_LOADED).long().unique().tolist()
-            data = split.first(numbers, seed=state.setup.config.seed).data
+            data = split.first(numbers, seed=state.work.config.seed).data
         tensors |= {f"{name} {place}": tensor for place, tensor in tensors_of(data)}
     return equality("all ranks hold the same data", tensors, f"{' and '.join(sizes)} samples")
 
@@ -127,7 +128,7 @@ def equal_start(state: TrainState) -> Finding:
 def one_process_start(state: TrainState) -> Finding:
     """Check that each rank's shards are parts of the weights with which one process begins."""
     name = "the shards are parts of the weights that one process begins with"
-    if state.setup.config.model.get("weights") is not None:
+    if state.work.config.model.get("weights") is not None:
         return Finding(name, True, "not compared: model.weights has replaced them")
     own, expected = (dict(one.named_parameters()) for one in (state.module, one_process(state)))
     return equality(name, own, f"{len(own)} parameters, bit for bit", expected=expected)
@@ -135,7 +136,7 @@ def one_process_start(state: TrainState) -> Finding:
 
 def equal_parameters(state: TrainState) -> Finding:
     """Check that the parameters are equal after each of a few optimizer steps."""
-    name, losses, batches = "parameters stay equal", list[str](), replace(state.setup.batches)
+    name, losses, batches = "parameters stay equal", list[str](), replace(state.batches)
     state.model.train()
     for batch in islice(batches, NUM_STEPS):
         losses.append(f"{global_loss(state, train_step(state, batch)):.4f}")
@@ -151,7 +152,7 @@ def equal_buffers(state: TrainState) -> Finding:
     """Check that all ranks evaluate and save the same buffers, after some training steps."""
     buffers = dict(state.module.named_buffers())
     num_differed = len(differences(buffers))
-    evaluate(state, most_batches=EVAL_STEPS)
+    evaluate(state.work, state.module, step=state.step, most_batches=EVAL_STEPS)
     saved = state.module.state_dict()
     detail = (
         f"{len(buffers)} of them and {len(saved.keys() - buffers.keys())} parameters, bit for bit; "
@@ -163,11 +164,11 @@ def equal_buffers(state: TrainState) -> Finding:
 @torch.no_grad()
 def equal_outputs(state: TrainState) -> Finding:
     """Check that all ranks compute the same outputs for the same samples."""
-    name, setup = "all ranks evaluate a sample alike", state.setup
-    split, size = setup.dataset.eval, setup.eval_batch_size
+    name, work = "all ranks evaluate a sample alike", state.work
+    split, size = work.dataset.eval, work.config.batch.eval_size
     state.module.eval()
-    batch = split.first(range(min(size, split.num_samples or size)), seed=setup.config.seed)
-    step = forward(state, state.module, batch)
+    batch = split.first(range(min(size, split.num_samples or size)), seed=work.config.seed)
+    step = forward(state.work, state.module, batch)
     # A user's step need not return outputs.
     produced = [one for _, one in tensors_of(step.outputs)] or [step.loss_sum]
     outputs = torch.cat([one.double().flatten() for one in produced])

@@ -23,10 +23,10 @@ from ddp_runner.parallelism.shards import gathered, has_shards, whole
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_model import one_process_model
 from ddp_runner.train.clipping import scale_gradients
-from ddp_runner.train.evaluation import forward
 from ddp_runner.train.loop import backward, seed_step, token_factor
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step
+from ddp_runner.train.work import forward
 
 # How far apart results may be if they differ only by rounding, relative to the largest value: a GPU
 # adds in no fixed order.
@@ -40,15 +40,15 @@ DELAY_S = 0.3  # how much later the last rank begins its backward
 
 def tolerance(state: TrainState, dtype: torch.dtype) -> float:
     """Return the tolerance for a tensor's dtype, or for autocast's if that is on."""
-    precision = state.setup.config.train.precision
+    precision = state.work.config.train.precision
     return TOLERANCES.get(dtype, 2e-2) if precision == "fp32" else 2e-2
 
 
 def one_process(state: TrainState) -> nn.Module:
     """Return the whole model as a process on its own builds it."""
-    setup = state.setup
-    seed_all(setup.config.seed)
-    return one_process_model(setup.config, setup.dataset.model_arguments, setup.devices[0])
+    work = state.work
+    seed_all(work.config.seed)
+    return one_process_model(work.config, work.dataset.model_arguments, work.devices[0])
 
 
 def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
@@ -57,22 +57,22 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
     A whole copy of the model computes them, with the same random numbers. They are scaled like the
     reduced ones. Collective: every rank must call.
     """
-    setup = state.setup
+    work = state.work
     if has_shards(state.module):
         copied = one_process(state)
         copied.load_state_dict(gathered(state.module.state_dict(), keep=True))
     else:
         copied = copy.deepcopy(state.module)  # parameters, without their gradients
     copied.train(_draws_alike(state))
-    num_tokens = torch.zeros((), device=setup.devices[-1])
+    num_tokens = torch.zeros((), device=work.devices[-1])
     seed_step(state)
     for micro_batch in batch.micro_batches:
-        step = forward(state, copied, micro_batch)
-        share = micro_batch.weight / batch.global_count * setup.batches.num_shares
+        step = forward(state.work, copied, micro_batch)
+        share = micro_batch.weight / batch.global_count * state.batches.num_shares
         (step.loss_sum * share).backward()
         num_tokens += step.count * micro_batch.weight
-    if setup.config.batch.count == "tokens":
-        factor = token_factor(num_tokens, batch, group=setup.data_group)
+    if work.config.batch.count == "tokens":
+        factor = token_factor(num_tokens, batch, group=work.data_group)
         scale_gradients(copied.parameters(), factor)
     return {
         name: torch.zeros_like(one) if one.grad is None else one.grad
@@ -85,7 +85,7 @@ def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | 
     """Return the gradients that the mode leaves, whole. Collective: every rank must call."""
     sums = _backward(state, batch)
     if sums.tokens is not None:
-        factor = token_factor(sums.tokens, batch, group=state.setup.data_group)
+        factor = token_factor(sums.tokens, batch, group=state.work.data_group)
         scale_gradients(state.module.parameters(), factor)
     named = state.module.named_parameters()
     found = {name: one.grad for name, one in named if one.requires_grad}
@@ -109,7 +109,7 @@ def _draws_alike(state: TrainState) -> bool:
 
     For a part of a layer, a rank draws other random numbers than one process for all of it.
     """
-    return state.setup.layout.model_ranks == 1
+    return state.work.layout.model_ranks == 1
 
 
 def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
@@ -133,12 +133,12 @@ def mean_gradients(
     A hook that rounds what it sends gets the tolerance of the dtype. One of the user's own gets no
     more than rounding: what it does is not known.
     """
-    setup, least, notes = state.setup, 0.0, ""
+    work, least, notes = state.work, 0.0, ""
     if has_shards(state.module):
         notes += "; a whole copy of the model computed the ranks' own"
     if not _draws_alike(state):
         notes += ", without dropout"
-    hook = setup.config.parallelism.get("comm_hook")
+    hook = work.config.parallelism.get("comm_hook")
     if isinstance(hook, Mapping):
         notes += f"; the comm_hook {hook['_target_']} sent them"
     elif hook is not None:
@@ -154,7 +154,7 @@ def mean_gradients(
     wrong = [key for key, near in zip(names, is_near, strict=True) if not near]
     index = int((from_mean / scale).argmax())
     how_far = f"{from_mean[index]:.2g} off"
-    if setup.batches.num_shares > 1:  # else both are the same
+    if state.batches.num_shares > 1:  # else both are the same
         how_far += f" the mean and {from_sum[index]:.2g} off the sum"
     detail = (
         f"of {len(names)} the farthest is {names[index]}: {how_far}, of up to "
@@ -175,16 +175,16 @@ def _distances(state: TrainState, own: Tensor, synced: Tensor | None) -> Tensor:
     if synced is not None and synced.shape == total.shape:
         reduced = synced.to_dense().to(total)  # it may be offloaded to the CPU
     largest = total.abs().max()
-    dist.all_reduce(total, group=state.setup.data_group)
-    mean = total / state.setup.batches.num_shares
+    dist.all_reduce(total, group=state.work.data_group)
+    mean = total / state.batches.num_shares
     distances = [(reduced - one).abs().max() for one in (mean, total)]
     return torch.stack([largest, *distances]).cpu()
 
 
 def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
     """Check that ranks wait for the mean: delay the last one and time when the others have it."""
-    name, setup = "no rank reads a gradient before all have computed theirs", state.setup
-    env, layout = setup.env, setup.layout
+    name, work = "no rank reads a gradient before all have computed theirs", state.work
+    env, layout = work.env, work.layout
     if layout.num_shares == 1:
         return Finding(name, True, "not measured: the ranks compute one share, so there is no mean")
     if env.num_nodes > 1:
@@ -193,19 +193,19 @@ def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
 
     def late_step(model: nn.Module, data: Any) -> Step:
         nonlocal began
-        step = setup.step(model, data)
-        synchronize(setup.devices)
+        step = work.step_fn(model, data)
+        synchronize(work.devices)
         gather_objects(None)  # every rank is about to begin its backward
         if env.rank == late:
             time.sleep(DELAY_S)
         began = time.monotonic_ns()  # all processes of a machine share this clock
         return step
 
-    state.setup = replace(setup, step=late_step)
+    state.work = replace(work, step_fn=late_step)
     # The last micro-batch is the only one that reduces. After it no collective may come: it waits.
     _backward(state, replace(batch, micro_batches=batch.micro_batches[-1:]))
-    synchronize(setup.devices)
-    state.setup, times = setup, gather_objects((began, time.monotonic_ns()))
+    synchronize(work.devices)
+    state.work, times = work, gather_objects((began, time.monotonic_ns()))
     # Those that take a mean with it; the others of its share hold other parts of layers.
     peers = range(late % layout.model_ranks, late, layout.model_ranks)
     lead_ms = (times[late][0] - max(times[rank][0] for rank in peers)) / 1e6

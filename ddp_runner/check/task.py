@@ -55,7 +55,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
     log(
         f"model={config.model.get('name')} dataset={config.dataset.get('name')} "
         f"parallelism={config.parallelism.get('name')}, {env.world_size} ranks on "
-        f"{state.setup.devices[0].type}, run {session.run_dir}"
+        f"{state.work.devices[0].type}, run {session.run_dir}"
     )
     session.heartbeat.note(Status.RUNNING)
     status, findings = Status.COMPLETED, list[Finding]()
@@ -90,13 +90,13 @@ def run_checks(state: TrainState) -> Iterator[Finding]:
     # No check depends on these: a scaled loss may overflow at first, averaged weights follow from
     # the trained ones, and some metrics cannot be computed from a part of the samples.
     state.scaler, state.ema = torch.amp.GradScaler(enabled=False), None
-    state.setup = replace(state.setup, metrics={})
+    state.work = replace(state.work, metrics={})
     yield train_samples(state)
     yield eval_samples(state)
     trials = gather_objects(try_first_batch(state))
     trial = next((trial for trial in trials if trial.kind != "sum"), trials[0])
     yield Finding("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
-    if state.setup.env.world_size == 1:
+    if state.work.env.world_size == 1:
         yield Finding("what ranks have in common", True, "nothing to compare: one rank")
         return
     find_changing(state)
@@ -104,7 +104,7 @@ def run_checks(state: TrainState) -> Iterator[Finding]:
     yield equal_start(state)
     if has_shards(state.module):
         yield one_process_start(state)
-    batch = next(iter(replace(state.setup.batches)))
+    batch = next(iter(replace(state.batches)))
     own = own_gradients(state, batch)
     synced = synced_gradients(state, batch)
     findings = equal_gradients(synced), mean_gradients(state, own, synced)

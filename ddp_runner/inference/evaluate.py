@@ -29,12 +29,12 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
     if model is None:
         return Status.COMPLETED
     with torch.no_grad():
-        tried_metrics(model, model.evaluated, next(iter(model.splits.values())))
+        tried_metrics(model.work, model.module, next(iter(model.splits.values())))
     with open_logger(session, model) as logger:
         session.heartbeat.note(EVALUATING)
         logger.step_done(step=0, epoch=0)  # the start-up ends here
         splits, began = model.splits, time.perf_counter()
-        results, confusion = evaluate(model, *splits.values())
+        results, confusion = evaluate(model.work, model.module, *splits.values(), step=model.step)
         counts = [split.num_samples for split in splits.values()]
         if None not in counts:
             known = (count for count in counts if count is not None)

@@ -26,9 +26,9 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
         return Status.COMPLETED
     with open_logger(session, model) as logger:
         logger.step_done(step=0, epoch=0)  # the start-up ends here
-        tensors = gathered(model.evaluated.state_dict(), keep=session.env.is_rank_zero)
+        tensors = gathered(model.module.state_dict(), keep=session.env.is_rank_zero)
         if session.env.is_rank_zero:
-            setup, run_dir = model.setup, session.run_dir
+            work, run_dir = model.work, session.run_dir
             metrics = logged_at(model.run_dir, model.step)
             numbers = {name: one for name, one in metrics.items() if "/" in name}
             export_weights(
@@ -36,15 +36,15 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
                 tensors,
                 step=model.step,
                 metrics=numbers,
-                is_average=setup.config.ema.decay is not None and setup.config.ema.evaluate,
+                is_average=work.config.ema.decay is not None and work.config.ema.evaluate,
             )
             split = next(iter(model.splits.values()))
             files = export_programs(
-                setup.config,
-                setup.dataset,
+                work.config,
+                work.dataset,
                 arguments=model.arguments,
                 tensors=tensors,
-                samples=split.first(seed=setup.config.seed).data,
+                samples=split.first(seed=work.config.seed).data,
                 folder=run_dir.path,
             )
             for path in (run_dir.export, *files):

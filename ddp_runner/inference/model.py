@@ -21,18 +21,17 @@ from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.train.build import eval_setup
+from ddp_runner.train.build import build_work
 from ddp_runner.train.build_model import place_model
-from ddp_runner.train.eval_totals import EvalSetup
-from ddp_runner.train.evaluation import forward
+from ddp_runner.train.work import Work, forward
 
 
 @dataclass(frozen=True)
 class TrainedModel:
     """The model of a run, bare, with its weights, on a rank that computes."""
 
-    setup: EvalSetup
-    evaluated: nn.Module
+    work: Work
+    module: nn.Module
     splits: Mapping[str, Split]  # those that ``inference.split`` names, near the device
     step: int  # optimizer steps that made the weights
     epoch: int  # in which the step was taken; 0: the run has not logged it
@@ -66,8 +65,8 @@ def open_model(session: Session) -> TrainedModel | None:
 
     step, epoch, name, arguments = from_rank_zero(facts)
     dataset = build_dataset(config, log=session.log)
-    setup = eval_setup(config, session.env, session.mode, session.devices, dataset=dataset)
-    if not setup.layout.in_loop:
+    work = build_work(config, session.env, session.mode, devices=session.devices, dataset=dataset)
+    if not work.layout.in_loop:
         return None
     seed_all(config.seed)  # equal buffers that no file keeps
     module = place_model(config, session.mode, arguments, session.devices)
@@ -75,9 +74,9 @@ def open_model(session: Session) -> TrainedModel | None:
     if found:  # on rank 0
         validate_kept_files(run_dir, dataset.files, dataset=dataset.name)
         tensors = fitting_tensors(module, found[0].tensors, named=str(found[0].path))
-    send_module(module, tensors, group=setup.group)
+    send_module(module, tensors, group=work.group)
     model = TrainedModel(
-        setup,
+        work,
         module,
         splits=_splits(config, dataset, near=session.devices[0]),
         step=step,
@@ -101,9 +100,9 @@ def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[
 @torch.no_grad()
 def _try_samples(model: TrainedModel, split: Split) -> None:
     """Compute on the first two samples, where a message can say what does not fit."""
-    setup, run = model.setup, model.run_dir
-    batch = split.first(seed=setup.config.seed)
-    model.evaluated.eval()
-    what = f"the model of {run} cannot take dataset={setup.dataset.name}, whose samples are"
+    work, run = model.work, model.run_dir
+    batch = split.first(seed=work.config.seed)
+    model.module.eval()
+    what = f"the model of {run} cannot take dataset={work.dataset.name}, whose samples are"
     with taking(what, inputs_of(batch.data), fix="choose a dataset that fits"):
-        forward(model, model.evaluated, batch)
+        forward(model.work, model.module, batch)

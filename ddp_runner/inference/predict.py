@@ -27,7 +27,8 @@ from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import shown_path
-from ddp_runner.train.evaluation import forward, together
+from ddp_runner.train.evaluation import together
+from ddp_runner.train.work import forward
 
 
 def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Status:
@@ -73,8 +74,8 @@ def _write(
     logger: Logger,
 ) -> Status:
     """Compute and write round by round: in each, every rank has one batch or none."""
-    setup, num_done, vote = model.setup, 0, StopVote(model.setup.group)
-    broadcast_buffers(model.evaluated, group=setup.group)
+    work, num_done, vote = model.work, 0, StopVote(model.work.group)
+    broadcast_buffers(model.module, group=work.group)
     names = _sample_names(model) if writer is not None else {}
     first: Columns | None = None
     for name, split in model.splits.items():
@@ -94,7 +95,7 @@ def _write(
 
 def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
     """Return by split what a user calls the samples; nothing if the dataset has only numbers."""
-    config = model.setup.config
+    config = model.work.config
     source = build_source(config)
     names = source.sample_names(Path(config.data_root)) if isinstance(source, NamedSamples) else {}
     if not names:
@@ -112,12 +113,14 @@ def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
 
 def _num_rounds(model: TrainedModel, split: Split) -> int:
     """Return in how many rounds the ranks take a split; 0: nobody knows, for a stream."""
-    setup = model.setup
+    work = model.work
     if split.num_samples is not None:
-        return math.ceil(split.num_samples / (setup.eval_batch_size * setup.layout.eval_share[1]))
-    if setup.env.world_size > 1 or getattr(split, "num_workers", 0) > 1:
+        return math.ceil(
+            split.num_samples / (work.config.batch.eval_size * work.layout.eval_share[1])
+        )
+    if work.env.world_size > 1 or getattr(split, "num_workers", 0) > 1:
         raise UserError(
-            f"dataset={setup.dataset.name} is a stream, whose samples have no numbers, so that "
+            f"dataset={work.dataset.name} is a stream, whose samples have no numbers, so that "
             "only one reader keeps their order; write world_size=1 dataset.num_workers=0"
         )
     return 0
@@ -126,25 +129,25 @@ def _num_rounds(model: TrainedModel, split: Split) -> int:
 @torch.no_grad()
 def _own_rows(model: TrainedModel, split: Split, *, name: str) -> Iterator[Columns | None]:
     """Yield this rank's rows, one batch a round; None once it has no more while others have."""
-    setup, module = model.setup, model.evaluated.eval()
-    size, (share, num_shares) = setup.eval_batch_size, setup.layout.eval_share
-    is_first = setup.env.rank % setup.layout.model_ranks == 0  # of those that compute it together
-    num_own, part = 0, Part(size, share, num_shares, setup.config.seed)
+    work, module = model.work, model.module.eval()
+    size, (share, num_shares) = work.config.batch.eval_size, work.layout.eval_share
+    is_first = work.env.rank % work.layout.model_ranks == 0  # of those that compute it together
+    num_own, part = 0, Part(size, share, num_shares, work.config.seed)
     batches = split.in_order(part, takes_turns=True)
-    for batch in together(batches, split, setup):
-        step, start = forward(model, module, batch), (num_own * num_shares + share) * size
+    for batch in together(batches, split, work):
+        step, start = forward(model.work, module, batch), (num_own * num_shares + share) * size
         num_own += 1
         if not (batch.weight and is_first):
             yield None
             continue
         numbers = range(start, start + batch.num_samples)
-        yield columns_of(step, split=name, numbers=numbers, num_classes=setup.dataset.num_classes)
+        yield columns_of(step, split=name, numbers=numbers, num_classes=work.dataset.num_classes)
     yield from [None] * (_num_rounds(model, split) - num_own)
 
 
 def _gathered(own: Columns | None, model: TrainedModel) -> list[Columns]:
     """Return on rank 0 the rows of a round, in the order of the samples. Collective."""
-    setup = model.setup
-    box: list[Columns | None] = [None] * setup.env.world_size
-    dist.gather_object(own, box if setup.env.is_rank_zero else None, dst=0, group=setup.group)
+    work = model.work
+    box: list[Columns | None] = [None] * work.env.world_size
+    dist.gather_object(own, box if work.env.is_rank_zero else None, dst=0, group=work.group)
     return [rows for rows in box if rows is not None]

@@ -21,7 +21,7 @@ def open_logger(session: Session, model: TrainedModel, *, num_rounds: int = 0) -
         model: of the run.
         num_rounds: what the progress counts; 0: show none.
     """
-    setup = model.setup
+    work = model.work
     counts = [
         f"{count_of(split.num_samples)} {NOUNS[name]}" for name, split in model.splits.items()
     ]
@@ -30,8 +30,8 @@ def open_logger(session: Session, model: TrainedModel, *, num_rounds: int = 0) -
         of_run=model.run_dir,
         weights=f"step {model.step}, from {model.weights_name}",
         step=model.step,
-        data=f"{setup.dataset.name}, {' and '.join(counts)} samples",
-        notes=setup.dataset.notes,
+        data=f"{work.dataset.name}, {' and '.join(counts)} samples",
+        notes=work.dataset.notes,
         num_rounds=num_rounds,
     )
 

@@ -58,10 +58,10 @@ class ParameterServer:
 
     def engine(self, state: Any, local: Engine) -> "Server | Trainer":
         """Return the server, or a trainer. Collective: every rank must call."""
-        seconds = state.setup.config.backend.timeout_s
+        seconds = state.work.config.backend.timeout_s
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         assert isinstance(group, dist.ProcessGroup)
-        if state.setup.layout.in_loop:
+        if state.work.layout.in_loop:
             return Server(state, group, waits_for_all=self.mode == "sync")
         return Trainer(local, group)
 
@@ -83,7 +83,7 @@ class Trainer(Engine):
         Raises:
             UserError: a gradient is sparse.
         """
-        module, batches = state.module, state.setup.batches
+        module, batches = state.module, state.batches
         number, values = torch.zeros(1).long(), flatten_state(module)
         pushed_at = time.perf_counter()
         while True:
@@ -113,7 +113,7 @@ class Server(Engine):
 
     def __init__(self, state: Any, group: dist.ProcessGroup, *, waits_for_all: bool) -> None:
         self._module, self._group = state.module, group
-        self._waits_for_all, self._scalars = waits_for_all, tuple(state.setup.scalars or ())
+        self._waits_for_all, self._scalars = waits_for_all, tuple(state.scalars or ())
         self._idle = list(range(1, dist.get_world_size(group)))
         self._version, self._versions = 0, dict[int, int]()  # updates taken; those a trainer has
         self._next, self._is_stopping = 0, False  # the next batch to hand out
@@ -143,8 +143,8 @@ class Server(Engine):
         self._version += 1
         self._num_steps += 1
         self._trainer_wait_s += float(waited_s)
-        state.setup.timer.mark(StepPart.COLLECT)
-        has_tokens = state.setup.config.batch.count == "tokens"
+        state.timer.mark(StepPart.COLLECT)
+        has_tokens = state.work.config.batch.count == "tokens"
         num_tokens = tokens * batch.global_count if has_tokens else None
         return Sums(loss, num_tokens, dict(zip(self._scalars, scalars, strict=True)))
 

@@ -15,10 +15,10 @@ from ddp_runner.data.trees import shape_of
 from ddp_runner.distributed import broadcast_tensors, gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.step import modules_of
 from ddp_runner.train.trial import step_of
+from ddp_runner.train.work import forward
 
 
 def find_changing(state: TrainState) -> None:
@@ -31,8 +31,8 @@ def find_changing(state: TrainState) -> None:
         UserError: the training step changes its own under a parameter server, or the shape of a
             buffer follows the batch.
     """
-    setup = state.setup
-    parts = {"model": state.module, **modules_of(setup.step)}
+    work = state.work
+    parts = {"model": state.module, **modules_of(work.step_fn)}
     own = [value for name, value in parts.items() if name != "model"]
     has_teacher = any(
         isinstance(one, _NormBase)
@@ -52,11 +52,11 @@ def find_changing(state: TrainState) -> None:
     by_rank = gather_objects(_changed(state, places) if places else set[str]())
     changed = set[str]().union(*by_rank)
     # A server sends a model's buffers with its parameters.
-    if setup.layout.by_number:
+    if work.layout.by_number:
         if own := sorted(name for name in changed if not name.startswith("model.")):
             raise UserError(
-                f"{step_of(setup.config)} changes {', '.join(own)}, and parallelism="
-                f"{setup.config.parallelism.get('name')} sends the model's buffers alone; register "
+                f"{step_of(work.config)} changes {', '.join(own)}, and parallelism="
+                f"{work.config.parallelism.get('name')} sends the model's buffers alone; register "
                 "them in the model, or write parallelism=ddp"
             )
         return
@@ -66,8 +66,8 @@ def find_changing(state: TrainState) -> None:
 def share_changing(state: TrainState) -> None:
     """Give all ranks rank 0's buffers of ``find_changing``. Collective: every rank must call."""
     found = [getattr(owner, name) for owner, name in state.changing]
-    if found and state.setup.env.world_size > 1:
-        broadcast_tensors([one for one in found if one is not None], group=state.setup.group)
+    if found and state.work.env.world_size > 1:
+        broadcast_tensors([one for one in found if one is not None], group=state.work.group)
 
 
 def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set[str]:
@@ -78,7 +78,7 @@ def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set
         shapes = list[list[str]]()
         for count in (NUM_FIRST, NUM_FIRST + 1):
             try:  # with gradients, since a part may ask whether there are any
-                forward(state, state.module, state.first(range(count)))
+                forward(state.work, state.module, state.first(range(count)))
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # of two samples alone; a run's own batches will tell

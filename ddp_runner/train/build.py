@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ddp_runner.checkpoint.optimizer_state import settings_of
 from ddp_runner.checkpoint.weights import starting_weights
@@ -27,85 +26,78 @@ from ddp_runner.distributed import loop_group, share_group
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 from ddp_runner.metrics.metric import Metric
-from ddp_runner.parallelism.mode import Layout, Mode
+from ddp_runner.parallelism.mode import Mode
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_model import build_module, place_model
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.engine import Local
-from ddp_runner.train.eval_totals import EvalSetup
 from ddp_runner.train.optimizers import build_optimizer
 from ddp_runner.train.schedules import build_schedule
 from ddp_runner.train.snapshot import saved_objects
-from ddp_runner.train.state import Setup, TrainState
+from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
+from ddp_runner.train.work import Work
 
 
 def build_session_state(session: Session, config: RunConfig) -> TrainState:
     """Load the data and build the state of a rank. Collective: every rank must call.
 
     Raises:
-        UserError: see ``load_dataset``, ``starting_weights``, ``build_setup`` and ``build_state``.
+        UserError: see ``build_dataset``, ``starting_weights``, ``build_work`` and ``build_state``.
     """
     dataset = build_dataset(config, log=session.log)
     weights = None
     if session.env.is_rank_zero:
         weights = starting_weights(config, session.run_dir.checkpoints, log=session.log)
-    setup = build_setup(config, session.env, session.mode, devices=session.devices, dataset=dataset)
-    return build_state(setup, weights=weights)
+    work = build_work(config, session.env, session.mode, devices=session.devices, dataset=dataset)
+    return build_state(work, weights=weights)
 
 
-def build_setup(
+def build_work(
     config: RunConfig,
     env: DistEnv,
     mode: Mode,
     *,
     devices: tuple[torch.device, ...],
     dataset: Dataset,
-) -> Setup:
-    """Return what a rank trains with. Collective: every rank must call.
+) -> Work:
+    """Return what a rank computes with. Collective: every rank must call.
 
     Raises:
-        UserError: the dataset has fewer samples than there are ranks, or the loss, the training
-            step or a metric cannot be built.
+        UserError: the loss, the training step or a metric cannot be built.
     """
-    settings = config.train
-    evaluates = settings.eval_every_epochs or settings.eval_every_steps
-    if isinstance(dataset.eval, AbsentSplit) and (evaluates or config.checkpoint.load_best):
-        raise UserError(f"{dataset.eval.fix}, or evaluate never: train.eval_every_epochs=0")
-    train, evaluation = (dataset.near(split, devices[0]) for split in (dataset.train, dataset.eval))
-    timer, common = StepTimer(devices[0]), eval_setup(config, env, mode, devices, dataset=dataset)
-    batches = build_batches(
-        config, dataset, common.layout, split=train, group=common.data_group, mark=timer.mark
+    layout = mode.layout(env)
+    group = loop_group(takes_part=layout.in_loop)
+    return Work(
+        config=config,
+        mode=mode,
+        layout=layout,
+        devices=devices,
+        dataset=dataset,
+        step_fn=build_step(config, devices),
+        metrics={
+            name: make(f"metrics.{name}", keys, kind=Metric, allowed=config.allowed_targets)
+            for name, keys in config.metrics.items()
+        },
+        group=group,
+        data_group=share_group(layout.model_ranks, group=group),
     )
-    notes = (*dataset.notes, *train.notes(common.layout.num_shares))
-    common = replace(common, dataset=replace(dataset, eval=evaluation, notes=notes))
-    return Setup(**vars(common), mode=mode, batches=batches, timer=timer)
 
 
-def build_batches(
-    config: RunConfig,
-    dataset: Dataset,
-    layout: Layout,
-    *,
-    split: Split,
-    group: ProcessGroup | None,
-    mark: Callable[[StepPart], None],
-) -> Batches:
+def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None]) -> Batches:
     """Return a rank's share of the training batches.
 
     Args:
-        config: resolved.
-        dataset: whose training split it is.
-        layout: of this rank.
+        work: of this rank.
         split: the training split, perhaps on the rank's GPU.
-        group: one rank of each share; None: all.
         mark: adds the time since the last mark to a part of the step.
 
     Raises:
         UserError: there are fewer samples than ranks, or the mode cannot use a stream.
     """
+    config, layout, dataset = work.config, work.layout, work.dataset
     common: dict[str, Any] = {
         "global_size": config.batch.global_size,
         "grad_accum_steps": config.train.grad_accum_steps,
@@ -120,7 +112,7 @@ def build_batches(
                 f"and the batches of dataset={dataset.name}, a stream, have none; write "
                 "parallelism=ddp"
             )
-        return StreamBatches(split=split, group=group, mark=mark, **common)
+        return StreamBatches(split=split, group=work.data_group, mark=mark, **common)
     assert isinstance(split, NumberedSplit)
     validate_num_samples(dataset.name, len(split), ranks=layout.num_shares)
     return NumberedBatches(
@@ -130,37 +122,6 @@ def build_batches(
         shuffle=config.dataset.get("shuffle", True),
         lengths=dataset.lengths() if dataset.group_by_length else None,
         **common,
-    )
-
-
-def eval_setup(
-    config: RunConfig,
-    env: DistEnv,
-    mode: Mode,
-    devices: tuple[torch.device, ...],
-    *,
-    dataset: Dataset,
-) -> EvalSetup:
-    """Return what a rank evaluates with; see ``EvalSetup``. Collective: every rank must call.
-
-    Raises:
-        UserError: the training step or a metric cannot be built.
-    """
-    layout = mode.layout(env)
-    group = loop_group(takes_part=layout.in_loop)
-    return EvalSetup(
-        config=config,
-        layout=layout,
-        devices=devices,
-        dataset=dataset,
-        eval_batch_size=config.batch.eval_size,
-        step=build_step(config, devices),
-        metrics={
-            name: make(f"metrics.{name}", keys, kind=Metric, allowed=config.allowed_targets)
-            for name, keys in config.metrics.items()
-        },
-        group=group,
-        data_group=share_group(layout.model_ranks, group=group),
     )
 
 
@@ -195,27 +156,34 @@ def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFuncti
     return step.to(devices[0]) if isinstance(step, nn.Module) else step
 
 
-def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
-    """Build the model, the optimizer and its schedule. Collective: every rank must call.
+def build_state(work: Work, *, weights: Path | None = None) -> TrainState:
+    """Build the batches, the model, the optimizer and its schedule. Collective: every rank.
 
     Only rank 0 reads a file of weights; the others get them from it.
 
     Raises:
-        UserError: a group's keys do not fit the object that it names, or the model has nothing to
-            train.
+        UserError: a group's keys do not fit the object that it names, the dataset does not fit the
+            run, or the model has nothing to train.
     """
-    config = setup.config
+    config, dataset, device = work.config, work.dataset, work.devices[0]
+    evaluates = config.train.eval_every_epochs or config.train.eval_every_steps
+    if isinstance(dataset.eval, AbsentSplit) and (evaluates or config.checkpoint.load_best):
+        raise UserError(f"{dataset.eval.fix}, or evaluate never: train.eval_every_epochs=0")
+    train, evaluation = (dataset.near(split, device) for split in (dataset.train, dataset.eval))
+    notes = (*dataset.notes, *train.notes(work.layout.num_shares))
+    work = replace(work, dataset=replace(dataset, train=train, eval=evaluation, notes=notes))
+    timer = StepTimer(device)
+    batches = build_batches(work, split=train, mark=timer.mark)
     seed_all(config.seed)  # the same weights on every rank and in every mode
-    arguments = setup.dataset.model_arguments
-    module = build_module(config, setup.mode, arguments, setup.devices, weights=weights)
+    module = build_module(work, weights=weights)
     compiled = cast(nn.Module, torch.compile(module)) if config.train.compile else module
-    model = setup.mode.wrap(compiled, setup.devices)
+    model = work.mode.wrap(compiled, work.devices)
     optimizer = build_optimizer(config, module)
     decay, ema = config.ema.decay, None
-    if decay is not None and setup.layout.in_loop:  # the others take no optimizer steps
-        again = partial(place_model, config, setup.mode, arguments, setup.devices)
+    if decay is not None and work.layout.in_loop:  # the others take no optimizer steps
+        again = partial(place_model, config, work.mode, dataset.model_arguments, work.devices)
         ema = Ema(module, decay=decay, build=again)
-    steps_per_epoch = setup.batches.steps_per_epoch
+    steps_per_epoch = batches.steps_per_epoch
     total_steps = config.train.max_steps or (
         steps_per_epoch and config.train.epochs * steps_per_epoch
     )
@@ -223,15 +191,15 @@ def build_state(setup: Setup, *, weights: Path | None = None) -> TrainState:
         config, optimizer, total_steps=total_steps, steps_per_epoch=steps_per_epoch
     )
     state = TrainState(
+        work=work,
         module=module,
         model=model,
         optimizer=optimizer,
         schedule=schedule,
-        scaler=torch.amp.GradScaler(
-            setup.devices[0].type, enabled=config.train.precision == "fp16"
-        ),
-        setup=setup,
+        scaler=torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16"),
+        batches=batches,
         engine=Local(),
+        timer=timer,
         ema=ema,
     )
     state.settings = settings_of(saved_objects(state))

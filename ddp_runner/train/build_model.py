@@ -19,23 +19,18 @@ from ddp_runner.parallelism.module_names import blocks_of
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.parallelism.single import Single
 from ddp_runner.train.parameters import freeze
+from ddp_runner.train.work import Work
 
 
-def build_module(
-    config: RunConfig,
-    mode: Mode,
-    arguments: Mapping[str, Any],
-    devices: Sequence[torch.device],
-    *,
-    weights: Path | None,
-) -> nn.Module:
+def build_module(work: Work, *, weights: Path | None) -> nn.Module:
     """Return the bare model to train, with rank 0's weights. Collective: every rank must call.
 
     Raises:
         UserError: see ``place_model``; or the weights do not fit, there is nothing to train, or no
             block is named whose activations could be computed twice.
     """
-    module = place_model(config, mode, arguments, devices)
+    config = work.config
+    module = place_model(config, work.mode, work.dataset.model_arguments, work.devices)
     freeze(module, config.params.freeze)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(

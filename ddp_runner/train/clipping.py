@@ -20,7 +20,7 @@ def scale_and_clip(state: TrainState, factor: Tensor | None) -> Tensor | None:
     Returns the norm of the whole gradient before clipping, a scalar; None without clipping.
     Collective: every rank must call.
     """
-    config, norm = state.setup.config.train, None
+    config, norm = state.work.config.train, None
     if factor is None and config.clip_norm is None and config.clip_value is None:
         return None  # walking over the parameters of a small model is a tenth of its forward
     parameters = list(state.module.parameters())

@@ -28,7 +28,7 @@ class Local(Engine):
         try:
             return backward(state, batch)
         except RuntimeError as error:
-            mode = f"parallelism={state.setup.config.parallelism.get('name')}"
+            mode = f"parallelism={state.work.config.parallelism.get('name')}"
             refuse_sparse(error, mode, instead="parallelism=ddp")
             match = WITHOUT_GRADIENT.search(str(error))
             if match is None:
@@ -50,5 +50,5 @@ def engage(state: TrainState) -> Status | None:
     Returns:
         How the run ended, if this rank has worked for the loop to its end; None if it runs it.
     """
-    state.engine = state.setup.mode.engine(state, Local())
+    state.engine = state.work.mode.engine(state, Local())
     return state.engine.serve(state)

@@ -45,8 +45,8 @@ def export_best(
     Raises:
         UserError: the model cannot be written.
     """
-    settings, progress, best = state.setup.config.checkpoint, state.progress, None
-    module, is_first = state.evaluated, state.setup.env.is_rank_zero
+    settings, progress, best = state.work.config.checkpoint, state.progress, None
+    module, is_first = state.evaluated, state.work.env.is_rank_zero
     tensors = gathered(module.state_dict(), keep=is_first)
     if is_first:
         is_average = module is not state.module
@@ -54,12 +54,12 @@ def export_best(
         if settings.monitor is not None:
             best = _best(run_dir.checkpoints, best, settings, log=log)
     if settings.load_best:
-        send_module(module, best.state if best else None, group=state.setup.group)
-        results, _ = evaluate(state)
+        send_module(module, best.state if best else None, group=state.work.group)
+        results, _ = evaluate(state.work, module, step=progress.step)
         logger.log(
             {name.replace("eval/", "best/"): value for name, value in results.items()},
             step=progress.step,
-            epoch=state.setup.batches.epoch,
+            epoch=state.batches.epoch,
         )
     if best is not None:
         logger.exported(best.step, best.metrics)
@@ -88,12 +88,12 @@ def _export_programs(
 
     Training is complete, so a model that torch cannot trace must not fail the run.
     """
-    setup = state.setup
+    work = state.work
     try:
         files = export_programs(
-            setup.config,
-            setup.dataset,
-            arguments=setup.dataset.model_arguments,
+            work.config,
+            work.dataset,
+            arguments=work.dataset.model_arguments,
             tensors=best.state,
             samples=state.first().data,
             folder=run_dir.path,

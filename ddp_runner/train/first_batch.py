@@ -19,8 +19,7 @@ from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.metric import directions
 from ddp_runner.metrics.trial import Batch, try_metrics
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.eval_totals import has_classes
-from ddp_runner.train.evaluation import Evaluable, forward
+from ddp_runner.train.evaluation import has_classes
 from ddp_runner.train.same_data import begins_alike
 from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.trial import (
@@ -33,6 +32,7 @@ from ddp_runner.train.trial import (
     try_loss,
     try_step,
 )
+from ddp_runner.train.work import Work, forward
 
 
 def try_first_batch(state: TrainState) -> Trial:
@@ -43,15 +43,15 @@ def try_first_batch(state: TrainState) -> Trial:
             training step does not return what it must. The message has the exception's type and
             text; the log has its traceback.
     """
-    setup = state.setup
+    work = state.work
     state.sample = batch = state.first()
-    who = step_of(setup.config)
+    who = step_of(work.config)
     samples, fix = batch.data, "choose a dataset or a model that fits"
     if is_ordinary(state):
-        who, samples = model_of(setup.config), inputs_of(samples)
-    if setup.layout.model_ranks > 1:
+        who, samples = model_of(work.config), inputs_of(samples)
+    if work.layout.model_ranks > 1:
         fix += "; if parallelism=single takes it, change model.tensor_parallel"
-    what = f"{who} cannot take dataset={setup.dataset.name}, whose samples are"
+    what = f"{who} cannot take dataset={work.dataset.name}, whose samples are"
     with taking(what, samples, fix=fix), restored_after(state):
         trial = try_loss(state, batch) if is_ordinary(state) else try_step(state, batch)
         _ensure_same_layers(state)
@@ -65,8 +65,8 @@ def _ensure_same_layers(state: TrainState) -> None:
     FSDP2 gathers a layer, and reduces its gradients, on all ranks together, so one would wait for
     a rank that leaves it out. Collective there: every rank must call.
     """
-    setup = state.setup
-    if not setup.layout.forward_is_collective or setup.layout.num_shares == 1:
+    work = state.work
+    if not work.layout.forward_is_collective or work.layout.num_shares == 1:
         return
     names = {part: name for name, part in state.module.named_modules() if [*part._parameters]}
     used, by_run = list[str](), list[set[str]]()
@@ -77,15 +77,15 @@ def _ensure_same_layers(state: TrainState) -> None:
         used.clear()
         state.module.train(is_training)
         seed_all(number)
-        forward(state, state.module, state.first([number] * NUM_FIRST))
+        forward(state.work, state.module, state.first([number] * NUM_FIRST))
         by_run.append(set(used))
     for hook in hooks:
         hook.remove()
     evaluated, trained = by_run[:NUM_FIRST], by_run[NUM_FIRST:]
     if some := {name for runs in (evaluated, trained) for name in set.symmetric_difference(*runs)}:
         raise UserError(
-            f"{model_of(setup.config)} uses {listed(sorted(some))} for some samples only, and "
-            f"parallelism={setup.config.parallelism.get('name')} gathers a layer on all ranks "
+            f"{model_of(work.config)} uses {listed(sorted(some))} for some samples only, and "
+            f"parallelism={work.config.parallelism.get('name')} gathers a layer on all ranks "
             "together; write parallelism=ddp parallelism.find_unused_parameters=true"
         )
 
@@ -99,11 +99,11 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
     Raises:
         UserError: see ``try_metrics``.
     """
-    setup, names = state.setup, {"eval/loss"}
+    work, names = state.work, {"eval/loss"}
     with restored_after(state):
-        step = forward(state, state.module, state.first())
-        own, unknown = tried_metrics(state, state.module, setup.batches.split)
-    num_classes = setup.dataset.num_classes
+        step = forward(state.work, state.module, state.first())
+        own, unknown = tried_metrics(work, state.module, state.batches.split)
+    num_classes = work.dataset.num_classes
     if num_classes and has_classes(step):
         targets = step.targets.to(step.outputs.device)
         validate_classes(targets, num_classes=num_classes)
@@ -112,22 +112,22 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
     for name in step.scalars:
         if f"eval/{name}" in names | own:
             raise UserError(
-                f"{step_of(setup.config)} returns the scalar {name}, and eval/{name} is another "
+                f"{step_of(work.config)} returns the scalar {name}, and eval/{name} is another "
                 "metric of the run; rename the scalar"
             )
     names |= {f"eval/{name}" for name in step.scalars}
-    names |= {f"train/{name}" for name in setup.scalars or ()}
-    return KnownMetrics(names | own, unknown, directions(setup.metrics))
+    names |= {f"train/{name}" for name in state.scalars or ()}
+    return KnownMetrics(names | own, unknown, directions(work.metrics))
 
 
-def tried_metrics(state: Evaluable, module: nn.Module, split: Split) -> tuple[set[str], set[str]]:
+def tried_metrics(work: Work, module: nn.Module, split: Split) -> tuple[set[str], set[str]]:
     """Try the configured metrics on what a module computes of a split; see ``try_metrics``."""
-    batches, setup = list[Batch](), state.setup
-    for start in (0, NUM_FIRST) if setup.metrics else ():
+    batches = list[Batch]()
+    for start in (0, NUM_FIRST) if work.metrics else ():
         numbers = range(start, start + NUM_FIRST)
-        step = forward(state, module, split.first(numbers, seed=setup.config.seed))
+        step = forward(work, module, split.first(numbers, seed=work.config.seed))
         batches.append((step.outputs, step.targets))
-    return try_metrics(setup.metrics, *batches, device=setup.devices[-1])
+    return try_metrics(work.metrics, *batches, device=work.devices[-1])
 
 
 def warnings_of(trial: Trial, state: TrainState) -> list[str]:
@@ -137,7 +137,7 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
         UserError: the loss is a mean over the samples. Its gradients would be too small by the
             batch size.
     """
-    config, warnings = state.setup.config, []
+    config, warnings = state.work.config, []
     ordinary = is_ordinary(state)
     name = loss_of(config) if ordinary else f"the loss_sum of {step_of(config)}"
     if trial.kind == "mean":
@@ -149,12 +149,12 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
             f"{name} is not a sum over the samples ({trial.detail}), so the steps depend "
             "on how a batch is split into ranks and micro-batches"
         )
-    if state.setup.samples is not None and begins_alike(state.setup.samples):
+    if state.samples is not None and begins_alike(state.samples):
         warnings.append(
             "the first evaluation sample is the first training sample: both are built with the "
             "same random numbers; if they are to be other samples, give each a seed of its own"
         )
-    global_size, size = state.setup.batches.global_size, state.setup.batches.split.num_samples
+    global_size, size = state.batches.global_size, state.batches.split.num_samples
     if size is not None and global_size > size:
         warnings.append(
             f"batch.global_size ({global_size}) is larger than the training set: "
@@ -171,12 +171,12 @@ def rehearse(state: TrainState) -> None:
     the sum is rounded. A resumed run must therefore not take its first step with the initial
     buckets. Call this before loading the state, since it changes buffers.
     """
-    if state.model is state.module or state.setup.env.world_size < 3:
+    if state.model is state.module or state.work.env.world_size < 3:
         return  # the mode wraps nothing, or the sum has only one order
     state.model.train()
     # The real batch size, since torch.compile compiles for it.
-    samples = state.first(range(state.setup.batches.micro_size))
+    samples = state.first(range(state.batches.micro_size))
     for _ in range(2 if getattr(state.model, "static_graph", False) else 1):
         state.module.zero_grad(set_to_none=True)
-        step = forward(state, state.model, samples)
+        step = forward(state.work, state.model, samples)
         step.loss_sum.backward()  # the next step sets these gradients to None

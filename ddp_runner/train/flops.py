@@ -14,8 +14,8 @@ from ddp_runner.errors import UserError, typed
 from ddp_runner.parallelism.module_names import blocks_of
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.rank_log import log_to_file
-from ddp_runner.train.evaluation import DTYPES, forward
 from ddp_runner.train.state import TrainState, restored_after
+from ddp_runner.train.work import DTYPES, forward
 
 BUDGET_S = 0.05  # to measure the matrix products of one device
 SMALLEST, LARGEST = 256, 4096  # rows of the matrices; the largest two take 0.13 GB in fp32
@@ -26,12 +26,12 @@ def measure_peaks(state: TrainState) -> tuple[float, float]:
 
     Its log says why. Collective: every rank must call.
     """
-    setup, own, dtype = state.setup, (0.0, 0.0), DTYPES[state.setup.config.train.precision]
+    work, own, dtype = state.work, (0.0, 0.0), DTYPES[state.work.config.train.precision]
     try:
-        own = flops_per_sample(state), matmul_flops_per_s(setup.devices, dtype)
+        own = flops_per_sample(state), matmul_flops_per_s(work.devices, dtype)
     except Exception as error:  # such as a lack of memory: no reason to end the run
         log_to_file(f"this run has no perf/mfu: {typed(error)}")
-    num_known, num_ranks, flops, peak = sum_over_ranks([own[1] > 0, 1, *own], group=setup.group)
+    num_known, num_ranks, flops, peak = sum_over_ranks([own[1] > 0, 1, *own], group=work.group)
     return (flops / num_ranks, peak) if num_known == num_ranks else (0.0, 0.0)
 
 
@@ -46,10 +46,10 @@ def flops_per_sample(state: TrainState) -> float:
     """
     from torch.utils.flop_counter import FlopCounterMode  # takes 0.1 s
 
-    setup, module = state.setup, state.module
-    if not setup.layout.computes or isinstance(state.model, nn.DataParallel):
+    work, module = state.work, state.module
+    if not work.layout.computes or isinstance(state.model, nn.DataParallel):
         raise UserError("other devices than this rank's compute its gradients")
-    if setup.layout.model_ranks > 1:
+    if work.layout.model_ranks > 1:
         raise UserError("each rank computes a part of a sample")
     formulas = {torch.ops.aten.convolution_backward: _convolution_backward}
     assert state.sample is not None
@@ -59,7 +59,7 @@ def flops_per_sample(state: TrainState) -> float:
         FlopCounterMode(display=False, custom_mapping=formulas) as counter,
     ):
         module.train()
-        loss = forward(state, module, state.sample).loss_sum
+        loss = forward(state.work, module, state.sample).loss_sum
         if has_shards(module):  # its parameters are others during the forward
             loss.backward()
             module.zero_grad(set_to_none=True)
@@ -74,7 +74,7 @@ def flops_per_sample(state: TrainState) -> float:
 @contextmanager
 def _computing_once(state: TrainState) -> Iterator[None]:
     """Let blocks keep their activations in the block: what is computed twice counts once."""
-    config = state.setup.config
+    config = state.work.config
     patterns = (config.model.get("blocks") or ()) if config.train.activation_checkpointing else ()
     blocks = blocks_of(state.module, patterns)
     repeating = [vars(block).pop("forward") for block in blocks]

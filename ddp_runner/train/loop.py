@@ -23,7 +23,7 @@ from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.buffers import share_changing
 from ddp_runner.train.clipping import has_gradient, scale_and_clip, step_unless_overflowed
-from ddp_runner.train.evaluation import evaluate, forward
+from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.metrics import ensure_known, step_metrics
 from ddp_runner.train.optimizers import refuse_sparse
 from ddp_runner.train.progress import (
@@ -34,6 +34,7 @@ from ddp_runner.train.progress import (
     stop_reason,
 )
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.work import forward
 
 
 def train(
@@ -51,10 +52,10 @@ def train(
     Raises:
         UserError: the loss became NaN or infinite. All ranks raise at the same step.
     """
-    setup, progress = state.setup, state.progress
-    config, checkpoint, batches = setup.config.train, setup.config.checkpoint, setup.batches
-    timer, vote, steps = setup.timer, StopVote(setup.group), iter(batches)
-    early_stop = early_stop_of(setup.config.early_stop, setup.metrics)
+    work, progress = state.work, state.progress
+    config, checkpoint, batches = work.config.train, work.config.checkpoint, state.batches
+    timer, vote, steps = state.timer, StopVote(work.group), iter(batches)
+    early_stop = early_stop_of(work.config.early_stop, work.metrics)
     saves = {"every_steps": checkpoint.every_steps, "every_epochs": checkpoint.every_epochs}
     watches_training = not (checkpoint.monitor or "eval/").startswith("eval/")
     state.model.train()
@@ -77,9 +78,9 @@ def train(
             is_judged = is_saved and watches_training
             if is_over or is_judged or progress.step % config.log_every_steps == 0:
                 progress.metrics |= step_metrics(state, sums, lr=lr)
-                ensure_monitored(setup.config, progress.metrics, part="train")
+                ensure_monitored(work.config, progress.metrics, part="train")
                 logger.log(progress.metrics, step=progress.step, epoch=batches.epoch_number)
-            setup.profiler.step_done(progress.step)
+            state.profiler.step_done(progress.step)
             progress.owes_evaluation = evaluation_is_due(batches, progress, config, is_over=is_over)
             # After the last step only the evaluation is left; stopping now would delay it.
             if not is_over and state.engine.may_stop(vote.agreed(stop_requested())):
@@ -108,10 +109,10 @@ def _is_over(state: TrainState, early_stop: EarlyStopConfig) -> bool:
 
 def _log_first(state: TrainState, sums: Sums, logger: Logger) -> None:
     """Log the loss of the first step, and whether it taught anything. Collective."""
-    setup = state.setup
-    (first,) = sum_over_ranks([sums.loss.item()], group=setup.data_group)
+    work = state.work
+    (first,) = sum_over_ranks([sums.loss.item()], group=work.data_group)
     found = has_gradient(state.module.parameters())
-    (num_taught,) = sum_over_ranks([found], group=setup.group)
+    (num_taught,) = sum_over_ranks([found], group=work.group)
     logger.first_loss(first, teaches=num_taught > 0)
 
 
@@ -121,34 +122,34 @@ def train_step(state: TrainState, batch: StepBatch) -> Sums:
     Returns:
         This rank's parts of the loss and the scalars, which add up to means over the global batch.
     """
-    optimizer, scaler, setup = state.optimizer, state.scaler, state.setup
+    optimizer, scaler, work = state.optimizer, state.scaler, state.work
     seed_step(state)
     share_changing(state)
     optimizer.zero_grad(set_to_none=True)
     sums = state.engine.backward(state, batch)
     factor = None
     if sums.tokens is not None:
-        factor = token_factor(sums.tokens, batch, group=setup.data_group)
+        factor = token_factor(sums.tokens, batch, group=work.data_group)
         sums.loss = sums.loss * factor
         sums.scalars = {name: one * factor for name, one in sums.scalars.items()}
     sums.grad_norm = scale_and_clip(state, factor)
     try:
         took_step = step_unless_overflowed(optimizer, scaler)
     except RuntimeError as error:
-        named = f"optimizer={setup.config.optimizer.get('name')}"
+        named = f"optimizer={work.config.optimizer.get('name')}"
         refuse_sparse(error, named, instead="optimizer=sgd optimizer.weight_decay=0")
         raise
     if took_step:
         state.schedule.step()
         if state.ema is not None:
             state.ema.update(state.module)
-    setup.timer.mark(StepPart.OPTIMIZER)
+    state.timer.mark(StepPart.OPTIMIZER)
     return sums
 
 
 def seed_step(state: TrainState) -> None:
     """Seed what the next step draws. Ranks that compute one share together draw the same."""
-    seed_all(state.setup.config.seed, "step", state.step, state.setup.layout.share)
+    seed_all(state.work.config.seed, "step", state.step, state.work.layout.share)
 
 
 def backward(state: TrainState, batch: StepBatch) -> Sums:
@@ -159,15 +160,15 @@ def backward(state: TrainState, batch: StepBatch) -> Sums:
     Raises:
         UserError: the loss has no gradient.
     """
-    setup = state.setup
-    timer, has_peers = setup.timer, setup.env.world_size > 1
-    total = torch.zeros((), device=setup.devices[-1])
-    num_tokens = torch.zeros_like(total) if setup.config.batch.count == "tokens" else None
-    scalars = dict.fromkeys(setup.scalars, torch.zeros(())) if setup.scalars else {}
+    work = state.work
+    timer, has_peers = state.timer, work.env.world_size > 1
+    total = torch.zeros((), device=work.devices[-1])
+    num_tokens = torch.zeros_like(total) if work.config.batch.count == "tokens" else None
+    scalars = dict.fromkeys(state.scalars, torch.zeros(())) if state.scalars else {}
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
         is_last = index == len(batch.micro_batches)
-        with nullcontext() if is_last else setup.mode.no_sync(state.model):
-            step = forward(state, state.model, micro_batch)
+        with nullcontext() if is_last else work.mode.no_sync(state.model):
+            step = forward(state.work, state.model, micro_batch)
             if not step.loss_sum.requires_grad:
                 raise UserError(
                     "the loss of a batch depends on no parameter of the model; compute it, and the "
@@ -176,16 +177,16 @@ def backward(state: TrainState, batch: StepBatch) -> Sums:
             share = micro_batch.weight / batch.global_count
             loss = step.loss_sum * share
             # The reduction averages over the shares, but global_count already counts them all.
-            scaled = state.scaler.scale(loss * setup.batches.num_shares)
-            timer.mark(StepPart.FORWARD, ends_on=setup.devices[-1])
-            exchanges = is_last and has_peers and not setup.layout.forward_is_collective
+            scaled = state.scaler.scale(loss * state.batches.num_shares)
+            timer.mark(StepPart.FORWARD, ends_on=work.devices[-1])
+            exchanges = is_last and has_peers and not work.layout.forward_is_collective
             if exchanges:
                 timer.mark_end_of_backward(scaled)
             scaled.backward()
             timer.mark(StepPart.COMM if exchanges else StepPart.BACKWARD)
         total += loss.detach()
         for name, value in step.scalars.items():
-            ensure_known(name, setup)
+            ensure_known(name, state)
             scalars[name] = scalars.get(name, 0) + value.detach() * share
         if num_tokens is not None:
             num_tokens += step.count * micro_batch.weight
@@ -205,13 +206,13 @@ def token_factor(
 
 def _evaluate(state: TrainState, early_stop: EarlyStopConfig, logger: Logger) -> None:
     """Evaluate, log the results and count them."""
-    setup, progress = state.setup, state.progress
+    work, progress = state.work, state.progress
     logger.evaluating()
     share_changing(state)
-    results, confusion = evaluate(state)
-    ensure_monitored(setup.config, results, part="eval")
+    results, confusion = evaluate(work, state.evaluated, step=progress.step)
+    ensure_monitored(work.config, results, part="eval")
     progress.metrics |= results
     state.schedule.evaluated(results)
     count_evaluation(progress, early_stop, results)
-    epoch = setup.batches.epoch_number
+    epoch = state.batches.epoch_number
     logger.log(results, step=progress.step, epoch=epoch, confusion=confusion)

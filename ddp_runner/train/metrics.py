@@ -12,7 +12,7 @@ from ddp_runner.parallelism.mode import Sums
 from ddp_runner.train.clipping import gradient_norm
 from ddp_runner.train.flops import measure_peaks
 from ddp_runner.train.skew import table
-from ddp_runner.train.state import Setup, TrainState
+from ddp_runner.train.state import TrainState
 from ddp_runner.train.trial import step_of
 
 EXCHANGE = (StepPart.COMM, StepPart.WAIT)  # these come from all ranks' times
@@ -33,23 +33,23 @@ def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float
     Raises:
         UserError: the loss is NaN or infinite.
     """
-    env, norm = state.setup.env, sums.grad_norm
+    env, norm = state.work.env, sums.grad_norm
     own_loss, *own_scalars = values_of([sums.loss, *sums.scalars.values()])
-    is_slow = state.setup.profiler.is_slow
-    lap = state.setup.timer.lap()
+    is_slow = state.profiler.is_slow
+    lap = state.timer.lap()
     exchanges = () if is_slow else lap.exchanges
     times = table(exchanges, rank=env.rank, world_size=env.world_size)
     parts = {part: ms for part, ms in lap.parts.items() if part not in EXCHANGE}
-    is_settled = state.setup.timer.running_s > SETTLED_S
+    is_settled = state.timer.running_s > SETTLED_S
     # Of the ranks that compute one share together, the first counts.
-    counts = env.rank % state.setup.layout.model_ranks == 0
+    counts = env.rank % state.work.layout.model_ranks == 0
     own_scalars = [one * counts for one in own_scalars]
     own = [own_loss * counts, is_settled, *parts.values(), *own_scalars]
     # One all-reduce for all of it, and the times stay a tensor: this runs in the training loop.
     memory = torch.zeros(env.world_size, dtype=torch.float64)
     memory[env.rank] = peak_memory_gib()
     packed = torch.cat([torch.tensor(own, dtype=torch.float64), memory, times.flatten()])
-    added = add_over_ranks(packed, state.setup.group)
+    added = add_over_ranks(packed, state.work.group)
     numbers, memory, flat_times = added.split([len(own), len(memory), times.numel()])
     total, num_settled, *rest = numbers.tolist()
     means = [value / env.world_size for value in rest[: len(parts)]]
@@ -60,7 +60,7 @@ def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float
         norm = gradient_norm(state.module.parameters())
     if state.peaks is None and num_settled == env.world_size and not is_slow:
         state.peaks = measure_peaks(state)
-        state.setup.timer.restart()
+        state.timer.restart()
     flops, peak = state.peaks or (0.0, 0.0)
     found = {
         "train/loss": _finite_loss(total, state),
@@ -79,17 +79,17 @@ def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float
     return {key: one for key, one in found.items() if key == MEMORY or not key.startswith("perf/")}
 
 
-def ensure_known(name: str, setup: Setup) -> None:
+def ensure_known(name: str, state: TrainState) -> None:
     """Reject a scalar that the trial did not see: the ranks add up scalars by their order.
 
     Raises:
         UserError: on the rank whose batch has it.
     """
-    if setup.scalars is not None and name not in setup.scalars:
+    if state.scalars is not None and name not in state.scalars:
         raise UserError(
-            f"{step_of(setup.config)} returned the scalar {name} for a batch, and not for the two "
-            "samples that were tried; return the same names for each batch, with 0 where there is "
-            "nothing to count"
+            f"{step_of(state.work.config)} returned the scalar {name} for a batch, and not for the "
+            "two samples that were tried; return the same names for each batch, with 0 where there "
+            "is nothing to count"
         )
 
 
@@ -99,7 +99,7 @@ def global_loss(state: TrainState, sums: Sums) -> float:
     Raises:
         UserError: the loss is NaN or infinite.
     """
-    (total,) = sum_over_ranks([sums.loss.item()], group=state.setup.data_group)
+    (total,) = sum_over_ranks([sums.loss.item()], group=state.work.data_group)
     return _finite_loss(total, state)
 
 

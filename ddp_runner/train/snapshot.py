@@ -41,7 +41,7 @@ def restore(state: TrainState, folder: Path, *, log: Callable[[str], None]) -> i
     """
     found = _saver(state).restore(
         folder,
-        is_resumed=state.setup.config.resume is not None,
+        is_resumed=state.work.config.resume is not None,
         log=log,
         before=lambda: rehearse(state),
     )
@@ -54,31 +54,31 @@ def restore(state: TrainState, folder: Path, *, log: Callable[[str], None]) -> i
 
 def saved_objects(state: TrainState) -> dict[str, Any]:
     """Return what a checkpoint holds, by name. The data come first: they say most."""
-    setup = state.setup
+    work = state.work
     return {
-        "data": RunData(setup.dataset, setup.samples, seed=setup.config.seed),
-        "batches": setup.batches,
+        "data": RunData(work.dataset, state.samples, seed=work.config.seed),
+        "batches": state.batches,
         "progress": state.progress,
         "model": state.module,
         "optimizer": state.optimizer,
         "scheduler": state.schedule.scheduler,
         "scaler": state.scaler,
         **({} if state.ema is None else {"ema": state.ema.averaged}),
-        **modules_of(setup.step),
+        **modules_of(work.step_fn),
     }
 
 
 def _saver(state: TrainState) -> Saver:
-    setup = state.setup
+    work = state.work
     return Saver(
         saved_objects(state),
         state.settings,
         task="train",
-        num_shares=setup.layout.num_shares,
-        rank=setup.env.rank,
-        num_ranks=setup.env.world_size,
-        group=setup.group,
-        takes_all=setup.layout.in_loop,
+        num_shares=work.layout.num_shares,
+        rank=work.env.rank,
+        num_ranks=work.env.world_size,
+        group=work.group,
+        takes_all=work.layout.in_loop,
     )
 
 
@@ -88,10 +88,10 @@ def _set_rates(state: TrainState) -> None:
     If the run is measured in epochs, and its batches had another size, the step is that of a run
     whose epochs all had batches of this run's size.
     """
-    batches, scheduler = state.setup.batches, state.schedule.scheduler
+    batches, scheduler = state.batches, state.schedule.scheduler
     if not isinstance(scheduler, LambdaLR):
         return
-    is_in_epochs = state.setup.config.train.max_steps is None
+    is_in_epochs = state.work.config.train.max_steps is None
     if batches.is_resized and is_in_epochs and batches.steps_per_epoch is not None:
         scheduler.last_epoch = batches.epoch * batches.steps_per_epoch
     set_rates(scheduler)

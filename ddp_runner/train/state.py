@@ -1,4 +1,4 @@
-"""What a rank trains: the state that a checkpoint saves, and what the rank trains it with."""
+"""What a rank trains: the state that a checkpoint saves, and what measures it."""
 
 import copy
 import math
@@ -12,47 +12,40 @@ from torch import nn
 
 from ddp_runner.data.batches import Batches
 from ddp_runner.data.splits import NUM_FIRST, MicroBatch
-from ddp_runner.parallelism.mode import Engine, Mode
+from ddp_runner.parallelism.mode import Engine
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
-from ddp_runner.train.eval_totals import EvalSetup
 from ddp_runner.train.progress import Progress
 from ddp_runner.train.same_data import Samples
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.skew import Skew
 from ddp_runner.train.step import modules_of
 from ddp_runner.train.step_timer import StepTimer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup(EvalSetup):
-    """What a rank trains with. Of this only the batches change during a run: they move on."""
-
-    mode: Mode
-    batches: Batches
-    timer: StepTimer
-    profiler: AnyProfiler = field(default_factory=NullProfiler)
-    samples: Samples | None = None  # what tells the data; None: nobody has compared it
-    # Names of the scalars that the training step returns in training; None: it was not tried.
-    scalars: Sequence[str] | None = None
+from ddp_runner.train.work import Work
 
 
 @dataclass
 class TrainState:
-    """Everything that the next step depends on, and the setup of the rank."""
+    """Everything that the next step depends on, and what measures the steps."""
 
+    work: Work
     module: nn.Module  # the bare model, which is evaluated and saved
     model: nn.Module  # the same model wrapped by its mode, which is trained
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     scaler: torch.amp.GradScaler
-    setup: Setup
+    batches: Batches
     engine: Engine  # how this rank computes a step
+    timer: StepTimer
+    profiler: AnyProfiler = field(default_factory=NullProfiler)
     progress: Progress = field(default_factory=Progress)
     # What the optimizer and the schedule held when they were built: see ``checkpoint.state``.
     settings: Mapping[str, Any] = field(default_factory=dict)
+    samples: Samples | None = None  # what tells the data; None: nobody has compared it
+    # Names of the scalars that the training step returns in training; None: it was not tried.
+    scalars: Sequence[str] | None = None
     # The buffers, by owner and name, that training changes: all ranks take rank 0's each step.
     changing: Sequence[tuple[nn.Module, str]] = ()
     ema: Ema | None = None  # the averaged weights; None without ema.decay
@@ -66,7 +59,7 @@ class TrainState:
     @property
     def evaluated(self) -> nn.Module:
         """The bare model that is evaluated and exported."""
-        if self.ema is not None and self.setup.config.ema.evaluate:
+        if self.ema is not None and self.work.config.ema.evaluate:
             return self.ema.module
         return self.module
 
@@ -82,7 +75,7 @@ class TrainState:
         Epochs are counted from where the run stands: earlier ones may have had another batch size.
         None: the epochs of a stream end when it ends.
         """
-        config, batches = self.setup.config.train, self.setup.batches
+        config, batches = self.work.config.train, self.batches
         if config.max_steps is not None or batches.steps_per_epoch is None:
             return config.max_steps
         num_left = (config.epochs - batches.epoch) * batches.steps_per_epoch - batches.step
@@ -91,7 +84,7 @@ class TrainState:
     @property
     def total_epochs(self) -> int | None:
         """The epochs of the run, the last one perhaps begun; None: only a stream will tell."""
-        config, batches = self.setup.config.train, self.setup.batches
+        config, batches = self.work.config.train, self.batches
         if config.max_steps is None:
             return config.epochs
         if batches.steps_per_epoch is None:
@@ -102,9 +95,9 @@ class TrainState:
     @property
     def is_done(self) -> bool:
         """Whether the run has taken its last step."""
-        config = self.setup.config.train
+        config = self.work.config.train
         if config.max_steps is None:
-            return self.setup.batches.epoch >= config.epochs
+            return self.batches.epoch >= config.epochs
         return self.step >= config.max_steps
 
     def steps_ahead(self, number: int) -> int:
@@ -112,7 +105,7 @@ class TrainState:
 
         The run's last step ends them as well, and an epoch's. Amid the step of this batch.
         """
-        config, batches = self.setup.config, self.setup.batches
+        config, batches = self.work.config, self.batches
         assert batches.steps_per_epoch is not None
         periods = config.checkpoint.every_steps, config.train.eval_every_steps
         steps_left = [every - self.step % every for every in periods if every]
@@ -133,7 +126,7 @@ class TrainState:
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST)) -> MicroBatch:
         """Return training samples by their numbers; see ``Split``."""
-        return self.setup.batches.split.first(numbers, seed=self.setup.config.seed)
+        return self.batches.split.first(numbers, seed=self.work.config.seed)
 
 
 @contextmanager
@@ -143,7 +136,7 @@ def restored_after(state: TrainState) -> Iterator[None]:
     That goes for the model, and for what keeps a state in the training step: of this also the
     parameters, since a step may average weights into them.
     """
-    parts = modules_of(state.setup.step)
+    parts = modules_of(state.work.step_fn)
     others = [value for value in parts.values() if isinstance(value, nn.Module)]
     modules = [(one, one.training) for root in (state.module, *others) for one in root.modules()]
     buffers = [

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 
 from ddp_runner.checkpoint.writer import CheckpointWriter
@@ -38,9 +37,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     """
     config, run_dir, wire = session.config, session.run_dir, session.job.wire
     state = build_session_state(session, config)
-    dataset = replace(state.setup.dataset, train=state.setup.batches.split)
-    samples, trial = agreed_samples(dataset), try_first_batch(state)
-    state.setup = replace(state.setup, samples=samples, scalars=trial.scalars)
+    state.samples, trial = agreed_samples(state.work.dataset), try_first_batch(state)
+    state.scalars = trial.scalars
     warnings = warnings_of(trial, state)
     find_changing(state)
     known = try_evaluation(state)
@@ -49,7 +47,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     note_restart(session, step=state.step)
     if resume_step is not None and state.is_done:
         key = "epochs" if config.train.max_steps is None else "max_steps"
-        done = f"{counted(resume_step, 'step')} and {counted(state.setup.batches.epoch, 'epoch')}"
+        done = f"{counted(resume_step, 'step')} and {counted(state.batches.epoch, 'epoch')}"
         asked = getattr(config.train, key)
         session.log(f"nothing is left to train: {done} are done, and train.{key} is {asked}")
     if session.env.is_rank_zero:
@@ -66,7 +64,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     )
     # Its warnings come after those of the logger, in run.json as well.
     profiler = _profiler(session, state, run_dir)
-    state.setup = replace(state.setup, profiler=profiler)
+    state.profiler = profiler
     with session_logger as logger:
         with profiler, _writer(session, resume_step=resume_step) as writer:
 
@@ -83,11 +81,11 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         state.engine.close(status)
         if status == Status.COMPLETED:
             export_best(state, run_dir, logger=logger, log=session.log)
-        early_stop = early_stop_of(config.early_stop, state.setup.metrics)
+        early_stop = early_stop_of(config.early_stop, state.work.metrics)
         reason = stop_reason(state.progress, early_stop)
         if reason is not None and session.env.is_rank_zero:
             session.log(reason)
-        fields = RunFields(step=state.step, epoch=state.setup.batches.epoch, stopped_early=reason)
+        fields = RunFields(step=state.step, epoch=state.batches.epoch, stopped_early=reason)
         logger.finish(status, **(fields | state.measured))
     return status
 
@@ -104,7 +102,7 @@ def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfil
         done=done,
         device=session.devices[0],
         folder=folder,
-        restart_timer=state.setup.timer.forget,
+        restart_timer=state.timer.forget,
         log=session.log,
         warn=warn,
     )
@@ -127,33 +125,33 @@ def _logger(
     resume_step: int | None,
 ) -> Logger:
     """Return what this rank logs to, with the facts of the run logged already."""
-    run_dir, setup, max_steps = session.run_dir, state.setup, state.last_step
+    run_dir, work, max_steps = session.run_dir, state.work, state.last_step
     if not session.env.is_rank_zero:
         return task_logger(session)
     model_sizes = sizes(state.module)
-    is_stream = setup.batches.steps_per_epoch is None
+    is_stream = state.batches.steps_per_epoch is None
     fields = RunFields(
         warnings=[*session.job.warnings, *warnings],
         directions=directions,
         trains_on_stream=is_stream,
-        model_arguments=setup.dataset.model_arguments,
+        model_arguments=work.dataset.model_arguments,
     )
     write_run_record(run_dir, **(model_sizes | fields))
-    keep_files(run_dir.path, setup.dataset.files)
+    keep_files(run_dir.path, work.dataset.files)
     facts = training_facts(
         session.config,
         session.env,
         num_parameters=model_sizes["num_parameters"],
         num_trained=sum(one.numel() for one in state.module.parameters() if one.requires_grad),
-        dataset=setup.dataset.name,
-        num_train=setup.dataset.train.num_samples,
-        num_eval=setup.dataset.eval.num_samples,
-        num_shares=setup.batches.num_shares,
+        dataset=work.dataset.name,
+        num_train=work.dataset.train.num_samples,
+        num_eval=work.dataset.eval.num_samples,
+        num_shares=state.batches.num_shares,
         max_steps=max_steps,
-        steps_per_epoch=setup.batches.steps_per_epoch,
-        devices=setup.devices,
+        steps_per_epoch=state.batches.steps_per_epoch,
+        devices=work.devices,
     )
-    notes = [*(f"warning: {text}" for text in warnings), *setup.dataset.notes]
+    notes = [*(f"warning: {text}" for text in warnings), *work.dataset.notes]
     log_start(session, facts, notes=notes, explains=True)
     return task_logger(
         session,

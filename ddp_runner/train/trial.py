@@ -17,9 +17,9 @@ from ddp_runner.data.splits import NUM_FIRST, MicroBatch
 from ddp_runner.data.trees import shape_of, taking
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.evaluation import forward
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step, supervised
+from ddp_runner.train.work import forward
 
 # Far above rounding, and far below the factor of 2 between a sum and a mean.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -53,21 +53,21 @@ def try_loss(state: TrainState, batch: MicroBatch) -> Trial:
             trials.append(_try_outputs(outputs, targets, state))
         return torch.zeros(())
 
-    step = cast("partial[Step]", state.setup.step)
+    step = cast("partial[Step]", state.work.step_fn)
     probing = partial(step.func, **(step.keywords | {"loss": probe}))
-    forward(replace(state, setup=replace(state.setup, step=probing)), state.module, batch)
+    forward(replace(state.work, step_fn=probing), state.module, batch)
     return trials[0] if trials else try_step(state, batch)  # only a tensor can be given twice
 
 
 @torch.enable_grad()
 def try_step(state: TrainState, batch: MicroBatch) -> Trial:
     """Compare what a user's step returns for samples once, once more, and given twice."""
-    name = step_of(state.setup.config)
+    name = step_of(state.work.config)
     twice_batch = state.first([*range(NUM_FIRST)] * 2)
     steps = []
     for data, seed in ((batch, 0), (batch, 1), (twice_batch, 0)):
         seed_all(seed)
-        step = forward(state, state.module, data)
+        step = forward(state.work, state.module, data)
         _validate_step(step, name)
         if not step.loss_sum.requires_grad:
             raise UserError(
@@ -78,7 +78,7 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
             )
         steps.append((step, step.loss_sum.item(), float(step.count)))
     (step, once, count), (_, again, _), (_, twice, count_twice) = steps
-    if state.setup.config.batch.count == "samples" and count != NUM_FIRST:
+    if state.work.config.batch.count == "samples" and count != NUM_FIRST:
         raise UserError(
             f"{name} returns count={count:g} for {NUM_FIRST} samples; write batch.count=tokens "
             "if it counts something else, or return the number of samples"
@@ -94,7 +94,7 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
     seed_all(0)
     state.module.train()
     with torch.no_grad():
-        trained = forward(state, state.module, batch)
+        trained = forward(state.work, state.module, batch)
     return Trial(once, twice, kind, scalars=tuple(trained.scalars))
 
 
@@ -121,7 +121,7 @@ def _validate_step(step: object, name: str) -> None:
 @torch.enable_grad()
 def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
     """Compare the loss and its gradient with those of the same samples given twice."""
-    dataset, model = state.setup.dataset, model_of(state.setup.config)
+    dataset, model = state.work.dataset, model_of(state.work.config)
     if not isinstance(outputs, Tensor):
         keys = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else ""
         raise UserError(
@@ -151,7 +151,7 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
 
 
 def _tolerance(state: TrainState, dtype: torch.dtype) -> float:
-    is_low = state.setup.config.train.precision != "fp32"
+    is_low = state.work.config.train.precision != "fp32"
     return LOW_PRECISION_TOLERANCE if is_low else TOLERANCES.get(dtype, LOW_PRECISION_TOLERANCE)
 
 
@@ -165,12 +165,12 @@ def _kind(once: float, twice: float, *, tolerance: float) -> str:
 
 def _loss_and_gradient(outputs: Tensor, targets: Tensor, state: TrainState) -> tuple[float, Tensor]:
     """Return the loss and its gradient with respect to the outputs, of the same shape."""
-    setup, config = state.setup, state.setup.config
-    step = cast("partial[Step]", setup.step)
+    work, config = state.work, state.work.config
+    step = cast("partial[Step]", work.step_fn)
     outputs = outputs.detach().requires_grad_(outputs.is_floating_point() or outputs.is_complex())
     what = (
         f"{loss_of(config)} cannot take the outputs of {model_of(config)}, "
-        f"{shape_of(outputs)}, with the targets of dataset={setup.dataset.name},"
+        f"{shape_of(outputs)}, with the targets of dataset={work.dataset.name},"
     )
     with taking(what, targets, fix="choose a loss that fits"):
         loss = step.keywords["loss"](outputs, targets)
@@ -191,7 +191,7 @@ def _loss_and_gradient(outputs: Tensor, targets: Tensor, state: TrainState) -> t
 
 def is_ordinary(state: TrainState) -> bool:
     """Return whether the run takes the ordinary training step."""
-    step = state.setup.step
+    step = state.work.step_fn
     return isinstance(step, partial) and step.func is supervised
 
 

@@ -226,7 +226,7 @@ def unsynced_waits(env: DistEnv) -> list[Finding]:
     found = []
     for keys in (TOY, GOOD["own data and step, by tokens"]):
         state = build(env, compose_config(*keys, world_size=WORLD_SIZE))
-        batch = next(steps_of(state.setup.batches))
+        batch = next(steps_of(state.batches))
         found.append(wait_for_mean(no_sync(state, env), batch))
     return found
 

@@ -9,7 +9,7 @@ from broken_models import untouched
 from ranks import run_ranks
 from tiers import only
 from torch.distributed.fsdp import FSDPModule
-from train_states import build, compose_config, with_setup
+from train_states import build, compose_config
 
 from ddp_runner.check.compare import Finding
 from ddp_runner.check.task import run_checks
@@ -38,8 +38,8 @@ def unreduced(state: TrainState, env: DistEnv) -> TrainState:
 
 def other_samples(state: TrainState, env: DistEnv) -> TrainState:
     """Give two ranks that compute one share a share each."""
-    batches = replace(state.setup.batches, num_shares=2, share=env.rank)
-    return with_setup(state, batches=batches)
+    batches = replace(state.batches, num_shares=2, share=env.rank)
+    return replace(state, batches=batches)
 
 
 # The mode, what is broken, the check that fails first (None: none does), what it says.

@@ -30,7 +30,7 @@ from ddp_runner.metric_names import MONITORS
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.toy import ToyModel
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.train.build import build_setup, build_state
+from ddp_runner.train.build import build_state, build_work
 
 CPU = torch.device("cpu")
 
@@ -258,8 +258,8 @@ def started(env: DistEnv, config: Config, path: Path) -> dict[str, Tensor]:
     """Build on ranks of which only rank 0 reads the weights."""
     dataset = load_dataset(make("dataset", config.dataset), data_root=Path("data"), log=print)
     mode, weights = make("parallelism", config.parallelism), path if env.is_rank_zero else None
-    setup = build_setup(config, env, mode, devices=(CPU,), dataset=dataset)
-    state = build_state(setup, weights=weights)
+    work = build_work(config, env, mode, devices=(CPU,), dataset=dataset)
+    state = build_state(work, weights=weights)
     return dict(state.module.state_dict())
 
 

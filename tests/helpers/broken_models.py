@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from train_states import with_setup
+from train_states import with_work
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.models.toy import ToyModel
@@ -234,21 +234,21 @@ def a_float(outputs: Tensor, targets: Tensor) -> float:
 
 def same_share(state: TrainState, env: DistEnv) -> TrainState:
     """Let all ranks train on the first rank's part."""
-    return with_setup(state, batches=replace(state.setup.batches, share=0))
+    return replace(state, batches=replace(state.batches, share=0))
 
 
 def same_eval_share(state: TrainState, env: DistEnv) -> TrainState:
     """Let all ranks evaluate the first rank's part."""
-    layout = replace(state.setup.layout, env=replace(env, rank=0))
-    return with_setup(state, layout=layout)
+    layout = replace(state.work.layout, env=replace(env, rank=0))
+    return with_work(state, layout=layout)
 
 
 def other_data(state: TrainState, env: DistEnv) -> TrainState:
     """Give the last rank other targets."""
-    split = state.setup.dataset.eval
+    split = state.work.dataset.eval
     if env.rank == 2:
         split = replace(split, targets=split.targets + 0.25)
-    return with_setup(state, dataset=replace(state.setup.dataset, eval=split))
+    return with_work(state, dataset=replace(state.work.dataset, eval=split))
 
 
 def other_start(state: TrainState, env: DistEnv) -> TrainState:

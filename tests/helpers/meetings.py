@@ -16,7 +16,7 @@ import torch.distributed as dist
 from own_data import end_workers
 from ranks import RankFailedError, run_ranks
 from torch import Tensor
-from train_states import Trace, build, compose_config, flat_weights, run_loop, with_setup
+from train_states import Trace, build, compose_config, flat_weights, run_loop
 
 from ddp_runner.config.monitors import validate_known
 from ddp_runner.config.schema import Config
@@ -117,8 +117,8 @@ def _train(env: DistEnv, cell: Cell, config: Config) -> Found:
     counts = list[int]()
     try:
         state = build(env, config)
-        samples, trial = agreed_samples(state.setup.dataset), try_first_batch(state)
-        state = with_setup(state, samples=samples, scalars=trial.scalars)
+        state.samples, trial = agreed_samples(state.work.dataset), try_first_batch(state)
+        state.scalars = trial.scalars
         warnings_of(trial, state)
         find_changing(state)
         validate_known(config, try_evaluation(state))
@@ -135,7 +135,7 @@ def _train(env: DistEnv, cell: Cell, config: Config) -> Found:
         return Found(refused=trace.error.removeprefix("UserError: "))
     if trace.error:
         return Found(failed=trace.error)
-    for split in (state.setup.batches.split, state.setup.dataset.eval):
+    for split in (state.batches.split, state.work.dataset.eval):
         if isinstance(split, LoaderSplit):
             end_workers(split)
     return found_in(state, trace, counts)
@@ -165,10 +165,10 @@ def without_times(trace: Trace) -> list[dict[str, float]]:
 
 def _note_counts(state: TrainState, counts: list[int]) -> None:
     """Note the samples of each step as the throughput counts them."""
-    add: Any = state.setup.timer.add
+    add: Any = state.timer.add
 
     def noted(*, samples: int) -> None:
         counts.append(samples)
         add(samples=samples)
 
-    vars(state.setup.timer)["add"] = noted
+    vars(state.timer)["add"] = noted

@@ -193,7 +193,7 @@ def _answer(rank: int, call: bytes) -> tuple[int, str | None, bytes | None]:
                 stack.enter_context(
                     process_group(env, backend=backend, init_method=f"{store}/store")
                 )
-                # Wait until all are connected: a rank that ends earlier would break their setup.
+                # Wait until all are connected: a rank that ends earlier would break their work.
                 sum_over_ranks([0.0])
             value = function(env, *args)
         return time.monotonic_ns(), None, pickle.dumps(value)

@@ -24,8 +24,9 @@ from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.parallelism.shards import whole
-from ddp_runner.train.build import build_setup, build_state
+from ddp_runner.train.build import build_state, build_work
 from ddp_runner.train.engine import engage
+from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.loop import train, train_step
 from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.progress import Progress
@@ -107,7 +108,7 @@ def build(env: DistEnv, config: Config) -> TrainState:
     mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
     per_rank = mode_needs(config.parallelism).devices_per_rank
     devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
-    return build_state(build_setup(config, env, mode, devices=devices, dataset=dataset))
+    return build_state(build_work(config, env, mode, devices=devices, dataset=dataset))
 
 
 def refusal(env: DistEnv, config: Config) -> str:
@@ -142,24 +143,29 @@ def at(
     owes_evaluation: bool = False,
 ) -> TrainState:
     """Return the state at another place; the batches are moved."""
-    state.setup.batches.epoch, state.setup.batches.step = epoch, in_epoch
+    state.batches.epoch, state.batches.step = epoch, in_epoch
     return replace(state, progress=Progress(step, owes_evaluation=owes_evaluation))
 
 
-def with_setup(state: TrainState, **changes: Any) -> TrainState:
-    """Return the state with another setup."""
-    return replace(state, setup=replace(state.setup, **changes))
+def with_work(state: TrainState, **changes: Any) -> TrainState:
+    """Return the state with other fields of its work."""
+    return replace(state, work=replace(state.work, **changes))
+
+
+def evaluated(state: TrainState) -> tuple[dict[str, float], list[list[int]] | None]:
+    """Return what an evaluation of the state gives. Collective: every rank must call."""
+    return evaluate(state.work, state.evaluated, step=state.step)
 
 
 def loss_of(state: TrainState) -> Callable[[Any, Any], Tensor]:
     """Return the loss of a state that takes the ordinary training step."""
-    loss: Callable[[Any, Any], Tensor] = cast("partial[Any]", state.setup.step).keywords["loss"]
+    loss: Callable[[Any, Any], Tensor] = cast("partial[Any]", state.work.step_fn).keywords["loss"]
     return loss
 
 
 def with_loss(state: TrainState, loss: Callable[[Any, Any], Tensor]) -> TrainState:
     """Return the state with another loss."""
-    return with_setup(state, step=partial(supervised, loss=loss))
+    return with_work(state, step_fn=partial(supervised, loss=loss))
 
 
 def equal(tree: Any, other: Any) -> bool:
@@ -175,9 +181,9 @@ def equal(tree: Any, other: Any) -> bool:
 
 def end_at(state: TrainState, step: int) -> None:
     """Make the state's run end at a step; its schedule stays that of its config."""
-    config = state.setup.config
+    config = state.work.config
     config = replace(config, train=replace(config.train, max_steps=step))
-    state.setup = replace(state.setup, config=config)
+    state.work = replace(state.work, config=config)
 
 
 def take_steps(
@@ -185,7 +191,7 @@ def take_steps(
 ) -> Trace:
     """Take steps from the first epoch on. Collective: every rank must call."""
     state, trace = state or build(env, config), Trace()
-    batches = state.setup.batches
+    batches = state.batches
     end_at(state, num_steps)
     if engage(state) is None:
         for batch in islice(batches, num_steps):
@@ -256,7 +262,7 @@ def run_loop(
         state.engine.close(Status(trace.status))
     trace.losses = [line["train/loss"] for line in trace.lines if "train/loss" in line]
     trace.progress = progress
-    trace.place = (state.setup.batches.epoch, state.setup.batches.step)
+    trace.place = (state.batches.epoch, state.batches.step)
     if not trace.error:  # the other ranks may have none, and wait for this one elsewhere
         trace.weights = flat_weights(state.module)
     return trace

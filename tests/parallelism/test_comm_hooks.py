@@ -116,7 +116,7 @@ def checked(env: DistEnv, configs: list[Config]) -> list[tuple[bool, str]]:
     for config in configs:
         state = build(env, config)
         assert isinstance(state.model, DistributedDataParallel)
-        batch = next(steps_of(state.setup.batches))
+        batch = next(steps_of(state.batches))
         own = own_gradients(state, batch)
         finding = mean_gradients(state, own, synced_gradients(state, batch))
         found.append((finding.ok, finding.detail.rpartition("; ")[2]))

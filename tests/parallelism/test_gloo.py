@@ -83,7 +83,7 @@ class Collectives(TorchDispatchMode):
 def sent(env: DistEnv, config: Config) -> Counter[str]:
     """Return how often each collective is called in a forward and backward."""
     state = build(env, config)
-    batch = next(iter(steps_of(state.setup.batches)))
+    batch = next(iter(steps_of(state.batches)))
     with Collectives() as found:
         state.engine.backward(state, batch)
     return +found.calls  # without the operators that are no collectives

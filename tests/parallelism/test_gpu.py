@@ -18,14 +18,13 @@ from commands import background, run_command, wait_for_end
 from orders import steps_of
 from ranks import run_ranks
 from run_folders import metrics, record, run_dirs, tensors_in
-from train_states import MNIST_NET, NO_DROPOUT, compose_config, take_steps
+from train_states import MNIST_NET, NO_DROPOUT, compose_config, evaluated, take_steps
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.build import build_setup, build_state
-from ddp_runner.train.evaluation import evaluate
+from ddp_runner.train.build import build_state, build_work
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.metrics import global_loss
 
@@ -192,15 +191,15 @@ def losses_on(env: DistEnv, config: Config, devices_by_rank: list[list[str]]) ->
     source = make("dataset", config.dataset)
     dataset = load_dataset(source, data_root=Path(config.data_root), log=lambda _: None)
     mode = make("parallelism", config.parallelism)
-    state = build_state(build_setup(config, env, mode, devices=devices, dataset=dataset))
+    state = build_state(build_work(config, env, mode, devices=devices, dataset=dataset))
     found = list[float]()
     for epoch in range(NUM_STEPS):
-        for batch in steps_of(state.setup.batches, epoch):
+        for batch in steps_of(state.batches, epoch):
             if len(found) == NUM_STEPS:
                 break
             loss = train_step(state, batch)
             found.append(global_loss(state, loss))
-    evaluate(state)
+    evaluated(state)
     return found
 
 

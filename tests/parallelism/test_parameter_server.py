@@ -6,7 +6,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,14 +166,14 @@ def engine_of(
     config = SimpleNamespace(
         backend=SimpleNamespace(timeout_s=timeout_s), batch=SimpleNamespace(count="samples")
     )
-    setup = SimpleNamespace(
-        config=config,
+    state = SimpleNamespace(
+        module=module,
+        work=SimpleNamespace(config=config, layout=mode.layout(env)),
         batches=batches,
         scalars=(),
-        layout=mode.layout(env),
         timer=SimpleNamespace(mark=lambda part: None),
+        steps_ahead=steps_ahead,
     )
-    state = SimpleNamespace(module=module, setup=setup, steps_ahead=steps_ahead)
     engine: Any = mode.engine(state, Computed(compute))
     engine.state = state
     return engine
@@ -372,7 +372,7 @@ def test_the_server_loads_no_training_data() -> None:
 def served_scalars(env: DistEnv, config: Config) -> dict[str, float]:
     """Return the training step's scalars after two steps, where the loop has them."""
     state = build(env, config)
-    state.setup = replace(state.setup, scalars=try_first_batch(state).scalars)
+    state.scalars = try_first_batch(state).scalars
     trace = take_steps(env, config, 2, state=state)
     return {name: one for name, one in trace.scalars.items() if name != "worst"}  # no sum
 

@@ -32,7 +32,7 @@ from train_states import (
 
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.evaluation import forward
+from ddp_runner.train.work import forward
 
 MODES = {
     path.stem: DictConfig(OmegaConf.load(path))
@@ -130,9 +130,9 @@ def plain_steps(env: DistEnv, config: Config) -> tuple[list[float], Tensor]:
     """Take the reference's steps in a loop as anyone writes it; return losses and weights."""
     torch.set_default_dtype(torch.float64)
     state, losses = build(env, config), list[float]()
-    model, split = state.module, state.setup.batches.split
+    model, split = state.module, state.batches.split
     optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer["lr"], momentum=0.9)
-    epochs = [samples_of(state.setup.batches, epoch).split(8) for epoch in range(3)]
+    epochs = [samples_of(state.batches, epoch).split(8) for epoch in range(3)]
     chosen = [indices for epoch in epochs for indices in epoch]
     for indices in chosen[:NUM_STEPS]:
         optimizer.zero_grad()
@@ -252,21 +252,21 @@ def test_each_setting_of_a_mode_reaches_ddp(mode: str) -> None:
 def gradients(env: DistEnv, config: Config) -> dict[str, Tensor]:
     """Return this rank's own gradient, that of a skipped sync, and that of a sync after it."""
     state = build(env, config)
-    batch = next(steps_of(state.setup.batches)).micro_batches[0]
+    batch = next(steps_of(state.batches)).micro_batches[0]
     parameters = list(state.module.parameters())
 
     def gradient() -> Tensor:
         return torch.cat([one.grad.flatten() for one in parameters if one.grad is not None])
 
-    loss = forward(state, state.module, batch).loss_sum
+    loss = forward(state.work, state.module, batch).loss_sum
     own = torch.autograd.grad(loss, parameters)  # leaves no trace in .grad, and calls no hook
-    with state.setup.mode.no_sync(state.model):
-        forward(state, state.model, batch).loss_sum.backward()
+    with state.work.mode.no_sync(state.model):
+        forward(state.work, state.model, batch).loss_sum.backward()
     skipped = gradient().clone()
-    forward(state, state.model, batch).loss_sum.backward()
+    forward(state.work, state.model, batch).loss_sum.backward()
     accumulated = gradient().clone()
     state.optimizer.zero_grad(set_to_none=True)
-    forward(state, state.model, batch).loss_sum.backward()
+    forward(state.work, state.model, batch).loss_sum.backward()
     return {
         "own": torch.cat([one.flatten() for one in own]),
         "skipped": skipped,

@@ -10,7 +10,7 @@ from configs import resolved
 from ranks import RankFailedError, run_ranks
 from tiers import first_of
 from torch import Tensor, nn
-from train_states import TOY, build, compose_config, take_steps, with_setup
+from train_states import TOY, build, compose_config, evaluated, take_steps, with_work
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
@@ -21,7 +21,6 @@ from ddp_runner.parallelism import mesh
 from ddp_runner.parallelism.initial_weights import build_by_modules
 from ddp_runner.parallelism.module_names import matched
 from ddp_runner.parallelism.shards import gathered, is_shard, like, own_part, whole
-from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.step import Step
 
 GPT = ("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2")
@@ -131,10 +130,10 @@ def scores(env: DistEnv, config: Config, num_samples: int) -> dict[str, float]:
     """Evaluate a few samples after a step."""
     state = build(env, config)
     take_steps(env, config, 1, state=state)
-    data = state.setup.dataset
+    data = state.work.dataset
     few = TensorSplit(data.eval.inputs[:num_samples], data.eval.targets[:num_samples])
-    state = with_setup(state, dataset=replace(data, eval=few), eval_batch_size=2)
-    return evaluate(state)[0]
+    state = with_work(state, dataset=replace(data, eval=few))
+    return evaluated(state)[0]
 
 
 def differently_rounded(env: DistEnv, config: Config) -> float:
@@ -142,10 +141,10 @@ def differently_rounded(env: DistEnv, config: Config) -> float:
     state = build(env, config)
 
     def step(model: nn.Module, batch: Any) -> Step:
-        found = state.setup.step(model, batch)
+        found = state.work.step_fn(model, batch)
         return replace(found, loss_sum=found.loss_sum.double() + 1e-9 * env.rank)
 
-    return evaluate(with_setup(state, step=step))[0]["eval/loss"]
+    return evaluated(with_work(state, step_fn=step))[0]["eval/loss"]
 
 
 def test_ranks_of_the_same_samples_have_the_same_result() -> None:
@@ -159,9 +158,9 @@ def test_ranks_of_the_same_samples_have_the_same_result() -> None:
 @pytest.mark.parametrize("num_samples", first_of([1, 5]))
 def test_ranks_with_fewer_samples_evaluate_beside_the_others(mode: str, num_samples: int) -> None:
     """A forward waits for all ranks; placeholders count for nothing, and no sample twice."""
-    single = compose_config(*TOY, "parallelism=single")
-    (expected,) = run_ranks(scores, 1, single, num_samples)
-    config = compose_config(*TOY, f"parallelism={mode}", world_size=2)
+    keys = (*TOY, "batch.eval_per_rank=2")
+    (expected,) = run_ranks(scores, 1, compose_config(*keys, "parallelism=single"), num_samples)
+    config = compose_config(*keys, f"parallelism={mode}", world_size=2)
     for found in run_ranks(scores, 2, config, num_samples):
         assert found == pytest.approx(expected, rel=1e-5)
 

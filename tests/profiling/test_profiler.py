@@ -5,7 +5,7 @@ import json
 import resource
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def train(
     state, logged = build(env, config), list[str]()
 
     def restart_timer() -> None:
-        state.setup.timer.forget()
+        state.timer.forget()
         logged.append("timer restarted")
 
     if asked is None:
@@ -70,7 +70,7 @@ def train(
         log=logged.append,
         warn=lambda text: logged.append(f"warning: {text}"),
     ) as own:
-        state.setup = replace(state.setup, profiler=own)
+        state.profiler = own
         trace = run_loop(env, config, max_steps=None, stop_after=stop_after, state=state)
     return Outcome(trace, logged)
 

@@ -54,7 +54,7 @@ def steps(env: DistEnv, config: Config) -> Trace:
     """Take ten steps, and end the workers: torch would wait some seconds for each of them."""
     state = build(env, config)
     trace = take_steps(env, config, 10, state=state)
-    split = state.setup.batches.split
+    split = state.batches.split
     assert isinstance(split, LoaderSplit)
     end_workers(split)
     return trace

@@ -20,10 +20,11 @@ from train_states import (
     build,
     compose_config,
     equal,
+    evaluated,
     flat_weights,
     run_loop,
     take_steps,
-    with_setup,
+    with_work,
 )
 
 from ddp_runner.checkpoint.store import load_checkpoint
@@ -32,7 +33,6 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.ema import Ema, averaged_weights
-from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.export import export_best
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.snapshot import snapshot
@@ -87,7 +87,7 @@ def averages(env: DistEnv, config: Config) -> tuple[Tensor, Tensor]:
     """Return the averaged weights after some steps, and what the formula gives."""
     state, expected = build(env, config), torch.zeros(0)
     assert state.ema is not None
-    batches = state.setup.batches
+    batches = state.batches
     for number in range(NUM_STEPS):
         train_step(state, batches.step_at(number % STEPS_PER_EPOCH))
         weights = flat_weights(state.module)
@@ -112,16 +112,16 @@ def test_the_average_follows_the_formula(keys: tuple[str, ...]) -> None:
 def skipped(env: DistEnv, config: Config) -> tuple[int, int]:
     """Take steps whose scaled gradients overflow at first; return updates and averaged steps."""
     state, updates = build(env, config), 0
-    large = state.setup.step
+    large = state.work.step_fn
 
     def step(model: nn.Module, batch: Any) -> Any:
         found = large(model, batch)
         return replace(found, loss_sum=2.0**20 * found.loss_sum)
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=2.0**-30)
-    state = replace(with_setup(state, step=step), scaler=scaler)
+    state = replace(with_work(state, step_fn=step), scaler=scaler)
     assert state.ema is not None
-    for batch in steps_of(state.setup.batches):
+    for batch in steps_of(state.batches):
         before = flat_weights(state.module)
         train_step(state, batch)
         updates += not torch.equal(before, flat_weights(state.module))
@@ -161,11 +161,11 @@ def evaluations(env: DistEnv, config: Config) -> dict[str, float]:
     """Return the loss of a state's evaluation, and those of its trained and averaged weights."""
     state = build(env, config)
     take_steps(env, config, NUM_STEPS, state=state)
-    found = {"state": evaluate(state)[0]["eval/loss"]}
+    found = {"state": evaluated(state)[0]["eval/loss"]}
     assert state.ema is not None
     for name, module in (("trained", state.module), ("average", state.ema.module)):
         other = replace(state, ema=None, module=copy.deepcopy(module))
-        found[name] = evaluate(other)[0]["eval/loss"]
+        found[name] = evaluated(other)[0]["eval/loss"]
     return found
 
 

@@ -8,7 +8,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +40,6 @@ from train_states import (
     loss_of,
     run_loop,
     with_loss,
-    with_setup,
 )
 
 from ddp_runner.checkpoint.store import load_checkpoint, newest_first
@@ -233,12 +232,10 @@ def sample_numbers(split: TensorSplit) -> dict[bytes, int]:
 def watched(state: TrainState) -> tuple[TrainState, list[tuple[int, dict[int, float]]]]:
     """Return a state that notes which samples it takes, and the notes."""
     given = {
-        one.name: getattr(state.setup.batches, one.name)
-        for one in fields(state.setup.batches)
-        if one.init
+        one.name: getattr(state.batches, one.name) for one in fields(state.batches) if one.init
     }
     batches = Watched(**given)
-    return with_setup(state, batches=batches), batches.drawn
+    return replace(state, batches=batches), batches.drawn
 
 
 @dataclass
@@ -272,7 +269,7 @@ def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = Fals
         state.scaler = scaler
     trace = run_loop(env, config, max_steps=None, folder=folder, state=state)
     dist.barrier()
-    return Life(trace, drawn if state.setup.layout.computes else [])
+    return Life(trace, drawn if state.work.layout.computes else [])
 
 
 def move(env: DistEnv, step: int, source: Path, target: Path) -> None:

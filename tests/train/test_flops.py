@@ -13,7 +13,7 @@ from ranks import run_ranks
 from tiers import first_of
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from train_states import TOY, Trace, build, compose_config, run_loop, with_setup
+from train_states import TOY, Trace, build, compose_config, run_loop, with_work
 
 from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import TensorSplit
@@ -74,8 +74,8 @@ def of_two(env: DistEnv, module: nn.Module, data: Any, step: Any) -> float | str
     """Return the operations of a batch as two samples; or why there are none."""
     state = build(env, compose_config(*TOY, "parallelism=single"))
     batches = SimpleNamespace(split=Whole(data, data))
-    dataset = replace(state.setup.dataset, mean=None)
-    state = replace(with_setup(state, batches=batches, dataset=dataset, step=step), module=module)
+    dataset = replace(state.work.dataset, mean=None)
+    state = replace(with_work(state, dataset=dataset, step_fn=step), batches=batches, module=module)
     state.sample = state.first()
     before = [one.clone() for one in (*module.parameters(), *module.buffers())]
     try:
@@ -161,7 +161,7 @@ def train(
     step_metrics.SETTLED_S = after_s
     profiler, state = NullProfiler(), build(env, config)
     profiler.step_done = lambda step: setattr(profiler, "is_slow", step + 1 in slow)
-    state.setup = replace(state.setup, profiler=profiler)
+    state.profiler = profiler
     state.module.register_forward_pre_hook(draw)
     try_first_batch(state)
     if env.rank == failing:

@@ -22,12 +22,12 @@ from train_states import (
     Trace,
     build,
     compose_config,
+    evaluated,
     flat_weights,
     loss_of,
     run_loop,
     take_steps,
     with_loss,
-    with_setup,
 )
 
 from ddp_runner.config.schema import Config
@@ -35,10 +35,10 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
-from ddp_runner.train.evaluation import evaluate, forward
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.metrics import step_metrics
 from ddp_runner.train.schedules import cosine
+from ddp_runner.train.work import forward
 from ddp_runner.worker import work
 
 EACH_STEP = "train.log_every_steps=1"
@@ -80,9 +80,9 @@ def test_accumulating_one_of_eight_equals_two_of_four() -> None:
 def skipped_syncs(env: DistEnv, config: Config) -> int:
     """Take a step; return how often its mode was asked not to reduce the gradients."""
     state = build(env, config)
-    no_sync = create_autospec(type(state.setup.mode).no_sync, side_effect=lambda *_: nullcontext())
-    with patch.object(type(state.setup.mode), "no_sync", staticmethod(no_sync)):
-        train_step(state, next(steps_of(state.setup.batches)))
+    no_sync = create_autospec(type(state.work.mode).no_sync, side_effect=lambda *_: nullcontext())
+    with patch.object(type(state.work.mode), "no_sync", staticmethod(no_sync)):
+        train_step(state, next(steps_of(state.batches)))
     return int(no_sync.call_count)
 
 
@@ -99,7 +99,7 @@ def first_update(env: DistEnv, config: Config, scale: float | None = None) -> Te
     if scale is not None:
         state = replace(state, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
     before = flat_weights(state.module)
-    train_step(state, next(steps_of(state.setup.batches)))
+    train_step(state, next(steps_of(state.batches)))
     return flat_weights(state.module) - before
 
 
@@ -143,13 +143,13 @@ def test_bf16_stays_near_fp32() -> None:
 def evaluation(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Return what evaluate says, and the same figures of the whole set as one batch."""
     state = build(env, config)
-    found, confusion = evaluate(state)
-    classes = state.setup.dataset.num_classes
+    found, confusion = evaluated(state)
+    classes = state.work.dataset.num_classes
     assert [len(row) for row in confusion or []] == [classes] * (classes or 0)
     state.module.eval()
     with torch.no_grad():
-        data = state.setup.dataset.eval
-        outputs = state.module(state.setup.dataset.normalize(data.inputs))
+        data = state.work.dataset.eval
+        outputs = state.module(state.work.dataset.normalize(data.inputs))
         expected = {"eval/loss": float(loss_of(state)(outputs, data.targets)) / len(data)}
         if classes is not None:
             from sklearn.metrics import accuracy_score, precision_recall_fscore_support
@@ -196,8 +196,8 @@ def multiplied(env: DistEnv, config: Config) -> torch.dtype:
     """Return the dtype of a loss that multiplies the outputs by a matrix in float32."""
     state = build(env, config)
     state = with_loss(state, lambda outputs, _: (outputs @ torch.eye(5)).diagonal())
-    batch = next(steps_of(state.setup.batches)).micro_batches[0]
-    return forward(state, state.model, batch).loss_sum.dtype
+    batch = next(steps_of(state.batches)).micro_batches[0]
+    return forward(state.work, state.model, batch).loss_sum.dtype
 
 
 def test_a_loss_may_compute_as_the_model_does() -> None:
@@ -210,7 +210,7 @@ def evaluated_loss(env: DistEnv, config: Config, losses: list[float]) -> float:
     """Return the mean loss of an evaluation whose batches have these losses."""
     state, of_batches = build(env, config), iter(losses)
     state = with_loss(state, lambda *_: torch.tensor(next(of_batches)))
-    return evaluate(state)[0]["eval/loss"]
+    return evaluated(state)[0]["eval/loss"]
 
 
 def test_the_losses_of_an_evaluation_are_added_in_float64() -> None:
@@ -249,7 +249,7 @@ def overflowing(env: DistEnv, config: Config) -> tuple[int, int]:
     state = with_loss(state, lambda *both: 2.0**20 * large(*both))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, backoff_factor=2.0**-30)
     state, updates = replace(state, scaler=scaler), 0
-    for batch in steps_of(state.setup.batches):
+    for batch in steps_of(state.batches):
         before = flat_weights(state.module)
         train_step(state, batch)
         updates += not torch.equal(before, flat_weights(state.module))
@@ -279,10 +279,10 @@ def diverge(env: DistEnv, config: Config, broken_sample: int | None) -> Trace:
     """Train on a sample that is no number, which one rank alone meets."""
     state = build(env, config)
     if broken_sample is not None:
-        inputs = state.setup.dataset.train.inputs.clone()
+        inputs = state.work.dataset.train.inputs.clone()
         inputs[broken_sample] = torch.nan
-        split = TensorSplit(inputs, state.setup.dataset.train.targets)
-        state = with_setup(state, batches=replace(state.setup.batches, split=split))
+        split = TensorSplit(inputs, state.work.dataset.train.targets)
+        state = replace(state, batches=replace(state.batches, split=split))
     return run_loop(env, config, max_steps=4 * STEPS_PER_EPOCH, state=state)
 
 
@@ -388,9 +388,9 @@ def test_each_checkpoint_has_the_metric_of_training_that_judges_it(
 def clipped_gradients(env: DistEnv, config: Config) -> tuple[Tensor, float]:
     """Return the gradients of the first step, and the norm that is logged of them."""
     state = build(env, config)
-    sums = train_step(state, next(steps_of(state.setup.batches)))
+    sums = train_step(state, next(steps_of(state.batches)))
     gradients = [one.grad for one in state.module.parameters() if one.grad is not None]
-    state.setup.timer.add(samples=8)
+    state.timer.add(samples=8)
     norm = step_metrics(state, sums, lr=0.0)["train/grad_norm"]
     return torch.cat([one.flatten() for one in gradients]), norm
 

@@ -6,14 +6,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiers import only
-from train_states import TOY, Trace, build, compose_config, run_loop
+from train_states import TOY, Trace, build, compose_config, evaluated, run_loop
 
 from ddp_runner.config.monitors import validate_known
 from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import MicroPlan
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.first_batch import try_evaluation
 
 OWN = "allowed_targets=[own_metrics]"
@@ -36,10 +35,10 @@ PICTURES = (
 )
 
 
-def evaluated(env: DistEnv, config: Config) -> dict[str, float]:
+def evaluated_twice(env: DistEnv, config: Config) -> dict[str, float]:
     """Return an evaluation of the model before training; two give the same."""
     state = build(env, config)
-    results, again = evaluate(state)[0], evaluate(state)[0]
+    results, again = evaluated(state)[0], evaluated(state)[0]
     assert results == again
     return results
 
@@ -63,9 +62,9 @@ def evaluated(env: DistEnv, config: Config) -> dict[str, float]:
 )
 def test_every_number_of_ranks_gives_the_same(keys: tuple[str, ...]) -> None:
     """With two samples, one of three ranks gets none."""
-    (alone,) = run_ranks(evaluated, 1, compose_config(*keys))
+    (alone,) = run_ranks(evaluated_twice, 1, compose_config(*keys))
     assert len([name for name in alone if name not in ("eval/loss", "eval/accuracy")]) >= 2
-    for found in run_ranks(evaluated, 3, compose_config(*keys, world_size=3)):
+    for found in run_ranks(evaluated_twice, 3, compose_config(*keys, world_size=3)):
         assert found == pytest.approx(alone, rel=1e-5, nan_ok=True)
 
 
@@ -74,7 +73,7 @@ def segmented(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str,
     from sklearn.metrics import accuracy_score, jaccard_score  # seconds for every other test's rank
 
     state = build(env, config)
-    split = state.setup.dataset.eval
+    split = state.work.dataset.eval
     pictures = [next(iter(split.load([piece], seed=0))) for piece in pieces(len(split))]
     inputs, targets = (torch.cat(part) for part in zip(*pictures, strict=True))
     with torch.no_grad():
@@ -85,7 +84,7 @@ def segmented(env: DistEnv, config: Config) -> tuple[dict[str, float], dict[str,
         "eval/iou": jaccard_score(true, found, average="macro"),
         "eval/pixel_accuracy": accuracy_score(true, found),
     }
-    return evaluate(state)[0], expected
+    return evaluated(state)[0], expected
 
 
 def pieces(num_samples: int) -> list[Any]:

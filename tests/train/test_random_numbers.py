@@ -11,12 +11,11 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
-from train_states import MNIST_NET, Trace, at, build, compose_config, run_loop
+from train_states import MNIST_NET, Trace, at, build, compose_config, evaluated, run_loop
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.seeds import GENERATORS, generator_states, moved, seed_all, seed_generators
-from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.step import Step
 
 # Six steps of dropout, and of a step that draws from each generator.
@@ -103,10 +102,10 @@ def test_a_step_draws_its_own_numbers_after_any_resume(tmp_path: Path) -> None:
 def evaluations(env: DistEnv, config: Config) -> list[dict[str, float]]:
     """Evaluate at step 0, once more after other draws, and as at step 3."""
     state = build(env, config)
-    found = [evaluate(state)[0]]
+    found = [evaluated(state)[0]]
     random.random()
     torch.rand(3)
-    return [*found, evaluate(state)[0], evaluate(at(state, step=3))[0]]
+    return [*found, evaluated(state)[0], evaluated(at(state, step=3))[0]]
 
 
 def test_the_same_weights_evaluate_to_the_same_digits() -> None:

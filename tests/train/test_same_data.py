@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +105,9 @@ def used(env: DistEnv, config: Config) -> tuple[list[int], list[int]]:
     random.seed(env.rank)  # as a forked process is
     torch.manual_seed(env.rank)
     state = build(env, config)
-    agreed_samples(state.setup.dataset)
-    batches = [micro for step in steps_of(state.setup.batches) for micro in step.micro_batches]
-    evaluated: Any = state.setup.dataset.eval
+    agreed_samples(state.work.dataset)
+    batches = [micro for step in steps_of(state.batches) for micro in step.micro_batches]
+    evaluated: Any = state.work.dataset.eval
     numbers = [int(one) for micro in batches for one in micro.data[0][:, 0]]
     return numbers, [int(evaluated.dataset[index][0][0]) for index in range(len(evaluated))]
 
@@ -134,7 +133,7 @@ def test_both_sides_of_a_random_split_belong_to_one_split() -> None:
 def agreement(env: DistEnv, config: Config) -> str:
     """Return the refusal of the ranks' data; empty if they agree."""
     try:
-        agreed_samples(build(env, config).setup.dataset)
+        agreed_samples(build(env, config).work.dataset)
     except UserError as error:
         return str(error)
     return ""
@@ -205,8 +204,8 @@ def resumed(env: DistEnv, configs: list[Config], folder: Path) -> list[str]:
     answers = []
     for number, config in enumerate(configs):
         state = build(env, config)
-        samples = agreed_samples(state.setup.dataset)
-        state.setup = replace(state.setup, samples=samples)
+        samples = agreed_samples(state.work.dataset)
+        state.samples = samples
         if not number:
             content = snapshot(at(state, step=1, in_epoch=1))
             settings = CheckpointConfig(keep=1)
@@ -233,7 +232,7 @@ def test_a_resume_with_other_samples_is_refused(tmp_path: Path) -> None:
 def warned(env: DistEnv, config: Config) -> list[str]:
     """Return the warnings about the data."""
     state = build(env, config)
-    state.setup = replace(state.setup, samples=agreed_samples(state.setup.dataset))
+    state.samples = agreed_samples(state.work.dataset)
     return warnings_of(Trial(1.0, 2.0, "sum"), state)
 
 

@@ -89,7 +89,7 @@ def in_backward(state: Any) -> None:
 
 def in_data(state: Any) -> None:
     """Delay the loading of each batch."""
-    batches = state.setup.batches
+    batches = state.batches
     load = batches.split.load
 
     def slowly(*arguments: Any, **named: Any) -> Any:
@@ -102,7 +102,7 @@ def in_data(state: Any) -> None:
 
 def in_stream(state: Any) -> None:
     """Delay the loading of each batch of a stream, after which the ranks exchange its size."""
-    split = state.setup.batches.split
+    split = state.batches.split
     split_open = split.open
 
     def slowly(*arguments: Any, **named: Any) -> Any:
@@ -121,7 +121,7 @@ def in_optimizer(state: Any) -> None:
 
 def in_turns(state: Any) -> None:
     """Delay the forward of every other step of two micro-steps; rank 0 begins."""
-    micro_steps = iter(range(2 * state.setup.env.rank, 1000))
+    micro_steps = iter(range(2 * state.work.env.rank, 1000))
     state.module.register_forward_pre_hook(lambda *_: nap() if next(micro_steps) % 4 < 1 else None)
 
 

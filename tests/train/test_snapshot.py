@@ -27,7 +27,7 @@ from train_states import (
     compose_config,
     equal,
     run_loop,
-    with_setup,
+    with_work,
 )
 
 from ddp_runner.checkpoint.state import PARTS
@@ -503,8 +503,8 @@ def test_shards_are_saved_as_whole_tensors_or_not_at_all() -> None:
 def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     """Return how a checkpoint answers to other samples than those it was saved with."""
     state = build(env, config)
-    data = replace(state.setup.dataset, digest="a")
-    state = with_setup(state, dataset=data)
+    data = replace(state.work.dataset, digest="a")
+    state = with_work(state, dataset=data)
     save_whatever(folder, snapshot(at(state, step=1)))
     more = TensorSplit(data.train.inputs[:20], data.train.targets[:20])
     fewer = TensorSplit(data.eval.inputs[:5], data.eval.targets[:5])
@@ -515,9 +515,9 @@ def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:
     }
     answers = {}
     for name, dataset in others.items():
-        other = with_setup(state, dataset=dataset)
+        other = with_work(state, dataset=dataset)
         answers[name] = error_of(other, config, folder)
-    drawn = with_setup(state, dataset=replace(data, digest=None))
+    drawn = with_work(state, dataset=replace(data, digest=None))
     assert restore(drawn, folder, log=print) == 1
     return answers
 

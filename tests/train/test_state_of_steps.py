@@ -230,7 +230,7 @@ def stopping(env: DistEnv, config: Config, folder: Path, stop: int) -> Trace:
     """Run until rank 0 or the last rank of the loop asks to stop."""
     state = build(env, config)
     find_changing(state)
-    is_alone = state.setup.env.world_size == 1
+    is_alone = state.work.env.world_size == 1
     return run_loop(
         env,
         config,

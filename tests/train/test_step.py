@@ -1,5 +1,6 @@
 """The training step: the ordinary one, steps of a user's own, and what they count."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,6 @@ from train_states import (
     refusal,
     run_loop,
     take_steps,
-    with_setup,
 )
 
 from ddp_runner.config.schema import Config
@@ -188,7 +188,7 @@ def test_scalars_are_logged_per_sample(world_size: int) -> None:
 
 def by_names(env: DistEnv, config: Config, names: tuple[str, ...]) -> list[dict[str, float]] | str:
     """Run the loop of a step whose trial has shown these scalars; return its lines or its error."""
-    trace = run_loop(env, config, max_steps=4, state=with_setup(build(env, config), scalars=names))
+    trace = run_loop(env, config, max_steps=4, state=replace(build(env, config), scalars=names))
     return trace.error or [line for line in trace.lines if "train/loss" in line]
 
 

@@ -43,7 +43,7 @@ def config_of(*keys: str, world_size: int = 2) -> Config:
 
 def steps(env: DistEnv, config: Config, num_epochs: int) -> list[list[dict[str, Any]]]:
     """Return what this rank has of each step of each epoch."""
-    batches = build(env, config).setup.batches
+    batches = build(env, config).batches
     return [
         [
             {
