@@ -30,7 +30,7 @@ ALLOWED = {
     "tracking": {*GROUND, "config", "dist_env", "job"},
     "checkpoint": {*GROUND, "config", "distributed", "job", "parallelism", "tracking"},
     "rank": {
-        *(*GROUND, "config", "dist_env", "distributed", "job", "parallelism"),
+        *(*GROUND, "checkpoint", "config", "dist_env", "distributed", "job", "parallelism"),
         "tracking",
     },
     "profiling": {*GROUND, "config"},
@@ -55,7 +55,7 @@ ALLOWED = {
     },
     "own_loop": {
         *(*GROUND, "checkpoint", "config", "data", "distributed", "job", "parallelism", "rank"),
-        "tracking",
+        *("tracking", "train"),
     },
     "check": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "distributed", "rank", "tracking"),

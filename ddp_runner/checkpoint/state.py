@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from ddp_runner.checkpoint.digests import digest_of, on_cpu
 from ddp_runner.checkpoint.fetched import on_every_machine
 from ddp_runner.checkpoint.manifest import read_manifest
+from ddp_runner.checkpoint.model_file import fitting_tensors
 from ddp_runner.checkpoint.optimizer_state import (
     by_names,
     groups_of,
@@ -38,7 +39,6 @@ from ddp_runner.checkpoint.optimizer_state import (
 )
 from ddp_runner.checkpoint.plain_data import reject_sharded
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
-from ddp_runner.checkpoint.weights import fitting_tensors
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, listed, typed
 from ddp_runner.parallelism.shards import first_not_finite, gathered, is_shard, load_module

@@ -1,208 +1,222 @@
-"""The weights that a run starts from, and those that it exports as ``model.safetensors``.
+"""The weights of a run, or of a file: what a run starts from, and what is evaluated afterwards.
 
-Rank 0 alone reads them.
+Rank 0 alone finds and reads them, or a process without ranks.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.manifest import MANIFEST
+from ddp_runner.checkpoint.manifest import MANIFEST, read_manifest
+from ddp_runner.checkpoint.model_file import fitting_tensors, read_export
 from ddp_runner.checkpoint.plain_data import load_plain_data
-from ddp_runner.checkpoint.store import best_checkpoints, first_whole, load_checkpoint, newest_first
-from ddp_runner.config.own_loop import has_own_loop
+from ddp_runner.checkpoint.store import (
+    best_checkpoints,
+    checkpoints_by_step,
+    first_whole,
+    load_checkpoint,
+    newest_first,
+)
+from ddp_runner.config.inference import Asked
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.distributed import sum_over_ranks
-from ddp_runner.errors import UserError, listed, os_errors
-from ddp_runner.files import file_sha256, read_yaml, replacing, temp_folder_in
+from ddp_runner.errors import UserError, os_errors
+from ddp_runner.files import file_sha256, is_missing, read_yaml
+from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import read_run_record
+
+TRIES = 5  # a run that goes on deletes a checkpoint while it is read
+FIX = "name another run, or let a loop of your own call run.export"
+PREFIX = "module."  # of the model's names in the state of torch's AveragedModel
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's state_dict, and where it comes from."""
+
+    tensors: Mapping[str, Tensor]  # on the CPU
+    step: int  # optimizer steps that made it
+    path: Path  # model.safetensors, the folder of a checkpoint, or a file of the user's
+
+
+def find_weights(
+    run_dir: RunDir,
+    asked: Asked,
+    *,
+    settings: CheckpointConfig,
+    is_average: bool = False,
+    log: Callable[[str], None],
+) -> Weights:
+    """Return the weights of a run.
+
+    Args:
+        run_dir: of the run.
+        asked: best, last, or the step of a checkpoint; see ``InferenceConfig``.
+        settings: which checkpoint is best.
+        is_average: return the averaged weights of ``ema``. A loop of the user's own has none.
+        log: takes a sentence about each damaged checkpoint that is passed over.
+
+    Raises:
+        UserError: the run has no such weights, or they are damaged or cannot be read.
+    """
+    is_own = "uses" in read_run_record(run_dir, missing_ok=True)  # a loop of the user's own
+    is_average = is_average and not is_own
+    if asked == "best":
+        found = _exported(run_dir, is_average=is_average, log=log)
+        if found is not None:
+            return found
+    for is_last_try in (*[False] * (TRIES - 1), True):
+        path = find_checkpoint(run_dir.checkpoints, asked, settings=settings, log=log)
+        if path is None:
+            raise UserError(
+                f"{run_dir} has no undamaged checkpoint, and no {run_dir.export.name} of these "
+                f"weights; {FIX}"
+            )
+        try:
+            return Weights(read_model(path, is_average=is_average), read_manifest(path).step, path)
+        except UserError:
+            if path.exists() or is_last_try:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def find_checkpoint(
+    folder: Path, asked: Asked, *, settings: CheckpointConfig, log: Callable[[str], None]
+) -> Path | None:
+    """Return the undamaged checkpoint that is asked for; None: there is none.
+
+    The best is by ``checkpoint.monitor``. Without one it is the newest, as it is where all with a
+    finite value of that metric are damaged.
+
+    Raises:
+        UserError: the step that is asked for has no checkpoint, or the folder cannot be read.
+    """
+    if isinstance(asked, int):
+        by_step = checkpoints_by_step(folder)
+        if asked not in by_step:
+            raise UserError(
+                f"inference.weights ({asked}): {folder.parent} has no checkpoint of that step; it "
+                f"has {', '.join(map(str, by_step)) or 'none'}"
+            )
+        return by_step[asked]
+    ranking, monitor = list[Path](), settings.monitor
+    if asked == "best" and monitor is not None:
+        ranking = best_checkpoints(folder, monitor=monitor, mode=settings.mode, log=log)
+    return first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
+
+
+def read_model(path: Path, *, is_average: bool = False) -> Mapping[str, Tensor]:
+    """Return the model's state_dict in a checkpoint, averaged if so asked.
+
+    Raises:
+        UserError: the checkpoint is damaged, or has none under the name that a training gives it.
+    """
+    objects = load_checkpoint(path).get("objects")
+    found = objects.get("ema" if is_average else "model") if isinstance(objects, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise UserError(f"{path} holds no model; {FIX}")
+    return averaged_weights(found) if is_average else found
+
+
+def averaged_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the model's state_dict that is in the state of an ``Ema``."""
+    return {
+        name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)
+    }
+
+
+def _exported(run_dir: RunDir, *, is_average: bool, log: Callable[[str], None]) -> Weights | None:
+    """Return what a run has exported; None if it has trained on since, or exported another kind."""
+    path = run_dir.export
+    if is_missing(path):
+        return None
+    record = {} if is_missing(run_dir.record) else read_run_record(run_dir)
+    is_completed, wanted = record.get("status") == Status.COMPLETED, record.get("export_sha256")
+    fix = "make it readable, or write inference.weights=last"
+    with os_errors(f"{path} cannot be read", fix=fix):
+        sha256 = file_sha256(path)
+    if wanted is not None and sha256 != wanted and not is_completed:
+        # The file is replaced before its checksum, and a kill may come in between.
+        log(f"{path} is passed over: the run has not completed since it wrote the file")
+        return None
+    if wanted is not None and sha256 != wanted:
+        raise UserError(
+            f"{path} is damaged: its checksum differs from that in {run_dir.record.name}; restore "
+            "it, or write inference.weights=last"
+        )
+    tensors, facts = read_export(path, named=str(path))
+    step = int(facts["step"]) if facts.get("step", "").isdecimal() else 0
+    later = max(checkpoints_by_step(run_dir.checkpoints), default=0)
+    has_gone_on = not is_completed and later > step
+    if has_gone_on or (facts.get("weights") == "ema") != is_average:
+        return None
+    return Weights(tensors, step, path)
 
 
 def starting_weights(
     config: RunConfig, checkpoints: Path, *, log: Callable[[str], None]
-) -> Path | None:
+) -> Weights | None:
     """Return and log what a run starts from; None: from scratch, or from its own `checkpoints`.
 
+    ``model.weights`` names a run, whose best trained weights are taken, a folder of a checkpoint,
+    or a file: ``.safetensors``, or a state_dict that torch.save wrote, by itself or under the key
+    ``model`` or ``state_dict``.
+
     Raises:
-        UserError: `model.weights` names a run without a usable checkpoint.
+        UserError: it names nothing that holds a model, or what could run code.
     """
     asked = config.model.get("weights")
     if asked is None or newest_first(checkpoints):
         return None
-    found = _find(Path(asked), log=log)
-    log(f"starts from the weights in {found}")
+    path = Path(asked)
+    what = f"model.weights ({path}) cannot be read"
+    with os_errors(what, fix="make it readable, or give other weights"):
+        is_run = not (path.is_file() or (path / MANIFEST).exists())
+    if is_run:
+        settings = _settings(RunDir(path).config)
+        found = find_weights(RunDir(path), "best", settings=settings, log=log)
+    else:
+        found = Weights(_read(path), 0, path)
+    log(f"starts from the weights in {found.path}")
     return found
 
 
-def load_weights(module: nn.Module, path: Path | None) -> None:
-    """Load rank 0's file, if it has one, into a bare model on all ranks. Collective.
+def load_weights(module: nn.Module, found: Weights | None) -> None:
+    """Load rank 0's weights, if it has some, into a bare model on all ranks. Collective.
 
     A mode need not send all that is in it.
-    """
-    (num_files,) = sum_over_ranks([path is not None])
-    if num_files:
-        send_module(module, read_weights(module, path) if path else None, group=None)
-
-
-def read_weights(module: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Return the state_dict of a model from a file, with the model's own keys. Rank 0 only.
-
-    Args:
-        module: bare; it is left as it is.
-        path: a checkpoint folder, a ``.safetensors`` file, or a state_dict that torch.save wrote,
-            by itself or under the key ``model`` or ``state_dict``.
 
     Raises:
-        UserError: the file is not readable, could run code, or is of another model.
+        UserError: they are of another model.
     """
-    return fitting_tensors(module, _read(path), named=f"model.weights ({path})")
+    (num_found,) = sum_over_ranks([found is not None])
+    if num_found:
+        named = found and f"model.weights ({found.path})"
+        tensors = fitting_tensors(module, found.tensors, named=named) if found and named else None
+        send_module(module, tensors, group=None)
 
 
-def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, named: str) -> None:
-    """Load a state_dict into a bare model in place, on its devices; see ``fitting_tensors``."""
-    module.load_state_dict(fitting_tensors(module, tensors, named=named))
-
-
-def fitting_tensors(
-    module: nn.Module, tensors: Mapping[str, Tensor], *, named: str
-) -> dict[str, Tensor]:
-    """Return a state_dict with the keys of a bare model, perhaps of its shards.
-
-    The names may have the prefixes that torch.compile and DDP add. In an error the state_dict goes
-    by what it is `named`.
-
-    Raises:
-        UserError: it is of another model.
-    """
-    found = {_plain_name(name): tensor for name, tensor in tensors.items()}
-    expected = module.state_dict()
-    if not any(name.startswith("module.") for name in expected):  # from a saved DDP module
-        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    names = {_plain_name(name): name for name in expected}
-    differences = []
-    if missing := [name for name in names if name not in found]:
-        differences.append(f"it lacks {listed(missing)}")
-    if unexpected := [name for name in found if name not in names]:
-        differences.append(f"it has {listed(unexpected)}, which the model does not have")
-    if wrong := [
-        f"{name} is {tuple(found[name].shape)} there and {tuple(expected[own].shape)} in the model"
-        for name, own in names.items()
-        if name in found and found[name].shape != expected[own].shape
-    ]:
-        differences.append(listed(wrong))
-    if differences:
-        raise UserError(
-            f"{named} does not fit the model: {'; '.join(differences)}; give "
-            "weights of the same model, or the model's original keys"
-        )
-    return {own: found[name] for name, own in names.items()}
-
-
-def best_or_newest(
-    folder: Path, *, monitor: str | None, mode: str, log: Callable[[str], None]
-) -> Path | None:
-    """Return the undamaged checkpoint that is best, or without a metric the newest; None: none is.
-
-    If all with a finite value of the metric are damaged, it is the newest of the others.
-    """
-    ranking = best_checkpoints(folder, monitor=monitor, mode=mode, log=log) if monitor else []
-    return first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
-
-
-def export_weights(
-    path: Path,
-    state: Mapping[str, Tensor],
-    *,
-    step: int,
-    metrics: Mapping[str, float | None],
-    is_average: bool = False,
-) -> str:
-    """Write a state_dict as safetensors, whole or not at all; return its SHA-256. Rank 0 only.
-
-    Its tensors may be on any device; tied ones are written once for each of their names. The
-    optimizer step and its metrics become the file's metadata, as strings, with ``weights: ema`` for
-    averaged weights.
-
-    Raises:
-        UserError: the file could not be written.
-    """
-    tensors, addresses = dict[str, Tensor](), set[int]()
-    for name, tensor in state.items():
-        own = tensor.detach().cpu().contiguous()
-        if own.untyped_storage().data_ptr() in addresses:  # the format has no tensors that share
-            own = own.clone()
-        addresses.add(own.untyped_storage().data_ptr())
-        tensors[name] = own
-    facts = {name: str(value) for name, value in metrics.items() if value is not None}
-    facts |= {"weights": "ema"} if is_average else {}
+def _settings(config: Path) -> CheckpointConfig:
+    """Return what a run's frozen config says of its best checkpoint, whatever its version."""
     try:
-        # safetensors writes to a file with a name of its own, which a killed process leaves.
-        prefix = f".{path.name}.parts"
-        with replacing(path) as temp, temp_folder_in(path.parent, prefix=prefix) as parts:
-            written = parts / path.name
-            written.touch()
-            mode = written.stat().st_mode
-            save_file(tensors, written, {"format": "pt", "step": str(step), **facts})
-            written.chmod(mode)  # safetensors lets nobody else read its file
-            written.replace(temp)
-            digest = file_sha256(temp)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"{path} could not be written ({reason}); free space or make the "
-            "folder writable, then resume: the checkpoints are intact"
-        ) from error
-    return digest
-
-
-def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the state_dict and the metadata of a ``.safetensors`` file.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts = dict(file.metadata() or {})
-        return load_file(path), facts
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{named} cannot be read ({reason}); give another file") from error
-
-
-def _find(path: Path, *, log: Callable[[str], None]) -> Path:
-    """Return the checkpoint folder or file to load: of a run, the best checkpoint or the newest."""
-    what = f"model.weights ({path}) cannot be read"
-    with os_errors(what, fix="make it readable, or give other weights"):
-        if path.is_file() or (path / MANIFEST).exists():
-            return path
-    config, export = RunDir(path).config, RunDir(path).export
-    try:
-        keys = read_yaml(config)
-        settings, is_own = keys["checkpoint"], has_own_loop(str(keys.get("task")))
-        monitor, mode = settings["monitor"], settings["mode"]
+        found = read_yaml(config)["checkpoint"]
+        return CheckpointConfig(monitor=found["monitor"], mode=found["mode"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(
             f"{config} does not say which checkpoint is best ({type(error).__name__}); write "
             "model.weights=RUN/checkpoints/step-XXXXXXXX"
         ) from error
-    if is_own and export.is_file():  # in its checkpoints nobody knows which object is the model
-        return export
-    found = best_or_newest(RunDir(path).checkpoints, monitor=monitor, mode=mode, log=log)
-    if found is None:
-        fix = "call run.export in its loop" if is_own else "give another run"
-        raise UserError(f"model.weights ({path}) has no undamaged checkpoint; {fix}")
-    return found
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
-    """Return the state_dict of a file, given by itself or under the key model or state_dict."""
+    """Return the state_dict of a checkpoint or a file; see ``starting_weights``."""
     named = f"model.weights ({path})"
     if path.is_dir():
         loaded: Any = load_checkpoint(path).get("objects")
@@ -217,8 +231,3 @@ def _read(path: Path) -> Mapping[str, Tensor]:
         if tensors and all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             return tensors
     raise UserError(f"{named} holds no state_dict, not even as model or state_dict; give one")
-
-
-def _plain_name(name: str) -> str:
-    """Return a key without the prefix that torch.compile adds."""
-    return name.replace("_orig_mod.", "")

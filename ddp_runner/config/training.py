@@ -71,6 +71,11 @@ class EmaConfig:
     decay: float | None = None
     evaluate: bool = True  # evaluate and export the average in place of the trained weights
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether evaluations and the exported model have the average."""
+        return self.decay is not None and self.evaluate
+
 
 @dataclass
 class EarlyStopConfig:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ddp_runner.checkpoint.weights import export_weights
+from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.inference.model import open_model
 from ddp_runner.inference.run_files import logged_at
 from ddp_runner.inference.start import open_logger
@@ -36,7 +36,7 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
                 tensors,
                 step=model.step,
                 metrics=numbers,
-                is_average=work.config.ema.decay is not None and work.config.ema.evaluate,
+                is_average=work.config.ema.is_evaluated,
             )
             split = next(iter(model.splits.values()))
             files = export_programs(

@@ -1,29 +1,42 @@
-"""Builds the model of a run on the ranks, with its weights and the data that it computes on."""
+"""Builds the model of a run: on ranks, with the data that it computes on, or in one process."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from ddp_runner.checkpoint.weights import fitting_tensors
-from ddp_runner.config.schema import RunConfig
+from ddp_runner.checkpoint.model_file import fitting_tensors, load_tensors
+from ddp_runner.checkpoint.weights import Weights, find_weights
+from ddp_runner.config.allowed_targets import validate_targets
+from ddp_runner.config.foreign import foreign_keys
+from ddp_runner.config.inference import Asked
+from ddp_runner.config.load import frozen_config, to_config
+from ddp_runner.config.own_loop import has_own_loop
+from ddp_runner.config.schema import Config, RunConfig
+from ddp_runner.config.validate_inference import validate_weights
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import Split
 from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.distributed import from_rank_zero
+from ddp_runner.errors import UserError, one_line
+from ddp_runner.files import is_missing
 from ddp_runner.inference.run_files import logged_at, model_arguments, validate_kept_files
-from ddp_runner.inference.weights import Weights, find_weights
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build import build_work
-from ddp_runner.train.build_model import place_model
+from ddp_runner.train.build_model import place_alone, place_model
 from ddp_runner.train.work import Work, forward
+
+# Groups of a run's config that its model does not need.
+UNUSED = ("trackers", "metrics", "loop", "optimizer", "scheduler", "dataset", "launch", "sweep")
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ def open_model(session: Session) -> TrainedModel | None:
     found: list[Weights] = []
 
     def facts() -> tuple[int, int, str, dict[str, Any]]:
-        weights = find_weights(run_dir, config, config.inference.weights, log=session.log)
+        weights = _weights(run_dir, config, config.inference.weights, log=session.log)
         found.append(weights)
         epoch = logged_at(run_dir, weights.step).get("epoch")
         epoch = epoch if isinstance(epoch, int) else 0
@@ -106,3 +119,70 @@ def _try_samples(model: TrainedModel, split: Split) -> None:
     what = f"the model of {run} cannot take dataset={work.dataset.name}, whose samples are"
     with taking(what, inputs_of(batch.data), fix="choose a dataset that fits"):
         forward(model.work, model.module, batch)
+
+
+def _weights(
+    run_dir: RunDir, config: Config, asked: Asked, *, log: Callable[[str], None]
+) -> Weights:
+    """Return the weights that a run's evaluations have used: averaged ones with ema.evaluate."""
+    validate_weights(asked)
+    if is_missing(run_dir.path):
+        raise UserError(
+            f"the run's folder {run_dir} does not exist; write task={config.task} resume=RUN with "
+            "the folder where it is now"
+        )
+    is_average = config.ema.is_evaluated
+    return find_weights(run_dir, asked, settings=config.checkpoint, is_average=is_average, log=log)
+
+
+def load_model(
+    run: Path,
+    *,
+    weights: str | int,
+    device: str | torch.device,
+    allowed_targets: Sequence[str],
+    log: Callable[[str], None] = print,
+) -> tuple[nn.Module, Weights]:
+    """Return the model of a run, in evaluation mode, and its weights; see ``notebook.load``."""
+    place = torch.empty(0, device=device).device
+    run_dir = RunDir(run)
+    if is_missing(run_dir.config):
+        raise UserError(f"{run} is not a run folder: it has no {run_dir.config.name} in .hydra")
+    frozen = frozen_config(run_dir.config)
+    # A config that came with somebody else's run must not allow itself to run code.
+    frozen.allowed_targets = list(allowed_targets)
+    if has_own_loop(frozen.task):  # which is not called here
+        frozen.task, frozen.loop = "train", {}
+    config = _resolved(frozen)
+    validate_targets(config)
+    if config.task != "train":
+        raise UserError(f"{run} is a run of task={config.task}; give a run of task=train")
+    found = _weights(run_dir, config, weights, log=log)
+    seed_all(config.seed)  # equal buffers that no file keeps
+    module = place_alone(config, model_arguments(run_dir), place)
+    load_tensors(module, found.tensors, named=str(found.path))
+    return module.eval(), found
+
+
+def _resolved(frozen: DictConfig) -> Config:
+    """Return a frozen config as the schema's object.
+
+    What reads the environment, or names an address, is left out of groups that the model does not
+    need. In others it is rejected: a run may be anybody's.
+    """
+    plain: Any = OmegaConf.to_container(frozen)
+    for group in UNUSED:
+        keys = plain[group].items()
+        plain[group] = {key: one for key, one in keys if not foreign_keys({group: {key: one}}, {})}
+    if found := foreign_keys(plain, {}):
+        key, value = next(iter(found.items()))
+        raise UserError(
+            f"{key} ({value}) of the run reads the environment or names an address, and whoever "
+            "made the run may have chosen it; write the value itself into the run's config"
+        )
+    try:
+        return to_config(OmegaConf.create(plain))
+    except OmegaConfBaseException as error:
+        raise UserError(
+            f"the run's config is damaged or of another version ({one_line(error)}); restore it"
+        ) from error

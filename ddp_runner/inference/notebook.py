@@ -47,7 +47,7 @@ def load(
     packages = [allowed_targets] if isinstance(allowed_targets, str) else allowed_targets
     before = generator_states()
     try:
-        from ddp_runner.inference.weights import load_model  # some libraries draw when imported
+        from ddp_runner.inference.model import load_model  # some libraries draw when imported
 
         return load_model(Path(run), weights=weights, device=device, allowed_targets=packages)[0]
     finally:

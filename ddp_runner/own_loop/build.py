@@ -1,10 +1,8 @@
 """Builds, for a loop of the user's own, from the groups of a resolved config."""
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,8 +20,10 @@ from ddp_runner.data.splits import NumberedSplit
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.parallelism.shards import fit_optimizer
+from ddp_runner.parallelism.single import Single
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
+from ddp_runner.train.build_model import place_model
 
 
 def build_model(session: Session, **arguments: Any) -> nn.Module:
@@ -34,19 +34,15 @@ def build_model(session: Session, **arguments: Any) -> nn.Module:
     Raises:
         UserError: the keys do not fit the model, or the weights do not.
     """
-    keys, allowed = session.config.model, session.config.allowed_targets
-    build = partial(make, "model", keys, kind=nn.Module, allowed=allowed, **arguments)
+    config, devices = session.config, session.devices
     # ``wrap`` places it; a model of several stages places itself.
-    is_cut = len(session.devices) > 1
-    module = session.mode.place(build, session.devices) if is_cut else build()
-    module = module if is_cut else module.to(session.devices[0])
-    if keys.get("channels_last"):
-        module = module.to(memory_format=torch.channels_last)
-    if keys.get("weights") is not None:
-        path = None
+    mode = session.mode if len(devices) > 1 else Single("single")
+    module = place_model(config, mode, {}, devices, **arguments)
+    if config.model.get("weights") is not None:
+        found = None
         if session.env.is_rank_zero:
-            path = starting_weights(session.config, session.run_dir.checkpoints, log=session.log)
-        load_weights(module, path)
+            found = starting_weights(config, session.run_dir.checkpoints, log=session.log)
+        load_weights(module, found)
     return module
 
 

@@ -15,7 +15,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.own_loop import build
 from ddp_runner.own_loop.loader import Loader
-from ddp_runner.own_loop.records import Records
+from ddp_runner.own_loop.records import OwnRecords
 from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, replaced, validate_objects
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session, note_restart
@@ -51,7 +51,7 @@ class Run:
         self._layout = session.mode.layout(env)
         self._vote, self._loaders = StopVote(), list[Loader]()
         self._objects: dict[str, Any] = {}
-        self._records: Records | None = None
+        self._records: OwnRecords | None = None
         self._uses = dict[str, dict[str, Any]]()  # groups of the config, with further arguments
         self._step, self._saved_step = 0, -1  # the last ones that this rank reported and saved
         self._gone = list[Any]()  # references to parameters that ``wrap`` has replaced
@@ -166,7 +166,7 @@ class Run:
         seed_all(self.seed, "own loop", self._step, self._layout.share)
         note_restart(session, step=self._step)
         step = found and found.step
-        self._records = Records(session, uses=self._uses, resume_step=step, stack=self._stack)
+        self._records = OwnRecords(session, uses=self._uses, resume_step=step, stack=self._stack)
         return self._step
 
     def log(self, values: Mapping[str, float | Tensor], *, step: int) -> None:
@@ -205,8 +205,8 @@ class Run:
         """
         if not self._objects:
             raise UserError("run.save has nothing to save; name it in run.restore(NAME=OBJECT, …)")
-        content = partial(self._saver.snapshot, self._at(step))
-        self._recording().save(content, step=step)
+        records, content = self._recording(), partial(self._saver.snapshot, self._at(step))
+        records.save(content, step=step, metrics=records.metrics_of(step))
         self._saved_step = step
 
     def should_stop(self, step: int) -> bool:
@@ -231,13 +231,14 @@ class Run:
             UserError: the file cannot be written.
         """
         records = self._recording()
-        records.export(gathered(bare(module).state_dict(), keep=self.is_rank_zero), step=self._step)
+        state = gathered(bare(module).state_dict(), keep=self.is_rank_zero)
+        records.export(state, step=self._step, metrics=records.metrics_of(self._step))
 
     def _at(self, step: int) -> int:
         self._step = step
         return step
 
-    def _recording(self) -> Records:
+    def _recording(self) -> OwnRecords:
         if self._records is None:  # log may be called on one rank, restore not
             raise UserError(
                 "the loop began without run.restore; call it before, with what a checkpoint holds, "

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ddp_runner.checkpoint.optimizer_state import settings_of
-from ddp_runner.checkpoint.weights import starting_weights
+from ddp_runner.checkpoint.weights import Weights, starting_weights
 from ddp_runner.config.instantiate import make, make_function
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import TrainConfig
@@ -156,10 +155,10 @@ def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFuncti
     return step.to(devices[0]) if isinstance(step, nn.Module) else step
 
 
-def build_state(work: Work, *, weights: Path | None = None) -> TrainState:
+def build_state(work: Work, *, weights: Weights | None = None) -> TrainState:
     """Build the batches, the model, the optimizer and its schedule. Collective: every rank.
 
-    Only rank 0 reads a file of weights; the others get them from it.
+    Only rank 0 has weights to start from; the others get them from it.
 
     Raises:
         UserError: a group's keys do not fit the object that it names, the dataset does not fit the

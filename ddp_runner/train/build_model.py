@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_runner.checkpoint.weights import load_weights
+from ddp_runner.checkpoint.weights import Weights, load_weights
 from ddp_runner.config.instantiate import find, keywords, make
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
 from ddp_runner.errors import UserError
@@ -22,7 +21,7 @@ from ddp_runner.train.parameters import freeze
 from ddp_runner.train.work import Work
 
 
-def build_module(work: Work, *, weights: Path | None) -> nn.Module:
+def build_module(work: Work, *, weights: Weights | None) -> nn.Module:
     """Return the bare model to train, with rank 0's weights. Collective: every rank must call.
 
     Raises:
@@ -61,10 +60,13 @@ def _compute_twice(module: nn.Module, config: RunConfig) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[..., nn.Module]:
+def model_factory(
+    config: Config, arguments: Mapping[str, Any], **given: Any
+) -> Callable[..., nn.Module]:
     """Return a function that builds the config's model; it takes the devices of its stages.
 
-    Of the `arguments`, facts of the data, the model gets those that it takes.
+    Of the `arguments`, facts of the data, the model gets those that it takes, and all that is
+    `given`.
 
     Raises:
         UserError: the model's target may not be named, or does not exist.
@@ -72,7 +74,7 @@ def model_factory(config: Config, arguments: Mapping[str, Any]) -> Callable[...,
     allowed = config.allowed_targets
     known = keywords(find(config.model.get("_target_"), key="model._target_", allowed=allowed))
     facts = {name: value for name, value in arguments.items() if name in known}
-    build = partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts)
+    build = partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts, **given)
     return partial(build_by_modules, build) if config.model.get("meta_init") else build
 
 
@@ -98,14 +100,20 @@ def one_process_model(
 
 
 def place_model(
-    config: Config, mode: Mode, arguments: Mapping[str, Any], devices: Sequence[torch.device]
+    config: Config,
+    mode: Mode,
+    arguments: Mapping[str, Any],
+    devices: Sequence[torch.device],
+    **given: Any,
 ) -> nn.Module:
     """Return the bare model on its devices, in the memory format that the config asks for.
+
+    For the arguments see ``model_factory``.
 
     Raises:
         UserError: see ``model_factory``.
     """
-    module = mode.place(model_factory(config, arguments), devices)
+    module = mode.place(model_factory(config, arguments, **given), devices)
     if config.model.get("channels_last") and not has_shards(module):  # these are contiguous
         module = module.to(memory_format=torch.channels_last)
     return module

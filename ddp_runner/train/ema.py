@@ -4,9 +4,8 @@ Source: https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from ddp_runner.errors import UserError, typed
 from ddp_runner.parallelism.shards import has_shards, is_shard
 
 STATISTICS = ("running_mean", "running_var")  # the buffers of BatchNorm that are averaged
-PREFIX = "module."  # of the model's names in the state of an AveragedModel
 
 
 class Ema:
@@ -81,10 +79,3 @@ class Ema:
             averages, values = map(list, zip(*pairs, strict=True))
             torch._foreach_lerp_(averages, values, 1 - self._decay)
         self.averaged.n_averaged += 1
-
-
-def averaged_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the model's state_dict that is in the state of an ``Ema``."""
-    return {
-        name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)
-    }

@@ -2,22 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from ddp_runner.checkpoint.manifest import read_manifest
-from ddp_runner.checkpoint.store import best_checkpoints, load_checkpoint
-from ddp_runner.checkpoint.weights import export_weights
+from ddp_runner.checkpoint.store import best_checkpoints, first_whole
+from ddp_runner.checkpoint.weights import read_model
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.parallelism.shards import gathered, send_module
+from ddp_runner.rank.records import Records
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.tracking.run_record import add_warning, write_run_record
-from ddp_runner.train.ema import averaged_weights
+from ddp_runner.tracking.run_record import add_warning
 from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.programs import export_programs
 from ddp_runner.train.state import TrainState
@@ -34,7 +33,7 @@ class _Model:
 
 
 def export_best(
-    state: TrainState, run_dir: RunDir, *, logger: Logger, log: Callable[[str], None]
+    state: TrainState, run_dir: RunDir, records: Records, *, log: Callable[[str], None]
 ) -> None:
     """Export the best model, or the last one without checkpoint.monitor.
 
@@ -56,21 +55,14 @@ def export_best(
     if settings.load_best:
         send_module(module, best.state if best else None, group=state.work.group)
         results, _ = evaluate(state.work, module, step=progress.step)
-        logger.log(
+        records.logger.log(
             {name.replace("eval/", "best/"): value for name, value in results.items()},
             step=progress.step,
             epoch=state.batches.epoch,
         )
     if best is not None:
-        logger.exported(best.step, best.metrics)
-        digest = export_weights(
-            run_dir.export,
-            best.state,
-            step=best.step,
-            metrics=json_safe(best.metrics),
-            is_average=best.is_average,
-        )
-        write_run_record(run_dir, export_sha256=digest)
+        records.logger.exported(best.step, best.metrics)
+        records.export(best.state, step=best.step, metrics=best.metrics, is_average=best.is_average)
         if settings.export:
             _export_programs(state, best, run_dir, log=log)
         if settings.monitor is not None:
@@ -110,39 +102,21 @@ def _best(
 ) -> _Model:
     """Return the best model that can be loaded, and log each damaged checkpoint. Rank 0 only.
 
-    Training is complete, so a damaged file must not fail the run: if no checkpoint can be loaded,
-    return the last model, which is in memory.
+    Training is complete, so a damaged file must not fail the run: if no better checkpoint can be
+    loaded, return the last model, which is in memory.
     """
-    assert settings.monitor is not None
-    shapes = {name: value.shape for name, value in last.state.items()}
+    monitor, mode = settings.monitor, settings.mode
+    assert monitor is not None
     try:
-        ranking = best_checkpoints(folder, monitor=settings.monitor, mode=settings.mode)
+        ranking = best_checkpoints(folder, monitor=monitor, mode=mode)
+        if not ranking:
+            log(f"no valid checkpoint has a finite {monitor}; exporting the last model")
+        better = takewhile(lambda one: read_manifest(one).step != last.step, ranking)
+        path = first_whole(better, log=log)
+        if path is None:
+            return last
+        manifest, model = read_manifest(path), read_model(path, is_average=last.is_average)
+        return _Model(model, manifest.step, manifest.metrics, last.is_average)
     except UserError as error:
         log(f"{error}; exporting the last model")
         return last
-    for path in ranking:
-        try:
-            manifest = read_manifest(path)
-            if manifest.step == last.step:
-                return last
-            content = load_checkpoint(path)
-            model = model_state(content, is_average=last.is_average)
-            if not isinstance(model, Mapping) or shapes != {
-                name: getattr(value, "shape", None) for name, value in model.items()
-            }:
-                raise UserError(f"checkpoint {path} does not hold this model")
-            return _Model(model, manifest.step, manifest.metrics, last.is_average)
-        except UserError as error:
-            log(f"{error}; trying the next best checkpoint")
-    log(f"no valid checkpoint has a finite {settings.monitor}; exporting the last model")
-    return last
-
-
-def model_state(content: Any, *, is_average: bool) -> object:
-    """Return the model's state_dict in a checkpoint's content, averaged if so asked.
-
-    None, or nothing in it: the content is of another program.
-    """
-    objects = content.get("objects") if isinstance(content, Mapping) else None
-    found = objects.get("ema" if is_average else "model") if isinstance(objects, Mapping) else None
-    return averaged_weights(found) if is_average and isinstance(found, Mapping) else found

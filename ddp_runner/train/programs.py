@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.weights import load_tensors
+from ddp_runner.checkpoint.model_file import load_tensors
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import NUM_FIRST

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from train_states import SMALL, TOY, compose_config, flat_weights
 
-import ddp_runner.checkpoint.weights as weights_module
+import ddp_runner.checkpoint.model_file as model_file
+from ddp_runner.checkpoint.model_file import export_weights, fitting_tensors
 from ddp_runner.checkpoint.store import save_checkpoint
-from ddp_runner.checkpoint.weights import export_weights, read_weights, starting_weights
+from ddp_runner.checkpoint.weights import Weights, starting_weights
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.config.training import CheckpointConfig
@@ -35,9 +36,18 @@ from ddp_runner.train.build import build_state, build_work
 CPU = torch.device("cpu")
 
 
+def start(path: Path) -> Weights:
+    """Return what a new run starts from that names a path."""
+    config = compose_config(*TOY, f"model.weights={path}")
+    found = starting_weights(config, path.parent / "none", log=lambda _: None)
+    assert found is not None
+    return found
+
+
 def load(model: nn.Module, path: Path) -> None:
     """Load a file into a model."""
-    model.load_state_dict(read_weights(model, path))
+    tensors = fitting_tensors(model, start(path).tensors, named=f"model.weights ({path})")
+    model.load_state_dict(tensors)
 
 
 def toy(value: float = 1.0) -> ToyModel:
@@ -153,7 +163,7 @@ def test_safetensors_writes_nothing_beside_the_export(
         places.append(file.parent)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights_module, "save_file", save)
+    monkeypatch.setattr(model_file, "save_file", save)
     with pytest.raises(UserError, match="No space left on device"):
         export_weights(tmp_path / "model.safetensors", toy().state_dict(), step=1, metrics={})
     assert [place.parent for place in places] == [tmp_path]
@@ -221,7 +231,9 @@ def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) 
     logged: list[str] = []
     config = compose_config(*TOY, f"model.weights={saved(tmp_path / 'a.pt', {})}")
     own = tmp_path / "checkpoints"
-    assert starting_weights(config, own, log=logged.append) == tmp_path / "a.pt"
+    found = starting_weights(config, own, log=logged.append)
+    assert found is not None
+    assert found.path == tmp_path / "a.pt"
     assert logged == [f"starts from the weights in {tmp_path / 'a.pt'}"]
     as_checkpoint(own, dict(toy().state_dict()))
     assert starting_weights(config, own, log=pytest.fail) is None
@@ -239,7 +251,7 @@ def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) 
     (damaged / "state.pt").write_bytes(b"")
     assert starting_weights(config, empty / "checkpoints", log=pytest.fail) is None
     logged.clear()
-    with pytest.raises(UserError, match="has no undamaged checkpoint; give another run"):
+    with pytest.raises(UserError, match=r"has no undamaged checkpoint, and no model\.saf"):
         starting_weights(config, tmp_path / "none", log=logged.append)
     assert len(logged) == 1
 
@@ -257,7 +269,10 @@ def test_weights_that_are_somebody_elses_are_named(tmp_path: Path) -> None:
 def started(env: DistEnv, config: Config, path: Path) -> dict[str, Tensor]:
     """Build on ranks of which only rank 0 reads the weights."""
     dataset = load_dataset(make("dataset", config.dataset), data_root=Path("data"), log=print)
-    mode, weights = make("parallelism", config.parallelism), path if env.is_rank_zero else None
+    mode, weights = (
+        make("parallelism", config.parallelism),
+        start(path) if env.is_rank_zero else None,
+    )
     work = build_work(config, env, mode, devices=(CPU,), dataset=dataset)
     state = build_state(work, weights=weights)
     return dict(state.module.state_dict())

@@ -17,7 +17,7 @@ from rights import unreadable
 from run_folders import record
 
 import ddp_runner
-from ddp_runner.checkpoint.weights import export_weights
+from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.errors import UserError
 from ddp_runner.files import file_sha256
 from ddp_runner.tracking.run_record import write_run_record

@@ -35,7 +35,6 @@ from ddp_runner.parallelism.parameter_server import (
 )
 from ddp_runner.train import loop
 from ddp_runner.train.first_batch import try_first_batch
-from ddp_runner.train.state import TrainState
 
 PS = ("parallelism=ps", "train.num_threads=1")
 # Dropout and momentum: a resumed run must find both as they were.
@@ -233,11 +232,11 @@ def rests(env: DistEnv, config: Config) -> list[tuple[str, int, bool]]:
     """Return each save and evaluation of a run, its step, and whether nothing was under way."""
     state, found = build(env, config), list[tuple[str, int, bool]]()
 
-    def noted(name: str, call: Callable[[TrainState], Any]) -> Callable[[TrainState], Any]:
-        def wrapped(state: TrainState) -> Any:
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **keywords: Any) -> Any:
             found.append((name, state.progress.step, state.engine.may_stop(True)))
             state.engine.may_stop(False)
-            return call(state)
+            return call(*args, **keywords)
 
         return wrapped
 

@@ -28,11 +28,12 @@ from train_states import (
 )
 
 from ddp_runner.checkpoint.store import load_checkpoint
+from ddp_runner.checkpoint.weights import averaged_weights
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.train.ema import Ema, averaged_weights
+from ddp_runner.train.ema import Ema
 from ddp_runner.train.export import export_best
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.snapshot import snapshot
