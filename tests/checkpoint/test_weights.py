@@ -229,7 +229,9 @@ def test_a_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> N
 def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) -> None:
     """Only a new run reads weights; a run without an undamaged checkpoint has none."""
     logged: list[str] = []
-    config = compose_config(*TOY, f"model.weights={saved(tmp_path / 'a.pt', {})}")
+    config = compose_config(
+        *TOY, f"model.weights={saved(tmp_path / 'a.pt', dict(toy().state_dict()))}"
+    )
     own = tmp_path / "checkpoints"
     found = starting_weights(config, own, log=logged.append)
     assert found is not None
