@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_runner.data.splits import MicroPlan, NumberedSplit
-from ddp_runner.data.workers import Failure, loaded, loader_options, sendable, started
+from ddp_runner.data.workers import Failure, loaded, loader_options, sendable
 from ddp_runner.device import has_streams
 from ddp_runner.errors import UserError, typed
 from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_generators
@@ -54,8 +54,7 @@ class LoaderSplit(NumberedSplit):
         """
         orders = self._orders
         orders.next = mine = (_Order(seed, plan.epoch, _numbers(plan)) for plan in plans)
-        batches = started(self._loader)
-        for batch in loaded(batches, name=self.name, num_workers=self.num_workers):
+        for batch in loaded(self._loader, name=self.name):
             yield batch
             if self._loader.persistent_workers and orders.next is not mine:
                 raise RuntimeError(f"other {self.name} samples were loaded amid this epoch")
