@@ -183,6 +183,10 @@ def test_rows_that_a_resume_would_not_change_are_told(tmp_path: Path) -> None:
             continue
         with pytest.raises(UserError, match=r"dataset.path \(new\) and dataset.train.path \(old"):
             validate_files(other)
+        other = resume(f"resume={tmp_path}", "++dataset.eval_split=new")
+        with pytest.raises(UserError, match=r"eval_split \(new\) and dataset.eval.split \(test"):
+            validate_files(other)
+        validate_files(resume(f"resume={tmp_path}", "++dataset.train=null"))
 
 
 def test_choices_that_no_file_can_have_are_none(run: Path) -> None:
