@@ -22,7 +22,7 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.sources.torch_dataset import TorchDataset
-from ddp_runner.data.splits import MicroPlan, Part
+from ddp_runner.data.splits import MicroPlan, Part, TensorSplit
 from ddp_runner.data.stream import StreamSplit
 from ddp_runner.errors import UserError
 
@@ -126,6 +126,19 @@ def test_a_transform_and_columns_make_the_samples(data_root: Path) -> None:
     assert isinstance(train, LoaderSplit)
     ((inputs, targets),) = train.load([MicroPlan(range(2, 4))], seed=0)
     assert (inputs.tolist(), targets.tolist()) == ([[1.0], [1.5]], [2, 3])
+
+
+def test_rows_can_be_prepared(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, into tensors, as any other dataset; another column is prepared anew."""
+    monkeypatch.setenv("DDP_RUNNER_CACHE", str(tmp_path))
+    for columns in (["x", "number"], ["x", "number", "label"]):
+        keys = {"prepare": True, "folder": "saved", "columns": columns, "transform": pair}
+        train = opened(data_root, "saved", **keys).train
+        assert isinstance(train, TensorSplit)
+        assert train.targets.tolist() == list(range(SIZE))
+    assert len([*tmp_path.glob("hf_dataset-*")]) == 2
 
 
 def test_python_objects_without_a_format(data_root: Path) -> None:
