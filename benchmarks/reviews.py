@@ -52,7 +52,9 @@ def regression(split: int, longest: int, data_root: Path) -> tuple[float, float,
     settings: dict[str, Any] = yaml.safe_load((CONFIG_DIR / "dataset/csv_text.yaml").read_text())
     source = make("dataset", settings | {"tokenizer": None, "split_seed": split})
     parts, _ = source.read(data_root)
-    (train_texts, train_labels), (eval_texts, eval_labels) = parts["train"], parts["eval"]
+    (train_texts, train_labels, _), (eval_texts, eval_labels, _) = (
+        zip(*parts[split], strict=True) for split in ("train", "eval")
+    )
     start = time.perf_counter()
     vectorizer = TfidfVectorizer(
         analyzer="char", ngram_range=(1, longest), min_df=2, sublinear_tf=True

@@ -19,6 +19,7 @@ from ddp_runner.errors import UserError, typed
 from ddp_runner.files import file_sha256
 from ddp_runner.seeds import seed_all
 
+FUNCTIONS = ("transform", "collate_fn")  # of what train and eval give
 DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache
 DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision would wait for ever
 
@@ -47,7 +48,7 @@ def build_source(config: Config) -> Source | TensorSource:
             given = settings.get(name)
             if isinstance(given, Mapping) and "_target_" in given:
                 build = partial(_build, config, f"dataset.{name}", given)
-                keys = {"keys": given, "collate_fn": settings.get("collate_fn")}
+                keys = {"keys": given, **{one: settings.get(one) for one in FUNCTIONS}}
                 settings[name] = Deferred({**keys, "code": _code(keys)}, build)
     found: Source | TensorSource = _build(config, "dataset", settings, kind=Source | TensorSource)
     return found

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_runner.data.splits import MicroPlan, NumberedSplit
-from ddp_runner.data.workers import Failure, loaded, loader_options, sendable, started
+from ddp_runner.data.workers import Failure, loaded, loader_options, sendable
 from ddp_runner.device import has_streams
 from ddp_runner.errors import UserError, typed
 from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_generators
@@ -30,6 +30,7 @@ class LoaderSplit(NumberedSplit):
     name: str  # in messages: "train", "eval"
     dataset: Any  # with __len__ and __getitem__, as torch.utils.data.Dataset describes it
     collate_fn: Collate = default_collate
+    transform: Callable[[Any], Any] | None = None  # of a sample, before collate_fn
     num_workers: int = 0  # processes that load; 0: the rank loads by itself
     prefetch_factor: int = 2  # batches that each worker loads ahead
     persistent_workers: bool = True  # keep the workers from one epoch to the next
@@ -53,8 +54,7 @@ class LoaderSplit(NumberedSplit):
         """
         orders = self._orders
         orders.next = mine = (_Order(seed, plan.epoch, _numbers(plan)) for plan in plans)
-        batches = started(self._loader)
-        for batch in loaded(batches, name=self.name, num_workers=self.num_workers):
+        for batch in loaded(self._loader, name=self.name):
             yield batch
             if self._loader.persistent_workers and orders.next is not mine:
                 raise RuntimeError(f"other {self.name} samples were loaded amid this epoch")
@@ -65,11 +65,10 @@ class LoaderSplit(NumberedSplit):
 
     @cached_property
     def _loader(self) -> "DataLoader[Any]":
-        has_workers = self.num_workers > 0
         return DataLoader(
-            _Fetcher(self.name, self.dataset, self.collate_fn, sends=has_workers),
+            _Fetcher(self),
             batch_sampler=cast(Any, self._orders),  # each order takes the place of a list
-            persistent_workers=self.persistent_workers and has_workers,
+            persistent_workers=self.persistent_workers and self.num_workers > 0,
             **loader_options(self),
         )
 
@@ -101,10 +100,11 @@ class _Fetcher(Dataset[Any]):
     loaded again, and from then on each sample seeds this generator.
     """
 
-    def __init__(self, name: str, dataset: Any, collate_fn: Collate, *, sends: bool) -> None:
-        self._name, self._dataset, self._collate_fn = name, dataset, collate_fn
-        self._fetch_many = getattr(dataset, "__getitems__", None)
-        self._sends = sends  # to another process
+    def __init__(self, split: LoaderSplit) -> None:
+        self._name, self._dataset = split.name, split.dataset
+        self._transform, self._collate_fn = split.transform, split.collate_fn
+        self._fetch_many = getattr(split.dataset, "__getitems__", None)
+        self._sends = split.num_workers > 0  # to another process
         self._drawn = set[str]()  # the generators that samples draw from
         self._at: int | None = None  # the sample that is being loaded by itself
         self._is_first = True
@@ -136,7 +136,7 @@ class _Fetcher(Dataset[Any]):
         if self._fetch_many is None:
             return self._collate_fn([self._sample(index) for index in order.indices])
         try:
-            samples = self._fetch_many(list(order.indices))
+            samples = self._transformed(self._fetch_many(list(order.indices)))
         except Exception:
             for index in order.indices:  # one of them raises it again, and gets named
                 self._sample(index)
@@ -158,8 +158,12 @@ class _Fetcher(Dataset[Any]):
         self._at = index
         # A dataset may offer to load many at once, but one seed serves one sample.
         sample = self._fetch_many([index])[0] if self._fetch_many else self._dataset[index]
+        (sample,) = self._transformed([sample])
         self._at = None
         return sample
+
+    def _transformed(self, samples: list[Any]) -> list[Any]:
+        return samples if self._transform is None else [self._transform(one) for one in samples]
 
     def _sentence(self, order: _Order, error: Exception) -> str:
         which, mend = f"sample {self._at}", "the dataset"

@@ -3,14 +3,13 @@
 import copy
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_runner.data.loader import Collate
 from ddp_runner.data.splits import Part
 from ddp_runner.data.workers import Failure
 from ddp_runner.errors import UserError, typed
@@ -30,25 +29,18 @@ class Loaded(NamedTuple):
 
 
 class Readers(IterableDataset[Loaded | Failure]):
-    """The readers of one rank; iterating gives the reader of this process, which makes batches."""
+    """The readers of one rank, of a ``StreamSplit``.
 
-    def __init__(
-        self,
-        name: str,
-        dataset: Any,
-        *,
-        collate_fn: Collate,
-        transform: Callable[[Any], Any] | None,
-        shuffle_buffer: int,
-        part: Part,
-        per_rank: int,
-    ) -> None:
-        self.name, self.dataset, self.part = name, dataset, part
-        self.collate_fn, self.transform = collate_fn, transform
-        self.block_size = max(1, shuffle_buffer // part.batch_size) * part.batch_size
-        self.is_shuffled = shuffle_buffer > 1
-        self._per_rank = per_rank
-        self.count = part.num_shares * per_rank
+    Iterating gives the reader of this process, which makes batches.
+    """
+
+    def __init__(self, split: Any, part: Part) -> None:
+        self.name, self.dataset, self.part = split.name, split.dataset, part
+        self.collate_fn, self.transform = split.collate_fn, split.transform
+        self.block_size = max(1, split.shuffle_buffer // part.batch_size) * part.batch_size
+        self.is_shuffled = split.shuffle_buffer > 1
+        self._per_rank = max(1, split.num_workers)
+        self.count = part.num_shares * self._per_rank
 
     @property
     def are_sharded(self) -> bool:

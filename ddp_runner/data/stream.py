@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from ddp_runner.data.loader import Collate
 from ddp_runner.data.reader import Loaded, Readers
 from ddp_runner.data.splits import NUM_FIRST, MicroBatch, Part
-from ddp_runner.data.workers import loaded, loader_options, started
+from ddp_runner.data.workers import loaded, loader_options
 from ddp_runner.device import has_streams
 from ddp_runner.errors import UserError
 
@@ -81,7 +81,7 @@ class StreamSplit:
             f"the {self.name} samples are a stream: which of them make a step depends on the "
             "number of ranks and workers, so runs that differ in these are outside parity"
         ]
-        readers = self._readers(Part(1, share=0, num_shares=num_shares, seed=0))
+        readers = Readers(self, Part(1, share=0, num_shares=num_shares, seed=0))
         if not readers.are_sharded and readers.count > 1:
             lines.append(
                 f"each of {readers.count} readers (ranks x workers) reads the whole {self.name} "
@@ -89,17 +89,6 @@ class StreamSplit:
                 "shards is read only once"
             )
         return lines
-
-    def _readers(self, part: Part) -> Readers:
-        return Readers(
-            self.name,
-            self.dataset,
-            collate_fn=self.collate_fn,
-            transform=self.transform,
-            shuffle_buffer=self.shuffle_buffer,
-            part=part,
-            per_rank=max(1, self.num_workers),
-        )
 
 
 class OpenStream:
@@ -110,11 +99,10 @@ class OpenStream:
         self._batches: Iterator[Loaded] = iter(())
         if state is not None and state["loader"] is None:
             return
-        self._loader = _stateful_loader(split, split._readers(part))
+        self._loader = _stateful_loader(split, Readers(split, part))
         if state is not None:
             self._loader.load_state_dict(state["loader"])
-        batches = started(self._loader)
-        self._batches = loaded(batches, name=split.name, num_workers=split.num_workers)
+        self._batches = loaded(self._loader, name=split.name)
 
     def __iter__(self) -> Iterator[Loaded]:
         return self

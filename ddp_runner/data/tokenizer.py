@@ -20,7 +20,18 @@ PADDING_TOKENS = (PADDING, "<pad>")
 VOCABULARIES = ("wordpiece", "characters")
 TOKENIZER_FILE, VOCABULARY_FILE = "tokenizer.json", "vocab.txt"
 SETTINGS_FILE = "tokenizer_config.json"
-NEEDS_TEXT_EXTRA = 'text needs the packages of an extra; write pip install "ddp-runner[text]"'
+
+
+def validate_installed(key: str = "dataset=csv_text") -> None:
+    """Reject a key that needs the library if it is not installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    if importlib.util.find_spec("tokenizers") is None:
+        raise UserError(
+            f'{key}: text needs the packages of an extra; write pip install "ddp-runner[text]"'
+        )
 
 
 def tokenizer_file(folder: Path) -> Path:
@@ -47,7 +58,7 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -
     Raises:
         UserError: the library is not installed.
     """
-    _validate_installed()
+    validate_installed()
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     num_tokens, special = vocab_size - len(SPECIAL_TOKENS), list(SPECIAL_TOKENS)
@@ -77,7 +88,7 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
     Raises:
         UserError: it is missing or damaged, or the library is not installed.
     """
-    _validate_installed()
+    validate_installed()
     from tokenizers import Tokenizer, models
 
     path = tokenizer_file(folder)
@@ -130,8 +141,3 @@ def _bracketed(tokenizer: "Tokenizer") -> "Tokenizer":
         single=f"{START} $A {END}", special_tokens=ids
     )
     return tokenizer
-
-
-def _validate_installed() -> None:
-    if importlib.util.find_spec("tokenizers") is None:
-        raise UserError(f"dataset=csv_text: {NEEDS_TEXT_EXTRA}")

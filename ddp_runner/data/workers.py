@@ -29,25 +29,23 @@ class Failure:
     trace: str
 
 
-def started(loader: "DataLoader[Any]") -> Iterator[Any]:
-    """Return a loader's iterator; its workers start now, unless they have been kept.
+def loaded(loader: "DataLoader[Any]", *, name: str) -> Iterator[Any]:
+    """Return what a loader gives; its workers start now, unless they have been kept.
 
     Python 3.11 hangs in a fork if a thread of torch calls Python for the first time at that moment,
     as one does right after a collective: it takes the lock of all thread states without the GIL,
     and the child waits for that lock before it makes it new. Python 3.12 makes it new first.
+
+    Raises:
+        UserError: with a batch, that a sample cannot be loaded, or a worker has died.
     """
     is_kept = loader.persistent_workers and loader._iterator is not None
     if loader.num_workers > 0 and not is_kept and sys.version_info < (3, 12):
         time.sleep(CALM_S)
-    return iter(loader)
+    return _checked(iter(loader), name=name, num_workers=loader.num_workers)
 
 
-def loaded(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator[Any]:
-    """Yield what a loader's iterator gives, as long as its workers live and load.
-
-    Raises:
-        UserError: a sample cannot be loaded, or a worker has died.
-    """
+def _checked(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator[Any]:
     while True:
         try:
             batch = next(batches)

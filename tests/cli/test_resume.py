@@ -14,6 +14,7 @@ from tiers import first_of
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, plan, register
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import left_trackers, resumed_overrides, with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
@@ -154,6 +155,38 @@ def test_what_the_run_has_needs_no_plus(run: Path) -> None:
             resume(*again, wrong)
     with pytest.raises(ConfigCompositionException, match="Could not override"):
         resume(*again, "optimizer=sgd", "optimizer.fused=true")
+
+
+def test_files_of_the_dataset_follow_its_keys_again(tmp_path: Path) -> None:
+    """Else a prediction of other pictures would be one of the run's; its own changes stay."""
+    words = ("dataset=image_folder", "dataset.folder=a")
+    config, _ = resolved(*words, "dataset.eval.root=/own", "dataset.height=8")
+    write_run_record(tmp_path, status="preempted")
+    RunDir(tmp_path).freeze(config, overrides=(), choices={"dataset": "image_folder"})
+    again = resume(f"resume={tmp_path}", "dataset.folder=b", f"data_root={tmp_path}").dataset
+    assert again["train"]["root"] == f"{tmp_path}/b/train"
+    assert again["eval"]["root"] == "/own"
+    assert again["eval"]["transform"]["transforms"][0]["height"] == 8
+    assert resume(f"resume={tmp_path}").dataset == config.dataset
+
+
+def test_rows_that_a_resume_would_not_change_are_told(tmp_path: Path) -> None:
+    """Only the YAML says that they follow dataset.path; the user's own may not be there."""
+    config, _ = resolved("dataset=hf_dataset", "dataset.path=old", "dataset.name=mine")
+    write_run_record(tmp_path, status="preempted")
+    for choices, is_known in (({"dataset": "hf_dataset"}, True), ({"dataset": "mine"}, False)):
+        RunDir(tmp_path).freeze(config, overrides=(), choices=choices)
+        other = resume(f"resume={tmp_path}", "++dataset.path=new")
+        if is_known:
+            validate_files(other)
+            assert other.dataset["eval"]["path"] == "new"
+            continue
+        with pytest.raises(UserError, match=r"dataset.path \(new\) and dataset.train.path \(old"):
+            validate_files(other)
+        other = resume(f"resume={tmp_path}", "++dataset.eval_split=new")
+        with pytest.raises(UserError, match=r"eval_split \(new\) and dataset.eval.split \(test"):
+            validate_files(other)
+        validate_files(resume(f"resume={tmp_path}", "++dataset.train=null"))
 
 
 def test_choices_that_no_file_can_have_are_none(run: Path) -> None:

@@ -1,24 +1,28 @@
 """Datasets of Hugging Face's library, from files and saved folders; the network is never asked."""
 
 import importlib.util
+import json
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
-from configs import config_error
+from configs import config_error, resolved
 from pictures import write_shards
 from tiers import first_of
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from ddp_runner.cli.preflight import validate_files
+from ddp_runner.data.build import build_source
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.sources.hf_dataset import HFDataset
-from ddp_runner.data.splits import MicroPlan, Part
+from ddp_runner.data.sources.torch_dataset import TorchDataset
+from ddp_runner.data.splits import MicroPlan, Part, TensorSplit
 from ddp_runner.data.stream import StreamSplit
 from ddp_runner.errors import UserError
 
@@ -77,17 +81,20 @@ def rows(size: int) -> "datasets.Dataset":
     return datasets.Dataset.from_dict(columns)
 
 
-def of(kind: str, **keys: Any) -> HFDataset:
-    """Return a source: saved, one, folder, or a format of files."""
+def opened(data_root: Path, kind: str, **keys: Any) -> Dataset:
+    """Return the dataset as a run loads it: saved, one, folder, or a format of files."""
     if kind in ("csv", "parquet", "json"):
         files = {"train": [f"a.{kind}", f"b.{kind}"], "test": f"test.{kind}"}
         keys = {"data_files": files} | keys
-    return HFDataset("hf_dataset", kind, **keys)
-
-
-def opened(data_root: Path, kind: str, **keys: Any) -> Dataset:
-    """Return the dataset as a run loads it."""
-    return load_dataset(of(kind, **keys), data_root=data_root, log=print)
+    functions = {key: keys.pop(key) for key in [*keys] if callable(keys[key])}
+    words = [f"dataset.{key}={json.dumps(value)}".replace('"', "") for key, value in keys.items()]
+    config, _ = resolved(
+        "dataset=hf_dataset", f"data_root={data_root}", f"dataset.path={kind}", *words
+    )
+    validate_files(config)
+    source = build_source(config)
+    assert isinstance(source, TorchDataset)
+    return load_dataset(replace(source, **functions), data_root=data_root, log=print)
 
 
 def pair(row: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -119,7 +126,19 @@ def test_a_transform_and_columns_make_the_samples(data_root: Path) -> None:
     assert isinstance(train, LoaderSplit)
     ((inputs, targets),) = train.load([MicroPlan(range(2, 4))], seed=0)
     assert (inputs.tolist(), targets.tolist()) == ([[1.0], [1.5]], [2, 3])
-    assert train.dataset[5][1] == 5
+
+
+def test_rows_can_be_prepared(
+    data_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, into tensors, as any other dataset; another column is prepared anew."""
+    monkeypatch.setenv("DDP_RUNNER_CACHE", str(tmp_path))
+    for columns in (["x", "number"], ["x", "number", "label"]):
+        keys = {"prepare": True, "folder": "saved", "columns": columns, "transform": pair}
+        train = opened(data_root, "saved", **keys).train
+        assert isinstance(train, TensorSplit)
+        assert train.targets.tolist() == list(range(SIZE))
+    assert len([*tmp_path.glob("hf_dataset-*")]) == 2
 
 
 def test_python_objects_without_a_format(data_root: Path) -> None:
@@ -220,7 +239,7 @@ WRONG = {
         ("saved", {"streaming": True, "eval_split": None}),
         "name a split in dataset",
     ),
-    "no fraction": (("saved", {"eval_split": None, "eval_fraction": 1.5}), "leaves a split empty"),
+    "no fraction": (("saved", {"eval_split": None, "eval_fraction": 1.5}), "between 0 and 1; use"),
     "too small": (("saved", {"eval_split": None, "eval_fraction": 0.999}), "leaves a split empty"),
     "not callable": (("saved", {"transform": "pair"}), r"dataset\.transform \(pair\) cannot be"),
 }

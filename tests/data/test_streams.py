@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_error
 from own_streams import (
     Broken,
     InDrawnOrder,
@@ -20,7 +21,8 @@ from own_streams import (
 from tiers import first_of
 from torch import Tensor
 
-from ddp_runner.data.loading import Loading
+from ddp_runner.data.loader import LoaderSplit
+from ddp_runner.data.sources.torch_dataset import TorchDataset
 from ddp_runner.data.splits import Part
 from ddp_runner.data.stream import StreamSplit
 from ddp_runner.errors import UserError
@@ -236,11 +238,17 @@ def test_a_stream_says_how_it_is_read() -> None:
 
 def test_loading_tells_streams_from_numbered_samples(tmp_path: Path) -> None:
     """By what the dataset has."""
-    assert isinstance(Loading().split("train", Plain(4)), StreamSplit)
-    assert not isinstance(Loading().split("train", [sample_of(0)]), StreamSplit)
+
+    def opened(train: Any, **keys: Any) -> Any:
+        dataset = TorchDataset("mine", train, **keys).open(tmp_path)
+        assert dataset is not None
+        return dataset.train
+
+    assert isinstance(opened(Plain(4)), StreamSplit)
+    assert isinstance(opened([sample_of(0)]), LoaderSplit)
     with pytest.raises(UserError, match=r"is a int, which lacks __len__ or __getitem__"):
-        Loading().split("train", 3)
+        opened(3)
     with pytest.raises(UserError, match=r"dataset\.shuffle_buffer \(4\) is for streams"):
-        Loading(shuffle_buffer=4).split("train", [1])
-    with pytest.raises(UserError, match=r"dataset\.shuffle_buffer \(-1\) must be 0 or greater"):
-        Loading(shuffle_buffer=-1)
+        opened([1], shuffle_buffer=4)
+    wrong = config_error("dataset=torch_dataset", "dataset.shuffle_buffer=-1")
+    assert wrong == "dataset.shuffle_buffer (-1) must be 0 or greater"

@@ -18,6 +18,7 @@ from generated_runs import lines_of, write_run
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import assert_one_line, damaged, examples, faulty
+from texts import csv_text
 
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -31,7 +32,6 @@ from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.cache import load_dataset
-from ddp_runner.data.sources.csv_rows import read_rows
 from ddp_runner.data.sources.offline import FakeImages
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.ledger import JOURNAL, LEDGER, UNFINISHED, Entry, Ledger
@@ -405,17 +405,11 @@ def test_a_csv_file_gives_texts_and_classes_or_is_rejected(
         path = here / "file.csv"
         path.write_bytes(content)
         with rejected_in_one_line(path):
-            rows = read_rows(
-                path,
-                text="review",
-                label="label",
-                num_classes=2,
-                encoding=encoding,
-                delimiter=delimiter,
-            )
-            assert len(rows.texts) == len(rows.labels) > 0
-            assert all(text.strip() and text.encode() for text in rows.texts)
-            assert all(type(label) is int and label in range(2) for label in rows.labels)
+            source = csv_text(path, encoding=encoding, delimiter=delimiter)
+            rows, _ = source.rows(path)
+            assert rows
+            assert all(row.text.strip() and row.text.encode() for row in rows)
+            assert all(type(row.label) is int and row.label in range(2) for row in rows)
 
 
 TINY = FakeImages("tiny", 3, 2, channels=1, height=4, width=4, num_classes=3, seed=0)

@@ -1,17 +1,21 @@
-"""Texts and their classes from a CSV file, split and encoded as token ids once."""
+"""Texts and their classes from a CSV file, split and encoded as token ids once.
+
+Errors name the file and the line and, of a class, the column.
+"""
 
 import csv
+import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddp_runner.data.dataset import Dataset, splits
 from ddp_runner.data.sources import shared
-from ddp_runner.data.sources.csv_rows import read_rows
 from ddp_runner.data.tokenizer import (
     SPECIAL_TOKENS,
     VOCABULARIES,
@@ -19,14 +23,21 @@ from ddp_runner.data.tokenizer import (
     load_tokenizer,
     padding_id,
 )
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CHUNK = 8192  # texts encoded at once
 EVAL_RUNS = 4  # runs of rising length in the eval split, so that ranks get similar lengths
-Part = tuple[list[str], list[int], list[int]]  # texts, classes and lines of a split
+
+
+class Row(NamedTuple):
+    """A sample."""
+
+    text: str
+    label: int  # a class from 0
+    line: int  # of the file, from 1: where it begins
 
 
 @dataclass(frozen=True)
@@ -88,22 +99,20 @@ class CsvText:
         return self._build(data_root)[0]
 
     def sample_names(self, data_root: Path) -> dict[str, list[int]]:
-        """Return the lines of the CSV, from 1, of the samples of each split in their order.
-
-        Raises:
-            UserError: the CSV or the tokenizer is missing or unusable.
-        """
+        """Return the lines of the CSV, from 1, of the samples of each split in their order."""
         return self._build(data_root)[1]
 
     def _build(self, data_root: Path) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
         """Return the tensors, and the line of each sample."""
         parts, num_dropped = self.read(data_root)
-        lines = {split: numbers for split, (_, _, numbers) in parts.items()}
+        lines = {split: [row.line for row in rows] for split, rows in parts.items()}
         if self.tokenizer is not None:
             tokenizer = load_tokenizer(Path(self.tokenizer))
         else:
             tokenizer = build_tokenizer(
-                parts["train"][0], vocabulary=self.vocabulary, vocab_size=self.vocab_size
+                [row.text for row in parts["train"]],
+                vocabulary=self.vocabulary,
+                vocab_size=self.vocab_size,
             )
         padding = padding_id(tokenizer, folder=self.tokenizer)
         tensors = {
@@ -111,9 +120,10 @@ class CsvText:
             "num_dropped": torch.tensor(num_dropped),
             **shared.kept_tensors(tokenizer.to_str().encode()),
         }
-        for split, (texts, labels, _) in parts.items():
+        for split, rows in parts.items():
+            texts = [row.text for row in rows]
             ids = encode(tokenizer, texts, max_length=self.max_length, padding=padding)
-            targets = torch.tensor(labels)
+            targets = torch.tensor([row.label for row in rows])
             if split == "eval":
                 by_length = ids.ne(padding).sum(dim=1).argsort(stable=True)
                 runs = torch.cat([by_length[start::EVAL_RUNS] for start in range(EVAL_RUNS)])
@@ -122,33 +132,49 @@ class CsvText:
             tensors |= {f"{split}_inputs": ids, f"{split}_targets": targets}
         return tensors, lines
 
-    def read(self, data_root: Path) -> tuple[dict[str, Part], int]:
-        """Return the texts, classes and lines of each split, and how many rows lack one of them.
+    def read(self, data_root: Path) -> tuple[dict[str, list[Row]], int]:
+        """Return the rows of each split, and how many rows lack a text or a class."""
+        rows, num_dropped = self.rows(path := data_root / self.path)
+        parts = shared.shuffled_split(
+            len(rows), self.eval_fraction, seed=self.split_seed, noun="rows", place=path
+        )
+        return {split: [rows[row] for row in part] for split, part in parts.items()}, num_dropped
+
+    def rows(self, path: Path) -> tuple[list[Row], int]:
+        """Return the file's rows that have a text and a class, and how many lack one.
 
         Raises:
-            UserError: the CSV is missing or unusable.
+            UserError: the file is missing or empty, or a row is malformed.
         """
-        path = data_root / self.path
-        rows = read_rows(
-            path,
-            text=self.text,
-            label=self.label,
-            num_classes=self.num_classes,
-            encoding=self.encoding,
-            delimiter=self.delimiter,
-        )
-        numbers = shared.shuffled_split(
-            len(rows.texts), self.eval_fraction, seed=self.split_seed, noun="rows", place=path
-        )
-        parts = {
-            split: (
-                [rows.texts[row] for row in part],
-                [rows.labels[row] for row in part],
-                [rows.lines[row] for row in part],
-            )
-            for split, part in numbers.items()
-        }
-        return parts, rows.num_dropped
+        rows, num_dropped = list[Row](), 0
+        content = _decoded(path, self.encoding)
+        (_, header), *records = _records(content, self.delimiter, path)
+        for column in (self.text, self.label):
+            if column not in header:
+                raise UserError(
+                    f"{path} has the columns {', '.join(header)} and not {column}; name them with "
+                    "dataset.text and dataset.label"
+                )
+        places = [header.index(column) for column in (self.text, self.label)]
+        for line, fields in records:
+            if len(fields) > len(header):
+                raise UserError(
+                    f"{path}, line {line} has {len(fields)} columns, the first line {len(header)}; "
+                    f"quote a text that contains {self.delimiter}"
+                )
+            text, value = ("".join(fields[place : place + 1]).strip() for place in places)
+            if not text or not value:
+                num_dropped += 1
+            elif (label := _number(value)) in range(self.num_classes):
+                rows.append(Row(text, int(label), line))
+            else:
+                raise UserError(
+                    f"{path}, line {line}, column {self.label}: {value[:40]} is not a class from 0 "
+                    f"to {self.num_classes - 1}; correct it, or give dataset.num_classes"
+                )
+        if not rows:
+            raise UserError(f"{path} has no row with both {self.text} and {self.label}; add some")
+        return rows, num_dropped
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
         """Return the sequences of token ids, with the tokenizer that made them."""
@@ -173,10 +199,58 @@ def encode(
 ) -> Tensor:
     """Return the texts' token ids, int32 (num_texts, max_length), truncated or padded."""
     tokenizer.enable_truncation(max_length)
-    ids = torch.full((len(texts), max_length), padding, dtype=torch.int32)
-    for start in range(0, len(texts), CHUNK):
-        encodings = tokenizer.encode_batch(list(texts[start : start + CHUNK]))
-        for row, encoding in zip(ids[start : start + CHUNK], encodings, strict=True):
-            row[: len(encoding.ids)] = torch.tensor(encoding.ids, dtype=torch.int32)
+    tokenizer.enable_padding(length=max_length, pad_id=padding)
+    parts = [texts[start : start + CHUNK] for start in range(0, len(texts), CHUNK)]
+    ids = [
+        torch.tensor([one.ids for one in tokenizer.encode_batch_fast(part)], dtype=torch.int32)
+        for part in parts
+    ]
     tokenizer.no_truncation()
-    return ids
+    tokenizer.no_padding()
+    return torch.cat(ids)
+
+
+def _number(value: str) -> float:
+    try:
+        return float(value)  # some programs write 1 as 1.0
+    except ValueError:
+        return math.nan
+
+
+def _records(content: str, delimiter: str, path: Path) -> list[tuple[int, list[str]]]:
+    """Return all rows, including the first line, each with the number of its first line."""
+    reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
+    records, line = [], 1
+    # The limit finds unclosed quotes, which the end of the file shows as well. It is the process's.
+    limit = csv.field_size_limit(len(content))
+    try:
+        for fields in reader:
+            records.append((line, fields))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}, line {line}: {error}; close its quotes, and double those within a text"
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
+    return records
+
+
+def _decoded(path: Path, encoding: str) -> str:
+    """Return the file's text without a byte order mark."""
+    fix = "name the CSV in dataset.path, under data_root"
+    with os_errors(f"{path.absolute()} cannot be read", fix=fix):
+        data = path.read_bytes()
+    try:
+        content = data.decode(encoding).removeprefix("\ufeff")
+        if "\0" in content:
+            raise UnicodeDecodeError(encoding, data, data.find(b"\0"), len(data), "a NUL byte")
+    except UnicodeError as error:
+        number = 1 + data.count(b"\n", 0, getattr(error, "start", 0))  # some give no place
+        raise UserError(
+            f"{path}, line {number}: not {encoding}; save the file as utf-8, or name its encoding, "
+            "as in dataset.encoding=gb18030 or utf-16"
+        ) from error
+    if not content.strip():
+        raise UserError(f"{path} is empty; its first line must name its columns")
+    return content

@@ -45,14 +45,14 @@ def require_at_least(source: TensorSource, **least: int) -> None:
             )
 
 
-def require_eval_fraction(fraction: float, *, fix: str = "use 0.1") -> None:
+def require_eval_fraction(fraction: float) -> None:
     """Reject a fraction that would leave a split empty, however large the dataset is.
 
     Raises:
         UserError: it is not between 0 and 1.
     """
     if not 0 < fraction < 1:
-        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1; {fix}")
+        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1; use 0.1")
 
 
 def shuffled_split(

@@ -5,18 +5,17 @@ tensors in the cache, and torchvision, whose import takes seconds, is not import
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset, Subset, default_collate
 
 from ddp_runner.data.dataset import Augmentation, Dataset
 from ddp_runner.data.loader import Collate, LoaderSplit
-from ddp_runner.data.loading import Loading
 from ddp_runner.data.sources.shared import (
     files_digest,
     image_dataset,
@@ -24,6 +23,7 @@ from ddp_runner.data.sources.shared import (
     with_facts,
 )
 from ddp_runner.data.splits import AbsentSplit, MicroPlan, Split
+from ddp_runner.data.stream import StreamSplit
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import memory_bytes
@@ -63,16 +63,26 @@ class TorchDataset:
     mean: float | Sequence[float] | None = None
     std: float | Sequence[float] = 1.0
     augmentation: Augmentation | None = None  # of normalised pictures
+    transform: Callable[[Any], Any] | None = None  # of a sample, before collate_fn
     collate_fn: Collate | None = None  # None: torch's default_collate
     num_workers: int | None = 0  # processes of each rank that load; None: as many as it has threads
     prefetch_factor: int = 2  # batches that each of them loads ahead
-    persistent_workers: bool = True
+    persistent_workers: bool = True  # not those of a stream: they end with its epoch
     pin_memory: bool | None = None  # None: on a GPU
     shuffle_buffer: int = 0  # of a training stream: samples that are shuffled at a time; 0: none
     # Facts for other keys to follow, as in model.in_channels=${dataset.channels}.
     channels: int | None = None
     height: int | None = None
     width: int | None = None
+    # Words for train and eval to follow, as those of conf/dataset/hf_dataset.yaml do.
+    path: Any = None
+    config_name: Any = None
+    data_files: Any = None
+    train_split: Any = None
+    eval_split: Any = None
+    columns: Any = None
+    format: Any = None
+    streaming: Any = None
 
     def open(self, data_root: Path) -> Dataset | None:
         """Return the datasets as splits; None: they are to be prepared.
@@ -83,7 +93,8 @@ class TorchDataset:
         if self.prepare:
             return None
         train, rest = self._splits().values()
-        if self.eval_fraction is not None and _first(rest)[1]:
+        is_part = isinstance(getattr(rest, "dataset", None), Subset)
+        if self.eval_fraction is not None and is_part and _first(rest)[1]:
             raise UserError(
                 "dataset.train draws random numbers, and the part of it that dataset.eval_fraction "
                 "evaluates would be another each time; name a dataset.eval without these transforms"
@@ -93,9 +104,8 @@ class TorchDataset:
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Return the keys of the two, their source, and the files with their times."""
-        given = [
-            one.facts if isinstance(one, Deferred) else None for one in (self.train, self.eval)
-        ]
+        both = (self.train, self.eval)
+        given = [one.facts if isinstance(one, Deferred) else None for one in both]
         split = [self.eval_fraction, self.split_seed, self.num_classes]
         files = self._digests(data_root, with_times=True)
         return {"given": given, "split": split, "files": files}
@@ -130,25 +140,44 @@ class TorchDataset:
         """Return the digests of the folder, and of what train and eval read elsewhere."""
         places = [folder := data_root / str(self.folder)]
         for one in (self.train, self.eval):
-            root = Path(
-                one.facts["keys"].get("root", folder) if isinstance(one, Deferred) else folder
-            )
+            keys = one.facts["keys"] if isinstance(one, Deferred) else {}
+            root = Path(keys.get("root", folder))
             if not (root.is_relative_to(folder) or folder.is_relative_to(root)):
                 places.append(root)
         return [files_digest(place, with_times=with_times) for place in places]
 
     def _splits(self) -> dict[str, Split]:
-        loading, found = Loading.of(self), dict[str, Split]()
-        for name, dataset in self._built().items():
-            if dataset is None or isinstance(dataset, Mapping):
-                found[name] = AbsentSplit(
-                    f"dataset.{name} has no _target_; name your Dataset: "
-                    f"dataset.{name}={{_target_:my_package.MyDataset}}"
-                    + (", or write dataset.eval_fraction=0.1" if name == "eval" else "")
+        return {name: self._split(name, dataset) for name, dataset in self._built().items()}
+
+    def _split(self, name: str, dataset: Any) -> Split:
+        """Return the samples of a dataset as they are loaded: by their numbers, or as a stream."""
+        if dataset is None or isinstance(dataset, Mapping):
+            return AbsentSplit(
+                f"dataset.{name} has no _target_; name your Dataset: "
+                f"dataset.{name}={{_target_:my_package.MyDataset}}"
+                + (", or write dataset.eval_fraction=0.1" if name == "eval" else "")
+            )
+        keys = ("transform", "num_workers", "prefetch_factor", "pin_memory")
+        loading: Any = {key: getattr(self, key) for key in keys}
+        loading["collate_fn"] = self.collate_fn or default_collate
+        if self.num_workers is None:  # the ranks of a machine have shared its cores among them
+            loading["num_workers"] = torch.get_num_threads()
+        buffer, kind = self.shuffle_buffer if name == "train" else 0, type(dataset).__name__
+        has_numbers = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if has_numbers and not isinstance(dataset, IterableDataset):
+            if buffer:
+                raise UserError(
+                    f"dataset.shuffle_buffer ({buffer}) is for streams; dataset.{name} is a {kind} "
+                    "with __len__, whose samples come in another order in each epoch anyway; leave "
+                    "it out"
                 )
-            else:
-                found[name] = loading.split(name, dataset)
-        return found
+            return LoaderSplit(name, dataset, persistent_workers=self.persistent_workers, **loading)
+        if not isinstance(dataset, Iterable):
+            raise UserError(
+                f"dataset.{name} is a {kind}, which lacks __len__ or __getitem__; give your class "
+                "both, or __iter__ for a stream"
+            )
+        return StreamSplit(name, dataset, shuffle_buffer=buffer, **loading)
 
     def _built(self) -> dict[str, Any]:
         """Return what train and eval name.
@@ -156,12 +185,11 @@ class TorchDataset:
         Raises:
             UserError: one cannot be built or split, or their classes are not num_classes.
         """
-        both = {"train": self.train, "eval": self.eval}
-        for name, dataset in both.items():
-            if isinstance(dataset, Deferred):
-                both[name] = dataset.build()
+        train, rest = (
+            one.build() if isinstance(one, Deferred) else one for one in (self.train, self.eval)
+        )
         # An ImageFolder numbers its classes by their names, so a missing one moves the others.
-        named = [one for one in both.values() if getattr(one, "target_transform", None) is None]
+        named = [one for one in (train, rest) if getattr(one, "target_transform", None) is None]
         classes = [set(getattr(one, "class_to_idx", None) or ()) for one in named]
         if len(classes) == 2 and all(classes) and (only := classes[0] ^ classes[1]):
             raise UserError(
@@ -174,9 +202,8 @@ class TorchDataset:
                     f"dataset={self.name} has {len(found)} classes, and dataset.num_classes is "
                     f"{self.num_classes}; write dataset.num_classes={len(found)}"
                 )
-        train = both["train"]
-        if self.eval_fraction is None:
-            return both
+        if self.eval_fraction is None or rest is not None:
+            return {"train": train, "eval": rest}
         if isinstance(train, IterableDataset) or not hasattr(train, "__len__"):
             kind = f"dataset.train is a {type(train).__name__}, which dataset.eval_fraction"
             raise UserError(f"{kind} cannot split; name another in dataset.eval")
