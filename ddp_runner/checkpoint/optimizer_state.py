@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from ddp_runner.errors import UserError, listed, one_line
+from ddp_runner.errors import UserError, listed, one_line, typed
 from ddp_runner.parallelism.shards import is_shard, like
 
 SCHEDULED = {"lr", "momentum", "betas"}  # what schedulers change in the optimizer's groups
@@ -42,8 +42,18 @@ def by_names(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return an optimizer's state with names in place of torch's numbers.
 
     A parameter of no module goes by its number. A state of another form is kept under ``own``.
+
+    Raises:
+        UserError: the optimizer gives no state.
     """
-    state = optimizer.state_dict()
+    try:
+        state = optimizer.state_dict()
+    except Exception as error:  # of anybody's class: any kind
+        raise UserError(
+            f"the optimizer, {_class(optimizer)}, gives no state to save ({typed(error)}); let its "
+            "state_dict work on every rank and before the first step, as in a class of your own "
+            "that gathers it there first"
+        ) from error
     if not state.keys() >= {"state", "param_groups"}:
         return {"class": _class(optimizer), "own": state}
     known = _names(optimizer, names)

@@ -174,8 +174,8 @@ def validate_name(
         return
     if not is_inside(module, OWN):
         raise UserError(
-            f"{key} ({name}) is not a part that a config may name: this command does not, and it "
-            f"is none of the parts that SECURITY.md lists; if you trust it, {fix}"
+            f"{key} ({name}) is not a part that a config may name: this command does not name it, "
+            f"and SECURITY.md does not list it; if you trust it, {fix}"
         )
     if last not in _defined(module):
         meant = nearest(name, _parts(), cutoff=0.0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ddp_runner.data.dataset import (
@@ -116,7 +116,12 @@ def _prepare(source: TensorSource, data_root: Path, log: Callable[[str], None]) 
     with ExitStack() as stack:
         try:
             root.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(root / f"{safe_name(source.name)}.lock"))
+            lock = FileLock(root / f"{safe_name(source.name)}.lock")
+            try:
+                stack.enter_context(lock.acquire(blocking=False))
+            except Timeout:
+                log(f"dataset {source.name}: another process is preparing it; waiting")
+                stack.enter_context(lock)
         except (OSError, RuntimeError) as error:  # RuntimeError: filelock cannot lock files there
             # An intact cache that others own works as well.
             folder, fingerprint = _identity(source, data_root)

@@ -103,6 +103,7 @@ class Mode(Protocol):
     def engine(self, state: Any, local: Engine) -> Engine:
         """Return how this rank computes the steps of a state. Collective: every rank must call.
 
+        It is called once: after a checkpoint has been loaded, and before the first step.
         `local` computes this rank's share of a step, with ``no_sync`` and the model of ``wrap``.
         """
 

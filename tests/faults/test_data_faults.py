@@ -106,7 +106,7 @@ FAULTY_CSV: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another_encoding": (
         lambda path: write_rows(path, ROWS, encoding="latin-1"),
         ", line 4: not utf-8; save the file as utf-8, or name its encoding, as in "
-        "dataset.encoding=gb18030",
+        "dataset.encoding=gb18030 or utf-16",
     ),
     "empty_rows_alone": (
         lambda path: write_rows(path, [HEADER, (), (1, ""), ("", "a")]),
@@ -230,5 +230,6 @@ def test_one_of_several_sweeps_prepares_the_data_and_the_others_wait(
     assert [(end.exit_code, end.stderr) for end in whole] == [(0, "")] * len(whole)
     assert all(len(end.run_dirs) == 2 for end in whole)
     assert sum(end.stdout.count("preparing it, once") for end in whole) == 1
+    assert is_killed or "another process is preparing it; waiting" in ends[-1].stdout
     assert not [end for end in whole if "rebuilding" in end.stdout]
     assert (folders[1] / "building").exists() == is_killed

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from train_states import TOY, compose_config, equal, take_steps
 
+from ddp_runner.checkpoint.optimizer_state import settings_of
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -161,3 +162,19 @@ def test_who_takes_no_sparse_gradients_says_so(
     refusal = run_ranks(after_three_steps, world_size, config)[-1]
     assert refusal.startswith(f"{who} ")
     assert "leave out sparse=True in " in refusal
+
+
+class Unconsolidated(torch.optim.SGD):
+    """Keeps its state on other ranks, as torch's ZeroRedundancyOptimizer does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse."""
+        raise RuntimeError("Optimizer state has not been consolidated on this rank")
+
+
+def test_an_optimizer_without_a_state_is_one_line() -> None:
+    """Nothing could be saved, so it is told before the first step."""
+    module = nn.Linear(2, 2)
+    optimizer = Unconsolidated(module.parameters(), lr=0.1)
+    with pytest.raises(UserError, match="Unconsolidated, gives no state to save .*Optimizer state"):
+        settings_of({"model": module, "optimizer": optimizer})
