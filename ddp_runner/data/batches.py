@@ -94,8 +94,8 @@ class Batches(ABC):
                 f"it was saved amid epoch {saved['epoch'] + 1} with "
                 f"{', '.join(f'{key}={then.get(key)}' for key in changed)}, and this run has "
                 f"{', '.join(f'{key}={now.get(key)}' for key in changed)}, so that some samples "
-                "would be used twice and others never; write the values of the checkpoint, or resume "
-                "from one between epochs"
+                "would be used twice and others never; write the values of the checkpoint, or "
+                "resume from one between epochs"
             )
         self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
         self.is_resized = GLOBAL_SIZE in changed

@@ -176,5 +176,5 @@ def test_an_optimizer_without_a_state_is_one_line() -> None:
     """Nothing could be saved, so it is told before the first step."""
     module = nn.Linear(2, 2)
     optimizer = Unconsolidated(module.parameters(), lr=0.1)
-    with pytest.raises(UserError, match="Unconsolidated, gives no state to save .*Optimizer state"):
+    with pytest.raises(UserError, match=r"Unconsolidated, gives no state to save .*has not"):
         settings_of({"model": module, "optimizer": optimizer})
