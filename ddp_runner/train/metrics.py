@@ -13,7 +13,7 @@ from ddp_runner.train.clipping import gradient_norm
 from ddp_runner.train.flops import measure_peaks
 from ddp_runner.train.skew import table
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.trial import step_of
+from ddp_runner.train.step import step_of
 
 EXCHANGE = (StepPart.COMM, StepPart.WAIT)  # these come from all ranks' times
 MEMORY = "perf/peak_memory_gib"  # a trace takes time, but no memory of the GPU
