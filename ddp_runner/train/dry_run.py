@@ -122,10 +122,10 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
         confusion_counts(step.outputs, targets, num_classes=num_classes)  # raises, as later
         names |= {name for name in CLASS_METRICS if name.startswith("eval/")}
     scalars = {f"eval/{name}" for name in step.scalars}
-    for taken in scalars & (names | own):
+    if taken := sorted(scalars & (names | own)):
         raise UserError(
-            f"{step_of(work.config)} returns the scalar {taken.removeprefix('eval/')}, and {taken} "
-            "is another metric of the run; rename the scalar"
+            f"{step_of(work.config)} returns the scalar {taken[0].removeprefix('eval/')}, and "
+            f"{taken[0]} is another metric of the run; rename the scalar"
         )
     names |= own | scalars | {f"train/{name}" for name in state.scalars or ()}
     return KnownMetrics(names, unknown, directions(work.metrics))

@@ -95,9 +95,9 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
         )
     trial = _compared(once.item(), twice.item(), state, outputs.dtype)
     if trial.kind == "mean":
-        (gradient,) = torch.autograd.grad(once.sum(), outputs)
+        (gradient,) = torch.autograd.grad(loss(outputs, targets).sum(), outputs, allow_unused=True)
         # The loss of the worst sample does not change either, but depends on that sample only.
-        if not gradient.reshape(len(gradient), -1).any(dim=1).all():
+        if gradient is None or not gradient.reshape(len(gradient), -1).any(dim=1).all():
             return replace(trial, kind="other")
     return trial
 
