@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +59,26 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 def step_unless_overflowed(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
     """Take the step, unless a scaled gradient has overflowed; return whether it was taken."""
+    if not scaler.is_enabled():
+        optimizer.step()
+        return True
+    # Torch does not say whether it has called the step. To compare its scale, before and after,
+    # makes a GPU wait twice more, and torch's hooks do not run in optimizers that wrap another. A
+    # fused optimizer is called in any case, with what was found.
+    took_step, step = False, optimizer.step
+
+    @wraps(step)
+    def noted(*arguments: Any, **named: Any) -> Any:
+        nonlocal took_step
+        took_step = not getattr(optimizer, "found_inf", 0)
+        return step(*arguments, **named)
+
+    # As torch's own schedulers do; mypy allows no other value for a method.
+    optimizer.step = noted  # type: ignore[method-assign]
     scaler.step(optimizer)
-    # What torch looks at itself. To compare its scale, before and after, makes a GPU wait twice
-    # more, and torch's hooks do not run in optimizers that wrap another.
-    found = scaler._found_inf_per_device(optimizer).values() if scaler.is_enabled() else ()
-    has_overflowed = any(map(bool, found))
+    optimizer.step = step  # type: ignore[method-assign]
     scaler.update()
-    return not has_overflowed
+    return took_step
 
 
 def has_gradient(parameters: Iterable[nn.Parameter]) -> bool:

@@ -44,13 +44,14 @@ def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float
     counts = env.rank % state.work.layout.model_ranks == 0
     own = [own_loss * counts, *(one * counts for one in own_scalars), *parts.values(), is_settled]
     # What is wanted of each rank: its peak of memory, and the two times of each exchange.
-    by_rank = torch.zeros(1 + 2 * len(exchanges), env.world_size, dtype=torch.float64)
-    by_rank[:, env.rank] = torch.tensor([peak_memory_gib(), *chain(*zip(*exchanges, strict=True))])
+    column = [peak_memory_gib(), *chain(*zip(*exchanges, strict=True))]
+    by_rank = torch.zeros(len(column), env.world_size, dtype=torch.float64)
+    by_rank[:, env.rank] = torch.tensor(column, dtype=torch.float64)
     # One all-reduce for all of it, and the times stay a tensor: this runs in the training loop.
     packed = torch.cat([torch.tensor(own, dtype=torch.float64), by_rank.flatten()])
     added = add_over_ranks(packed, state.work.group)
     loss, *totals, num_settled = added[: len(own)].tolist()
-    memory, times = added[len(own) :].view_as(by_rank).split([1, 2 * len(exchanges)])
+    memory, times = added[len(own) :].view_as(by_rank).split([1, len(column) - 1])
     scalars, part_totals = totals[: len(own_scalars)], totals[len(own_scalars) :]
     state.memory_gib = memory[0].tolist()
     if norm is None:

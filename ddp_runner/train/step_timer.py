@@ -48,28 +48,34 @@ class StepTimer:
         self._num_exchanges = self._num_steps = 0
         self._warm_since: float | None = None
         self._last = time.perf_counter()
-        self._events = list[tuple[torch.Event, StepPart | None]]()  # of a GPU
+        self._events = list[tuple[torch.Event, StepPart | None, bool]]()  # of a GPU
         self.restart()
 
     def restart(self) -> None:
         """Begin the interval anew, but keep the exchanges since the last lap."""
-        self._read_events(len(self._events))
-        self._parts_ms.clear()
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
-        self.mark(None)
+        self.mark(None, restarts=True)
 
     def forget(self) -> None:
         """Begin the interval anew, without the exchanges since the last lap: they were slowed."""
-        self.restart()
+        self._read_events(len(self._events))
         self._exchanges.clear()
+        self.restart()
 
-    def mark(self, part: StepPart | None, *, ends_on: torch.device | None = None) -> None:
+    def mark(
+        self,
+        part: StepPart | None,
+        *,
+        ends_on: torch.device | None = None,
+        restarts: bool = False,
+    ) -> None:
         """Add the time since the last mark to a part of the step.
 
         Args:
             part: what the time was spent on; None drops it. COMM ends the exchange of a step, and
                 WAIT is for other ranks before it.
             ends_on: the device that finishes the part; None for the rank's first.
+            restarts: forget the parts so far.
         """
         if self._on_gpu:
             # Name the device: in autograd's threads another may be current, and CUDA measures no
@@ -80,12 +86,12 @@ class StepTimer:
                 stream.wait_event(torch.accelerator.current_stream(ends_on).record_event())
             event = torch.Event(self._device, enable_timing=True)
             event.record(stream)
-            self._events.append((event, part))
+            self._events.append((event, part, restarts))
             if len(self._events) > MOST_EVENTS:
                 self._read_events(MOST_EVENTS // 2)
             return
         now = time.perf_counter()
-        self._count(part, 1000 * (now - self._last))
+        self._count(part, 1000 * (now - self._last), restarts=restarts)
         self._last = now
 
     def mark_end_of_backward(self, loss: Tensor) -> None:
@@ -123,10 +129,12 @@ class StepTimer:
         self.restart()
         return lap
 
-    def _count(self, part: StepPart | None, ms: float) -> None:
+    def _count(self, part: StepPart | None, ms: float, *, restarts: bool) -> None:
         """Count time for a part, and for the exchange that it comes before or ends."""
         self._parts_ms[part] += ms
-        if part is StepPart.COMM:
+        if restarts:
+            self._parts_ms.clear()
+        elif part is StepPart.COMM:
             self._num_exchanges += 1
             if self._num_exchanges > UNMEASURED_STEPS:
                 self._exchanges.append((self._work_ms, self._wait_ms + ms))
@@ -141,6 +149,6 @@ class StepTimer:
         read = self._events[:count]
         if read:
             read[-1][0].synchronize()
-        for (before, _), (event, part) in pairwise(read):
-            self._count(part, before.elapsed_time(event))
+        for (before, _, _), (event, part, restarts) in pairwise(read):
+            self._count(part, before.elapsed_time(event), restarts=restarts)
         del self._events[: count - 1]  # the next time begins at the last one
