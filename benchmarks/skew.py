@@ -29,9 +29,9 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.metric_names import StepPart
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.metrics import step_metrics
-from ddp_runner.train.skew import Skew, table
+from ddp_runner.train.skew import Skew
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step_timer import Exchange, StepTimer
+from ddp_runner.train.step_timer import StepTimer
 
 DELAY_S = 0.05
 BLOCK = 10  # steps, and the line of metrics after them
@@ -132,7 +132,7 @@ def measure_calls() -> None:
             timer.mark(StepPart(part) if part else None)
 
     def line() -> None:
-        times = table([Exchange(1.0, 2.0)] * BLOCK, rank=0, world_size=2)
+        times = torch.tensor([1.0, 2.0]).expand(2, BLOCK, 2)
         Skew().add(torch.tensor(times.flatten().tolist()).view_as(times), step_time_ms=3.0)
 
     for name, call in (("marks of a step", marks), ("line of ten steps, 2 ranks", line)):

@@ -12,8 +12,8 @@ from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.heartbeat import EVALUATING
+from ddp_runner.train.dry_run import tried_metrics
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.first_batch import tried_metrics
 
 
 def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Status:

@@ -16,9 +16,10 @@ from ddp_runner.distributed import broadcast_tensors, gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.state import TrainState, restored_after
-from ddp_runner.train.step import modules_of
-from ddp_runner.train.trial import step_of
+from ddp_runner.train.step import modules_of, step_of
 from ddp_runner.train.work import forward
+
+Places = dict[str, tuple[nn.Module, str]]  # by its whole name: a buffer's owner, and its name there
 
 
 def find_changing(state: TrainState) -> None:
@@ -31,36 +32,17 @@ def find_changing(state: TrainState) -> None:
         UserError: the training step changes its own under a parameter server, or the shape of a
             buffer follows the batch.
     """
-    work = state.work
-    parts = {"model": state.module, **modules_of(work.step_fn)}
-    own = [value for name, value in parts.items() if name != "model"]
-    has_teacher = any(
-        isinstance(one, _NormBase)
-        for value in own
-        if isinstance(value, nn.Module)
-        for one in value.modules()
-    )
-    places = [
-        (f"{root}.{path}.{name}".replace("..", "."), owner, name)
-        for root, value in parts.items()
-        if isinstance(value, nn.Module)
-        for path, owner in value.named_modules()
-        if has_teacher or not isinstance(owner, _NormBase)
-        # A step may also average weights into parameters of its own.
-        for name in (owner._buffers if root == "model" else {**owner._buffers, **owner._parameters})
-    ]
-    by_rank = gather_objects(_changed(state, places) if places else set[str]())
-    changed = set[str]().union(*by_rank)
+    work, places = state.work, _places(state)
+    changed = set[str]().union(*gather_objects(_changed(state, places) if places else set[str]()))
+    if not work.layout.by_number:
+        state.changing = [places[name] for name in places if name in changed]
     # A server sends a model's buffers with its parameters.
-    if work.layout.by_number:
-        if own := sorted(name for name in changed if not name.startswith("model.")):
-            raise UserError(
-                f"{step_of(work.config)} changes {', '.join(own)}, and parallelism="
-                f"{work.config.parallelism.get('name')} sends the model's buffers alone; register "
-                "them in the model, or write parallelism=ddp"
-            )
-        return
-    state.changing = [(owner, name) for key, owner, name in places if key in changed]
+    elif own := sorted(name for name in changed if not name.startswith("model.")):
+        raise UserError(
+            f"{step_of(work.config)} changes {', '.join(own)}, and parallelism="
+            f"{work.config.parallelism.get('name')} sends the model's buffers alone; register "
+            "them in the model, or write parallelism=ddp"
+        )
 
 
 def share_changing(state: TrainState) -> None:
@@ -70,8 +52,22 @@ def share_changing(state: TrainState) -> None:
         broadcast_tensors([one for one in found if one is not None], group=state.work.group)
 
 
-def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set[str]:
-    before = [_copy(getattr(owner, name)) for _, owner, name in places]
+def _places(state: TrainState) -> Places:
+    """Return where a change would matter. A step may also average weights into parameters."""
+    parts = modules_of(state.work.step_fn).items()
+    own = {name: one for name, one in parts if isinstance(one, nn.Module)}
+    has_teacher = any(isinstance(part, _NormBase) for one in own.values() for part in one.modules())
+    return {
+        ".".join(filter(None, (root, path, name))): (owner, name)
+        for root, one in {"model": state.module, **own}.items()
+        for path, owner in one.named_modules()
+        if has_teacher or not isinstance(owner, _NormBase)
+        for name in owner._buffers | (owner._parameters if root in own else {})
+    }
+
+
+def _changed(state: TrainState, places: Places) -> set[str]:
+    before = [one.detach().clone() for one in _tensors(places)]
     with restored_after(state):
         state.module.train()
         seed_all(0)
@@ -83,32 +79,24 @@ def _changed(state: TrainState, places: list[tuple[str, nn.Module, str]]) -> set
                 raise
             except Exception:  # of two samples alone; a run's own batches will tell
                 if not shapes:
-                    return {key for key, _, _ in places}
+                    return {*places}
                 break  # it may take even batches only
-            shapes.append([_shape(getattr(owner, name)) for _, owner, name in places])
-        for (key, _, _), *sizes in zip(places, *shapes, strict=True):
-            if sizes[0] != sizes[-1]:
+            shapes.append([*map(shape_of, _tensors(places))])
+        for name, one, other in zip(places, shapes[0], shapes[-1], strict=True):
+            if one != other:
                 raise UserError(
-                    f"the buffer {key} is {sizes[0]} for {NUM_FIRST} samples and {sizes[-1]} for "
+                    f"the buffer {name} is {one} for {NUM_FIRST} samples and {other} for "
                     f"{NUM_FIRST + 1}, and ranks and checkpoints need one shape; keep what "
                     "follows the batch in a plain attribute"
                 )
         return {
-            key
-            for (key, owner, name), value in zip(places, before, strict=True)
-            if not _is_same(getattr(owner, name), value)
+            name
+            for name, one, other in zip(places, before, _tensors(places), strict=True)
+            if shape_of(one) != shape_of(other) or not torch.equal(one, other)
         }
 
 
-def _shape(buffer: Tensor | None) -> str:
-    return "none" if buffer is None else shape_of(buffer)
-
-
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
-
-
-def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    return (one is None and other is None) or (
-        one is not None and other is not None and torch.equal(one, other)
-    )
+def _tensors(places: Places) -> list[Tensor]:
+    """Return what is there now; nothing has no elements."""
+    found = (getattr(owner, name) for owner, name in places.values())
+    return [torch.empty(0) if one is None else one for one in found]

@@ -17,7 +17,7 @@ from ddp_runner.parallelism.mode import Mode
 from ddp_runner.parallelism.module_names import blocks_of
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.parallelism.single import Single
-from ddp_runner.train.parameters import freeze
+from ddp_runner.train.optimizers import freeze
 from ddp_runner.train.work import Work
 
 

@@ -1,9 +1,9 @@
 """Exports the best model of a completed run, and evaluates it on request."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,14 +22,12 @@ from ddp_runner.train.programs import export_programs
 from ddp_runner.train.state import TrainState
 
 
-@dataclass(frozen=True)
-class _Model:
+class _Model(NamedTuple):
     """A model to export."""
 
     state: Mapping[str, Tensor]
     step: int
     metrics: Mapping[str, float | None]
-    is_average: bool  # the weights are those of ``Ema``
 
 
 def export_best(
@@ -44,61 +42,50 @@ def export_best(
     Raises:
         UserError: the model cannot be written.
     """
-    settings, progress, best = state.work.config.checkpoint, state.progress, None
-    module, is_first = state.evaluated, state.work.env.is_rank_zero
-    tensors = gathered(module.state_dict(), keep=is_first)
-    if is_first:
-        is_average = module is not state.module
-        best = _Model(tensors, progress.step, progress.metrics, is_average)
+    work, settings, progress = state.work, state.work.config.checkpoint, state.progress
+    module, best = state.evaluated, None
+    is_average = module is not state.module
+    tensors = gathered(module.state_dict(), keep=work.env.is_rank_zero)
+    if work.env.is_rank_zero:
+        best = _Model(tensors, progress.step, progress.metrics)
         if settings.monitor is not None:
-            best = _best(run_dir.checkpoints, best, settings, log=log)
+            best = _best(run_dir.checkpoints, best, settings, is_average=is_average, log=log)
     if settings.load_best:
-        send_module(module, best.state if best else None, group=state.work.group)
-        results, _ = evaluate(state.work, module, step=progress.step)
-        records.logger.log(
-            {name.replace("eval/", "best/"): value for name, value in results.items()},
-            step=progress.step,
-            epoch=state.batches.epoch,
-        )
-    if best is not None:
-        records.logger.exported(best.step, best.metrics)
-        records.export(best.state, step=best.step, metrics=best.metrics, is_average=best.is_average)
-        if settings.export:
-            _export_programs(state, best, run_dir, log=log)
-        if settings.monitor is not None:
-            score = json_safe(best.metrics.get(settings.monitor))
-            value = "not finite" if score is None else f"{score:.4f}"
-            log(
-                f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}"
+        send_module(module, best.state if best else None, group=work.group)
+        results, _ = evaluate(work, module, step=progress.step)
+        results = {name.replace("eval/", "best/"): value for name, value in results.items()}
+        records.logger.log(results, step=progress.step, epoch=state.batches.epoch)
+    if best is None:
+        return
+    records.logger.exported(best.step, best.metrics)
+    records.export(best.state, step=best.step, metrics=best.metrics, is_average=is_average)
+    if settings.export:
+        try:
+            files = export_programs(
+                work.config,
+                work.dataset,
+                arguments=work.dataset.model_arguments,
+                tensors=best.state,
+                samples=state.first().data,
+                folder=run_dir.path,
             )
-
-
-def _export_programs(
-    state: TrainState, best: _Model, run_dir: RunDir, *, log: Callable[[str], None]
-) -> None:
-    """Write the best model in the formats of ``checkpoint.export``. Rank 0 only.
-
-    Training is complete, so a model that torch cannot trace must not fail the run.
-    """
-    work = state.work
-    try:
-        files = export_programs(
-            work.config,
-            work.dataset,
-            arguments=work.dataset.model_arguments,
-            tensors=best.state,
-            samples=state.first().data,
-            folder=run_dir.path,
-        )
-    except UserError as error:
-        add_warning(run_dir, str(error))
-        log(f"warning: {error}")
-    else:
-        log(f"exported {', '.join(path.name for path in files)}")
+            log(f"exported {', '.join(path.name for path in files)}")
+        except UserError as error:  # training is complete: it must not fail the run
+            add_warning(run_dir, str(error))
+            log(f"warning: {error}")
+    if settings.monitor is not None:
+        score = json_safe(best.metrics.get(settings.monitor))
+        value = "not finite" if score is None else f"{score:.4f}"
+        log(f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}")
 
 
 def _best(
-    folder: Path, last: _Model, settings: CheckpointConfig, *, log: Callable[[str], None]
+    folder: Path,
+    last: _Model,
+    settings: CheckpointConfig,
+    *,
+    is_average: bool,
+    log: Callable[[str], None],
 ) -> _Model:
     """Return the best model that can be loaded, and log each damaged checkpoint. Rank 0 only.
 
@@ -115,8 +102,8 @@ def _best(
         path = first_whole(better, log=log)
         if path is None:
             return last
-        manifest, model = read_manifest(path), read_model(path, is_average=last.is_average)
-        return _Model(model, manifest.step, manifest.metrics, last.is_average)
+        manifest = read_manifest(path)
+        return _Model(read_model(path, is_average=is_average), manifest.step, manifest.metrics)
     except UserError as error:
         log(f"{error}; exporting the last model")
         return last

@@ -92,28 +92,25 @@ def _convolution_backward(grad: Any, inputs: Any, weight: Any, *others: Any, **_
     return conv_flop_count(inputs, weight, grad, others[4]) * int(sum(others[7][:2]))
 
 
+@torch.no_grad()
 def matmul_flops_per_s(devices: Sequence[torch.device], dtype: torch.dtype) -> float:
     """Return the operations per second of large matrix products, summed over different devices.
 
     It is what the device reaches in practice, with this number of threads and beside the other
     ranks on the machine, not what its data sheet says.
     """
-    return sum(_one_device(device, dtype) for device in set(devices))
-
-
-@torch.no_grad()
-def _one_device(device: torch.device, dtype: torch.dtype) -> float:
-    """Double the matrices until a product takes a tenth of the budget; then take the mean."""
-    size = SMALLEST
-    while True:
-        # Not zeros: a GPU multiplies them faster.
-        factor = torch.linspace(0.1, 1.0, size * size, device=device).to(dtype).view(size, size)
-        product = factor @ factor  # allocates, and chooses a kernel, which may take long
-        took_s = _timed(factor, product, count=1)
-        if took_s > BUDGET_S / 10 or size == LARGEST:
-            count = max(1, int(BUDGET_S / took_s))
-            return 2 * size**3 * count / _timed(factor, product, count=count)
-        size *= 2
+    total = 0.0
+    for device in set(devices):
+        size, took_s = SMALLEST // 2, 0.0
+        while took_s <= BUDGET_S / 10 and size < LARGEST:  # a small product takes no time
+            size *= 2
+            # Not zeros: a GPU multiplies them faster.
+            factor = torch.linspace(0.1, 1.0, size * size, device=device).to(dtype).view(size, size)
+            product = factor @ factor  # allocates, and chooses a kernel, which may take long
+            took_s = _timed(factor, product, count=1)
+        count = max(1, int(BUDGET_S / took_s))
+        total += 2 * size**3 * count / _timed(factor, product, count=count)
+    return total
 
 
 def _timed(factor: Tensor, product: Tensor, *, count: int) -> float:

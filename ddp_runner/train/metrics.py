@@ -1,6 +1,7 @@
 """The metrics of an optimizer step."""
 
 import math
+from itertools import chain
 
 import torch
 
@@ -11,9 +12,8 @@ from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.mode import Sums
 from ddp_runner.train.clipping import gradient_norm
 from ddp_runner.train.flops import measure_peaks
-from ddp_runner.train.skew import table
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.trial import step_of
+from ddp_runner.train.step import step_of
 
 EXCHANGE = (StepPart.COMM, StepPart.WAIT)  # these come from all ranks' times
 MEMORY = "perf/peak_memory_gib"  # a trace takes time, but no memory of the GPU
@@ -38,38 +38,37 @@ def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float
     is_slow = state.profiler.is_slow
     lap = state.timer.lap()
     exchanges = () if is_slow else lap.exchanges
-    times = table(exchanges, rank=env.rank, world_size=env.world_size)
     parts = {part: ms for part, ms in lap.parts.items() if part not in EXCHANGE}
     is_settled = state.timer.running_s > SETTLED_S
     # Of the ranks that compute one share together, the first counts.
     counts = env.rank % state.work.layout.model_ranks == 0
-    own_scalars = [one * counts for one in own_scalars]
-    own = [own_loss * counts, is_settled, *parts.values(), *own_scalars]
+    own = [own_loss * counts, *(one * counts for one in own_scalars), *parts.values(), is_settled]
+    # What is wanted of each rank: its peak of memory, and the two times of each exchange.
+    column = [peak_memory_gib(), *chain(*zip(*exchanges, strict=True))]
+    by_rank = torch.zeros(len(column), env.world_size, dtype=torch.float64)
+    by_rank[:, env.rank] = torch.tensor(column, dtype=torch.float64)
     # One all-reduce for all of it, and the times stay a tensor: this runs in the training loop.
-    memory = torch.zeros(env.world_size, dtype=torch.float64)
-    memory[env.rank] = peak_memory_gib()
-    packed = torch.cat([torch.tensor(own, dtype=torch.float64), memory, times.flatten()])
+    packed = torch.cat([torch.tensor(own, dtype=torch.float64), by_rank.flatten()])
     added = add_over_ranks(packed, state.work.group)
-    numbers, memory, flat_times = added.split([len(own), len(memory), times.numel()])
-    total, num_settled, *rest = numbers.tolist()
-    means = [value / env.world_size for value in rest[: len(parts)]]
-    scalars = rest[len(parts) :]
-    times = flat_times.view_as(times)
-    state.memory_gib = memory.tolist()
+    loss, *totals, num_settled = added[: len(own)].tolist()
+    memory, times = added[len(own) :].view_as(by_rank).split([1, len(column) - 1])
+    scalars, part_totals = totals[: len(own_scalars)], totals[len(own_scalars) :]
+    state.memory_gib = memory[0].tolist()
     if norm is None:
         norm = gradient_norm(state.module.parameters())
     if state.peaks is None and num_settled == env.world_size and not is_slow:
         state.peaks = measure_peaks(state)
         state.timer.restart()
     flops, peak = state.peaks or (0.0, 0.0)
+    step_time_ms = lap.metrics["perf/step_time_ms"]
     found = {
-        "train/loss": _finite_loss(total, state),
+        "train/loss": _finite_loss(loss, state),
         **{f"train/{name}": one for name, one in zip(sums.scalars, scalars, strict=True)},
         "train/lr": lr,
         "train/grad_norm": float(norm),
         **lap.metrics,
-        **{part.metric: ms for part, ms in zip(parts, means, strict=True)},
-        **state.skew.add(times, step_time_ms=lap.metrics["perf/step_time_ms"]),
+        **{one.metric: ms / env.world_size for one, ms in zip(parts, part_totals, strict=True)},
+        **state.skew.add(times.view(2, len(exchanges), env.world_size), step_time_ms=step_time_ms),
         **({"perf/mfu": flops * lap.metrics["perf/samples_per_s"] / peak} if peak else {}),
         MEMORY: max(state.memory_gib),
         **state.engine.metrics(),

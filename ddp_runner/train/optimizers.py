@@ -1,8 +1,16 @@
-"""Builds the optimizer: one of torch's or of the user's, for the parameters that are trained."""
+"""Builds the optimizer: one of torch's or of the user's, for the parameters that are trained.
 
+Which these are, and the keys that each has, a config says by patterns of their names. They are the
+shell's, matched against the whole dotted name: ``head.*``, ``*.bias``. A parameter that two modules
+share has two names, and a pattern may match either.
+"""
+
+import difflib
 import inspect
 import re
-from functools import partial
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,7 +20,6 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import ParamsConfig
 from ddp_runner.errors import UserError, nearest, typed
 from ddp_runner.parallelism.shards import fit_optimizer
-from ddp_runner.train.parameters import parameter_groups
 
 MODULE = "module"  # the first parameter of a factory that takes the model, not its parameters
 MOST_REASON = 150  # characters of torch's own message
@@ -42,7 +49,11 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     keys, params = config.optimizer, config.params
     factory = make("optimizer", keys, allowed=config.allowed_targets, partial=True)
     named = f"optimizer={keys.get('name')} ({keys['_target_']})"
-    if _takes_module(factory):
+    try:
+        names = list(inspect.signature(factory.func).parameters)
+    except ValueError:  # written in C
+        names = []
+    if names[:1] == [MODULE]:
         if params.groups or params.no_decay:
             raise UserError(
                 f"{named} takes the model and makes its own groups; leave out params.groups and "
@@ -66,15 +77,6 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _takes_module(factory: partial[Optimizer]) -> bool:
-    """Return whether the factory's first parameter is named ``module``."""
-    try:
-        names = list(inspect.signature(factory.func).parameters)
-    except ValueError:  # written in C
-        return False
-    return names[:1] == [MODULE]
-
-
 def _validate_groups(config: RunConfig, optimizer: Optimizer, named: str) -> None:
     """Reject a key that the optimizer does not have: torch would keep it and never read it."""
     keys = {
@@ -90,3 +92,77 @@ def _validate_groups(config: RunConfig, optimizer: Optimizer, named: str) -> Non
             meant = nearest(key, optimizer.defaults)
             hint = f"did you mean {meant}?" if meant else "leave it out"
             raise UserError(f"{place}: {named} has no {key}; {hint}")
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude the parameters that match a pattern from training.
+
+    Call it before the mode wraps the module: DDP waits for the gradient of every other parameter.
+    BatchNorm's running statistics are buffers, and change in a frozen layer as well.
+
+    Raises:
+        UserError: a pattern matches no parameter.
+    """
+    for pattern in patterns:
+        for parameter in _matched(module, pattern, key="params.freeze").values():
+            parameter.requires_grad_(False)
+
+
+def parameter_groups(
+    module: nn.Module, *, groups: Sequence[Mapping[str, Any]], no_decay: bool
+) -> list[dict[str, Any]]:
+    """Return the optimizer's parameter groups, without the frozen parameters.
+
+    A parameter belongs to the first group whose pattern matches it, else to the last one, which has
+    the optimizer's own keys.
+
+    Args:
+        module: the bare model.
+        groups: each has a pattern as ``match``, and keys of the optimizer.
+        no_decay: put biases and parameters of one dim apart, without weight decay, unless their
+            group gives a weight_decay itself.
+
+    Raises:
+        UserError: a pattern matches no parameter, or none that is left to train.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    left = {id(one): one for one in module.parameters() if one.requires_grad}
+    found = list[dict[str, Any]]()
+    for index, group in enumerate(groups):
+        settings = {key: value for key, value in group.items() if key != "match"}
+        matched = _matched(module, group["match"], key=f"params.groups.{index}.match")
+        chosen = [left.pop(one) for one in matched if one in left]
+        if not chosen:
+            raise UserError(
+                f"params.groups.{index}.match ({group['match']}) gets no parameter: all that it "
+                "matches are frozen or in an earlier group; move the group up, or leave it out"
+            )
+        found += [{"params": chosen, **settings}]
+    found += [{"params": list(left.values())}]
+    if no_decay:
+        found = [part for group in found for part in _by_decay(group, names)]
+    return [group for group in found if group["params"]]
+
+
+def _by_decay(group: dict[str, Any], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Split a group into the parameters that decay and those that do not."""
+    if "weight_decay" in group:
+        return [group]
+    decayed, others = list[nn.Parameter](), list[nn.Parameter]()
+    for parameter in group["params"]:
+        is_bias = names[id(parameter)].rpartition(".")[2] == "bias"
+        (others if is_bias or parameter.ndim <= 1 else decayed).append(parameter)
+    return [group | {"params": decayed}, group | {"params": others, "weight_decay": 0.0}]
+
+
+def _matched(module: nn.Module, pattern: str, *, key: str) -> dict[int, nn.Parameter]:
+    """Return the parameters with a name that matches, by their identity, in the model's order."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    matched = {id(one): one for name, one in named if fnmatchcase(name, pattern)}
+    if not matched:
+        nearest = difflib.get_close_matches(pattern, [name for name, _ in named], cutoff=0.0)
+        raise UserError(
+            f"{key} ({pattern}) matches no parameter of the model; the nearest are "
+            f"{', '.join(nearest)}"
+        )
+    return matched

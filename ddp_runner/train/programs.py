@@ -7,12 +7,14 @@ https://docs.pytorch.org/docs/stable/onnx_export.html
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only  # what torch.export itself takes arguments apart with
 
 from ddp_runner.checkpoint.model_file import load_tensors
 from ddp_runner.config.schema import RunConfig
@@ -85,34 +87,25 @@ def export_programs(
 
 
 def _call(module: nn.Module, step: StepFunction, data: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments that the training step calls the model with, first."""
-    calls: list[tuple[Any, dict[str, Any]]] = []
+    """Return the arguments that the training step calls the model with, first.
 
-    def record(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
-
+    The tensors are copies: a program would keep the strides of a slice.
+    """
+    calls = list[tuple[Any, dict[str, Any]]]()
+    record = module.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
     with torch.no_grad():
-        handle = module.register_forward_pre_hook(record, with_kwargs=True)
         step(module, data)
-        handle.remove()
+    record.remove()
     if not calls:
         raise UserError(
             "checkpoint.export: the training step calls parts of the model, not the model itself, "
             "so there is no single program to export; leave it out"
         )
-    args, kwargs = calls[0]
-    return _contiguous(args), _contiguous(kwargs)
-
-
-def _contiguous(tree: Any) -> Any:
-    """Return tensors of their own: a program would keep the strides of a slice."""
-    if isinstance(tree, Tensor):
-        return tree.clone(memory_format=torch.contiguous_format)
-    if isinstance(tree, tuple) and not hasattr(tree, "_fields"):
-        return tuple(map(_contiguous, tree))
-    if isinstance(tree, dict):
-        return {key: _contiguous(value) for key, value in tree.items()}
-    return tree
+    copy = partial(torch.clone, memory_format=torch.contiguous_format)
+    args, kwargs = tree_map_only(Tensor, copy, calls[0])
+    return args, kwargs
 
 
 def _dynamic_axes(trees: Any, *, is_text: bool) -> torch.export.ShapesCollection:

@@ -8,7 +8,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
@@ -28,12 +27,8 @@ class Scheduler(Protocol):
     """What a run needs of a scheduler, besides its ``step``."""
 
     optimizer: Optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state."""
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -86,31 +81,21 @@ def build_schedule(
     settings = {
         key: one for key, one in config.scheduler.items() if one is not None or key not in lengths
     }
-    make_factory = partial(make, "scheduler", allowed=config.allowed_targets, partial=True)
-    monitor = None
-    taken = keywords(make_factory(settings))
-    known = {
-        name: length
-        for name, length in lengths.items()
-        if length is not None and name not in settings
-    }
-    unknown = sorted(taken & (lengths.keys() - known.keys() - settings.keys()))
-    if unknown and not taken & known.keys():  # OneCycleLR, for one, needs only one of them
+    monitor = settings.pop("monitor", None)
+    factory = make("scheduler", settings, allowed=config.allowed_targets, partial=True)
+    taken = keywords(factory)
+    lengths = {name: length for name, length in lengths.items() if name not in settings}
+    offered = {name: length for name, length in lengths.items() if length is not None}
+    unknown = sorted(taken & (lengths.keys() - offered.keys()))
+    if unknown and not taken & offered.keys():  # OneCycleLR, for one, needs only one of them
         fix = "write train.max_steps" if {*unknown} & {*TOTAL_STEPS} else "write scheduler=cosine"
         raise UserError(
             f"scheduler={settings.get('name')} needs {' and '.join(unknown)}, which a stream such "
             f"as dataset={config.dataset.get('name')} does not tell; {fix}"
         )
-    if "monitor" not in taken:
-        monitor = settings.pop("monitor", None)  # it is for the runner
-    scheduler = complete(
-        "scheduler",
-        settings,
-        make_factory(settings),
-        optimizer,
-        kind=Scheduler,
-        **known,
-    )
+    if monitor is not None and "monitor" in taken:  # else it is for the runner
+        offered["monitor"], monitor = monitor, None
+    scheduler = complete("scheduler", settings, factory, optimizer, kind=Scheduler, **offered)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not set it
     arguments = list(inspect.signature(scheduler.step).parameters.values())

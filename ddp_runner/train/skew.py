@@ -5,32 +5,14 @@ the next each rank can time its own work; how much longer it is than the others'
 the rank arrives.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_record import RunFields
-from ddp_runner.train.step_timer import Exchange
 
 FEWEST_STEPS = 5  # for figures of a session; a single one may be the noise of the machine
-
-
-def table(exchanges: Sequence[Exchange], *, rank: int, world_size: int) -> Tensor:
-    """Return this rank's times in a table for all ranks; summed over ranks it holds everybody's.
-
-    Returns:
-        (2, num_steps, world_size), float64: the work and the communication in milliseconds, and 0
-        for the other ranks.
-    """
-    times = torch.zeros(2, len(exchanges), world_size, dtype=torch.float64)
-    times[:, :, rank] = torch.tensor(
-        [[one.work_ms for one in exchanges], [one.comm_ms for one in exchanges]],
-        dtype=torch.float64,
-    )
-    return times
 
 
 def lateness(work_ms: Tensor) -> Tensor:
@@ -60,7 +42,7 @@ class Skew:
         itself; the other ranks spend the rest waiting.
 
         Args:
-            times: of all ranks, as ``table`` lays them out.
+            times: (2, num_steps, world_size), each rank's ``Exchange`` of each step.
             step_time_ms: of the line's mean step, of which communication is a share.
         """
         work_ms, comm_ms = times

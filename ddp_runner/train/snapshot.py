@@ -8,10 +8,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint.optimizer_state import set_rates
 from ddp_runner.checkpoint.state import Saver
-from ddp_runner.train.first_batch import rehearse
 from ddp_runner.train.same_data import RunData
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import modules_of
+from ddp_runner.train.work import forward
 
 
 def snapshot(state: TrainState, *, copies: set[int] | None = None) -> dict[str, Any]:
@@ -50,6 +50,25 @@ def restore(state: TrainState, folder: Path, *, log: Callable[[str], None]) -> i
     state.progress.metrics = found.metrics
     _set_rates(state)
     return found.step
+
+
+def rehearse(state: TrainState) -> None:
+    """Run backwards whose gradients are dropped. Collective: every rank must call.
+
+    DDP rebuilds its buckets after its first backward, with a static graph after the second. A
+    gradient's place in its bucket decides in which order three or more ranks are added, and so how
+    the sum is rounded. A resumed run must therefore not take its first step with the initial
+    buckets. Call this before loading the state, since it changes buffers.
+    """
+    if state.model is state.module or state.work.env.world_size < 3:
+        return  # the mode wraps nothing, or the sum has only one order
+    state.model.train()
+    # The real batch size, since torch.compile compiles for it.
+    samples = state.first(range(state.batches.micro_size))
+    for _ in range(2 if getattr(state.model, "static_graph", False) else 1):
+        state.module.zero_grad(set_to_none=True)
+        step = forward(state.work, state.model, samples)
+        step.loss_sum.backward()  # the next step sets these gradients to None
 
 
 def saved_objects(state: TrainState) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.splits import IGNORED, validate_classes
 from ddp_runner.data.trees import first_tensor, shape_of, to_device
 from ddp_runner.errors import UserError
@@ -107,6 +108,12 @@ def predicted(model: nn.Module, batch: Any, *, targets: str | None = None) -> St
         batch, targets = (batch, torch.zeros(0)), None
     step = supervised(model, batch, loss=lambda *_: torch.zeros(()), targets=targets)
     return step if has_targets else replace(step, targets=None)
+
+
+def step_of(config: RunConfig) -> str:
+    """Return how a message names the training step."""
+    named = config.train.step
+    return f"train.step={named['_target_'] if isinstance(named, Mapping) else named}"
 
 
 def modules_of(step: StepFunction) -> dict[str, Any]:

@@ -17,12 +17,10 @@ UNMEASURED_STEPS = 2  # in the first ranks connect; in the second DDP forms its 
 MOST_EXCHANGES = 128  # kept for a log line: what a line sends must not grow with its steps
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """What this rank did from the end of one exchange of gradients to the end of the next."""
-
-    work_ms: float  # until its gradients were computed, without saving, evaluating and logging
-    comm_ms: float  # from then to the end: waiting for slower ranks, and the exchange itself
+# What this rank did from the end of one exchange of gradients to the end of the next, in ms: until
+# its gradients were computed, without saving, evaluating and logging; and from then to the end,
+# which is waiting for slower ranks, and the exchange itself.
+Exchange = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,6 @@ class Lap:
     metrics: Mapping[str, float]
     parts: Mapping[StepPart, float]  # milliseconds of a mean step
     exchanges: Sequence[Exchange]  # the last MOST_EXCHANGES; without the session's first two
-
-
-@dataclass(frozen=True)
-class _Event:
-    """A mark on a GPU."""
-
-    event: torch.Event
-    part: StepPart | None
-    restarts: bool
 
 
 class StepTimer:
@@ -59,7 +48,7 @@ class StepTimer:
         self._num_exchanges = self._num_steps = 0
         self._warm_since: float | None = None
         self._last = time.perf_counter()
-        self._events: list[_Event] = []
+        self._events = list[tuple[torch.Event, StepPart | None, bool]]()  # of a GPU
         self.restart()
 
     def restart(self) -> None:
@@ -69,7 +58,7 @@ class StepTimer:
 
     def forget(self) -> None:
         """Begin the interval anew, without the exchanges since the last lap: they were slowed."""
-        self._read_events()
+        self._read_events(len(self._events))
         self._exchanges.clear()
         self.restart()
 
@@ -97,9 +86,9 @@ class StepTimer:
                 stream.wait_event(torch.accelerator.current_stream(ends_on).record_event())
             event = torch.Event(self._device, enable_timing=True)
             event.record(stream)
-            self._events.append(_Event(event, part, restarts))
+            self._events.append((event, part, restarts))
             if len(self._events) > MOST_EVENTS:
-                self._add_up(MOST_EVENTS // 2)
+                self._read_events(MOST_EVENTS // 2)
             return
         now = time.perf_counter()
         self._count(part, 1000 * (now - self._last), restarts=restarts)
@@ -126,7 +115,7 @@ class StepTimer:
 
     def lap(self) -> Lap:
         """Return what was measured since the last lap or restart; begin a new interval."""
-        self._read_events()
+        self._read_events(len(self._events))
         elapsed_s = time.perf_counter() - self._started
         lap = Lap(
             metrics={
@@ -148,21 +137,18 @@ class StepTimer:
         elif part is StepPart.COMM:
             self._num_exchanges += 1
             if self._num_exchanges > UNMEASURED_STEPS:
-                self._exchanges.append(Exchange(self._work_ms, self._wait_ms + ms))
+                self._exchanges.append((self._work_ms, self._wait_ms + ms))
             self._work_ms = self._wait_ms = 0.0
         elif part is StepPart.WAIT:
             self._wait_ms += ms
         elif part is not None:  # also the optimizer, after an exchange: it delays the next one
             self._work_ms += ms
 
-    def _read_events(self) -> None:
-        if self._on_gpu:
-            self._add_up(len(self._events) - 1)
-
-    def _add_up(self, count: int) -> None:
-        """Wait for the oldest events and count their times for their parts."""
-        self._events[count].event.synchronize()
-        for before, mark in pairwise(self._events[: count + 1]):
-            ms = before.event.elapsed_time(mark.event)
-            self._count(mark.part, ms, restarts=mark.restarts)
-        del self._events[:count]
+    def _read_events(self, count: int) -> None:
+        """Wait for the oldest events, and count the times between them for their parts."""
+        read = self._events[:count]
+        if read:
+            read[-1][0].synchronize()
+        for (before, _, _), (event, part, restarts) in pairwise(read):
+            self._count(part, before.elapsed_time(event), restarts=restarts)
+        del self._events[: count - 1]  # the next time begins at the last one

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from ddp_runner.config.monitors import validate_known
 from ddp_runner.errors import UserError, counted
 from ddp_runner.job import Status
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
@@ -16,14 +15,12 @@ from ddp_runner.tracking.heartbeat import ENDING
 from ddp_runner.tracking.run_dir import RunDir, keep_files
 from ddp_runner.tracking.run_record import RunFields, add_warning
 from ddp_runner.tracking.start_block import sizes, training_facts
-from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.build import build_session_state
+from ddp_runner.train.dry_run import dry_run
 from ddp_runner.train.engine import engage
 from ddp_runner.train.export import export_best
-from ddp_runner.train.first_batch import try_evaluation, try_first_batch, warnings_of
 from ddp_runner.train.loop import train
 from ddp_runner.train.progress import early_stop_of, stop_reason
-from ddp_runner.train.same_data import agreed_samples
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 
@@ -35,12 +32,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     """
     config, run_dir = session.config, session.run_dir
     state = build_session_state(session, config)
-    state.samples, trial = agreed_samples(state.work.dataset), try_first_batch(state)
-    state.scalars = trial.scalars
-    warnings = warnings_of(trial, state)
-    find_changing(state)
-    known = try_evaluation(state)
-    validate_known(config, known)
+    known, warnings = dry_run(state)
     resume_step = restore(state, run_dir.checkpoints, log=session.log)
     note_restart(session, step=state.step)
     if resume_step is not None and state.is_done:

@@ -4,7 +4,6 @@ A sum doubles. Most mistakes show up here, where the message can name them.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -18,12 +17,9 @@ from ddp_runner.data.trees import shape_of, taking
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step import Step, supervised
+from ddp_runner.train.step import Step, step_of
 from ddp_runner.train.work import forward
 
-# Far above rounding, and far below the factor of 2 between a sum and a mean.
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-LOW_PRECISION_TOLERANCE = 5e-2
 NEGLIGIBLE = 1e-6  # a smaller loss is only rounding
 SUMS = {"cross_entropy": "cross_entropy", "nll_loss": "nll", "mse_loss": "mse"}
 
@@ -53,75 +49,16 @@ def try_loss(state: TrainState, batch: MicroBatch) -> Trial:
             trials.append(_try_outputs(outputs, targets, state))
         return torch.zeros(())
 
-    step = cast("partial[Step]", state.work.step_fn)
-    probing = partial(step.func, **(step.keywords | {"loss": probe}))
+    probing = partial(cast("partial[Step]", state.work.step_fn), loss=probe)
     forward(replace(state.work, step_fn=probing), state.module, batch)
     return trials[0] if trials else try_step(state, batch)  # only a tensor can be given twice
 
 
 @torch.enable_grad()
-def try_step(state: TrainState, batch: MicroBatch) -> Trial:
-    """Compare what a user's step returns for samples once, once more, and given twice."""
-    name = step_of(state.work.config)
-    twice_batch = state.first([*range(NUM_FIRST)] * 2)
-    steps = []
-    for data, seed in ((batch, 0), (batch, 1), (twice_batch, 0)):
-        seed_all(seed)
-        step = forward(state.work, state.module, data)
-        _validate_step(step, name)
-        if not step.loss_sum.requires_grad:
-            raise UserError(
-                f"{name} returns a loss_sum that depends on no parameter in evaluation mode; "
-                "compute it with the model that the step gets, without no_grad, detach or item, "
-                "and what only training mode computes between model.train() and model.eval(): see "
-                "docs/your_own_step.md"
-            )
-        steps.append((step, step.loss_sum.item(), float(step.count)))
-    (step, once, count), (_, again, _), (_, twice, count_twice) = steps
-    if state.work.config.batch.count == "samples" and count != NUM_FIRST:
-        raise UserError(
-            f"{name} returns count={count:g} for {NUM_FIRST} samples; write batch.count=tokens "
-            "if it counts something else, or return the number of samples"
-        )
-    if count_twice != 2 * count:
-        raise UserError(
-            f"{name} returns count={count:g} for {NUM_FIRST} samples and {count_twice:g} for the "
-            "same given twice; a count must add up"
-        )
-    kind = _kind(once, twice, tolerance=_tolerance(state, step.loss_sum.dtype))
-    if once != again:  # it draws random numbers, and cannot be compared
-        kind = "sum"
-    seed_all(0)
-    state.module.train()
-    with torch.no_grad():
-        trained = forward(state.work, state.module, batch)
-    return Trial(once, twice, kind, scalars=tuple(trained.scalars))
-
-
-def _validate_step(step: object, name: str) -> None:
-    if not isinstance(step, Step):
-        raise UserError(
-            f"{name} returns a {type(step).__name__}; return a "
-            "ddp_runner.train.step.Step(loss_sum, count)"
-        )
-    loss = step.loss_sum
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.ndim:
-        raise UserError(
-            f"{name} returns {shape_of(loss)} as loss_sum; return a tensor without dims, the sum "
-            "over the samples or tokens"
-        )
-    for key, value in step.scalars.items():
-        if not isinstance(value, Tensor) or value.numel() != 1 or key == "loss":
-            raise UserError(
-                f"{name} returns {shape_of(value)} as the scalar {key}; return a tensor of one "
-                "number, and not under the name loss"
-            )
-
-
-@torch.enable_grad()
 def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
-    """Compare the loss and its gradient with those of the same samples given twice."""
-    dataset, model = state.work.dataset, model_of(state.work.config)
+    """Compare the loss of a model's outputs with that of the same outputs given twice."""
+    config, dataset = state.work.config, state.work.dataset
+    model, named = model_of(config), loss_of(config)
     if not isinstance(outputs, Tensor):
         keys = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else ""
         raise UserError(
@@ -135,64 +72,103 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
             f"dataset={dataset.name} with {classes} classes; return a score for each class: "
             f"{(len(targets), classes, *places)}"
         )
-    once, gradient = _loss_and_gradient(outputs, targets, state)
-    if len(outputs) != len(targets):  # only the loss knows which dimension is the batch
-        return Trial(once, 2 * once, "sum")
-    twice, gradient_twice = _loss_and_gradient(
-        torch.cat([outputs, outputs]), torch.cat([targets, targets]), state
-    )
-    tolerance = _tolerance(state, outputs.dtype)
-    kind = _kind(once, twice, tolerance=tolerance)
-    largest = gradient.abs().reshape(len(gradient), -1).amax(dim=1)  # of each sample
-    off_half = (gradient_twice[: len(gradient)] - gradient / 2).abs().max()
-    # The loss of the worst sample does not change either, but depends on that sample only.
-    is_halved = bool(largest.all() and off_half <= tolerance * largest.max())
-    return Trial(once, twice, "other" if kind == "mean" and not is_halved else kind)
-
-
-def _tolerance(state: TrainState, dtype: torch.dtype) -> float:
-    is_low = state.work.config.train.precision != "fp32"
-    return LOW_PRECISION_TOLERANCE if is_low else TOLERANCES.get(dtype, LOW_PRECISION_TOLERANCE)
-
-
-def _kind(once: float, twice: float, *, tolerance: float) -> str:
-    """Return of which kind a loss is that has two values; one that is not finite fails later."""
-    near = partial(math.isclose, twice, rel_tol=tolerance, abs_tol=NEGLIGIBLE)
-    if near(2 * once) or not (math.isfinite(once) and math.isfinite(twice)):
-        return "sum"
-    return "mean" if near(once) else "other"
-
-
-def _loss_and_gradient(outputs: Tensor, targets: Tensor, state: TrainState) -> tuple[float, Tensor]:
-    """Return the loss and its gradient with respect to the outputs, of the same shape."""
-    work, config = state.work, state.work.config
-    step = cast("partial[Step]", work.step_fn)
+    loss = cast("partial[Step]", state.work.step_fn).keywords["loss"]
     outputs = outputs.detach().requires_grad_(outputs.is_floating_point() or outputs.is_complex())
     what = (
-        f"{loss_of(config)} cannot take the outputs of {model_of(config)}, "
-        f"{shape_of(outputs)}, with the targets of dataset={work.dataset.name},"
+        f"{named} cannot take the outputs of {model}, {shape_of(outputs)}, with the targets of "
+        f"dataset={dataset.name},"
     )
     with taking(what, targets, fix="choose a loss that fits"):
-        loss = step.keywords["loss"](outputs, targets)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        once = loss(outputs, targets)
+        # Where the first dimension is not the batch, only the loss knows which one is.
+        is_batch = len(outputs) == len(targets)
+        twice = loss(torch.cat([outputs] * 2), torch.cat([targets] * 2)) if is_batch else 2 * once
+    if not isinstance(once, Tensor) or once.numel() != 1:
         raise UserError(
-            f"{loss_of(config)} returns {shape_of(loss)}, not a single number; it must be the sum "
-            f"over the samples: {sum_form(config)}"
+            f"{named} returns {shape_of(once)}, not a single number; it must be the sum over the "
+            f"samples: {sum_form(config)}"
         )
+    if not once.requires_grad:
+        raise UserError(
+            f"{named} returns a number that depends on no output of {model}; compute it without "
+            "no_grad, detach or item, from outputs that are no integers"
+        )
+    trial = _compared(once.item(), twice.item(), state, outputs.dtype)
+    if trial.kind == "mean":
+        (gradient,) = torch.autograd.grad(loss(outputs, targets).sum(), outputs, allow_unused=True)
+        # The loss of the worst sample does not change either, but depends on that sample only.
+        if gradient is None or not gradient.reshape(len(gradient), -1).any(dim=1).all():
+            return replace(trial, kind="other")
+    return trial
+
+
+@torch.enable_grad()
+def try_step(state: TrainState, batch: MicroBatch) -> Trial:
+    """Compare what a training step returns for samples once, once more, and given twice."""
+    config, name, steps = state.work.config, step_of(state.work.config), list[Step]()
+    twice_batch = state.first([*range(NUM_FIRST)] * 2)
+    for data, seed in ((batch, 0), (batch, 1), (twice_batch, 0)):
+        seed_all(seed)
+        steps.append(step := forward(state.work, state.module, data))
+        _validate_step(step, name)
+    (count, _, count_twice) = (float(step.count) for step in steps)
+    if config.batch.count == "samples" and count != NUM_FIRST:
+        raise UserError(
+            f"{name} returns count={count:g} for {NUM_FIRST} samples; write batch.count=tokens "
+            "if it counts something else, or return the number of samples"
+        )
+    if count_twice != 2 * count:
+        raise UserError(
+            f"{name} returns count={count:g} for {NUM_FIRST} samples and {count_twice:g} for the "
+            "same given twice; a count must add up"
+        )
+    once, again, twice = (step.loss_sum.item() for step in steps)
+    trial = _compared(once, twice, state, step.loss_sum.dtype)
+    seed_all(0)
+    state.module.train()
+    with torch.no_grad():
+        trained = forward(state.work, state.module, batch)
+    # A loss that draws random numbers cannot be compared.
+    kind = trial.kind if once == again else "sum"
+    return replace(trial, kind=kind, scalars=tuple(trained.scalars))
+
+
+def _validate_step(step: object, name: str) -> None:
+    if not isinstance(step, Step):
+        raise UserError(
+            f"{name} returns a {type(step).__name__}; return a "
+            "ddp_runner.train.step.Step(loss_sum, count)"
+        )
+    loss = step.loss_sum
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise UserError(
+            f"{name} returns {shape_of(loss)} as loss_sum; return a tensor without dims, the sum "
+            "over the samples or tokens"
+        )
+    for key, value in step.scalars.items():
+        if not isinstance(value, Tensor) or value.numel() != 1 or key == "loss":
+            raise UserError(
+                f"{name} returns {shape_of(value)} as the scalar {key}; return a tensor of one "
+                "number, and not under the name loss"
+            )
     if not loss.requires_grad:
         raise UserError(
-            f"{loss_of(config)} returns a number that depends on no output of "
-            f"{model_of(config)}; compute it without no_grad, detach or item, from outputs that "
-            "are no integers"
+            f"{name} returns a loss_sum that depends on no parameter in evaluation mode; "
+            "compute it with the model that the step gets, without no_grad, detach or item, "
+            "and what only training mode computes between model.train() and model.eval(): see "
+            "docs/your_own_step.md"
         )
-    (gradient,) = torch.autograd.grad(loss.sum(), outputs, allow_unused=True)
-    return loss.item(), torch.zeros_like(outputs) if gradient is None else gradient
 
 
-def is_ordinary(state: TrainState) -> bool:
-    """Return whether the run takes the ordinary training step."""
-    step = state.work.step_fn
-    return isinstance(step, partial) and step.func is supervised
+def _compared(once: float, twice: float, state: TrainState, dtype: torch.dtype) -> Trial:
+    """Return of which kind a loss is that has two values; one that is not finite fails later."""
+    is_exact = state.work.config.train.precision == "fp32" and dtype.itemsize > 2
+    # Far above rounding, and far below the factor of 2 between a sum and a mean.
+    near = partial(math.isclose, twice, rel_tol=1e-3 if is_exact else 5e-2, abs_tol=NEGLIGIBLE)
+    kind = "mean" if near(once) else "other"
+    if near(2 * once) or not (math.isfinite(once) and math.isfinite(twice)):
+        kind = "sum"
+    return Trial(once, twice, kind)
 
 
 def model_of(config: RunConfig) -> str:
@@ -203,12 +179,6 @@ def model_of(config: RunConfig) -> str:
 def loss_of(config: RunConfig) -> str:
     """Return how a message names the loss."""
     return f"model.loss={config.model['loss']}"
-
-
-def step_of(config: RunConfig) -> str:
-    """Return how a message names the training step."""
-    named = config.train.step
-    return f"train.step={named['_target_'] if isinstance(named, Mapping) else named}"
 
 
 def sum_form(config: RunConfig) -> str:

@@ -18,14 +18,11 @@ from ranks import RankFailedError, run_ranks
 from torch import Tensor
 from train_states import Trace, build, compose_config, flat_weights, run_loop
 
-from ddp_runner.config.monitors import validate_known
 from ddp_runner.config.schema import Config
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.buffers import find_changing
-from ddp_runner.train.first_batch import try_evaluation, try_first_batch, warnings_of
-from ddp_runner.train.same_data import agreed_samples
+from ddp_runner.train.dry_run import dry_run
 from ddp_runner.train.state import TrainState
 
 PATIENT_S = 60  # of a cell that hangs, and nobody knows it
@@ -117,11 +114,7 @@ def _train(env: DistEnv, cell: Cell, config: Config) -> Found:
     counts = list[int]()
     try:
         state = build(env, config)
-        state.samples, trial = agreed_samples(state.work.dataset), try_first_batch(state)
-        state.scalars = trial.scalars
-        warnings_of(trial, state)
-        find_changing(state)
-        validate_known(config, try_evaluation(state))
+        dry_run(state)
     except UserError as error:
         return Found(refused=str(error))
     _note_counts(state, counts)

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from configs import resolved
 from torch import Tensor, nn
 
+from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config, mode_needs
@@ -24,6 +26,7 @@ from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.parallelism.shards import whole
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build import build_state, build_work
 from ddp_runner.train.engine import engage
 from ddp_runner.train.evaluation import evaluate
@@ -88,6 +91,11 @@ class Trace:
     def evaluating(self) -> None:
         """Count an evaluation that begins."""
         self.num_evaluations += 1
+
+
+def kept_in(folder: Path, trace: Trace) -> Any:
+    """Return records of a run in a folder, as far as an export needs them."""
+    return SimpleNamespace(logger=trace, export=partial(export_weights, RunDir(folder).export))
 
 
 def compose_config(*overrides: str, world_size: int = 1) -> Config:

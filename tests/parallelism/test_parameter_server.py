@@ -34,7 +34,7 @@ from ddp_runner.parallelism.parameter_server import (
     flatten_state,
 )
 from ddp_runner.train import loop
-from ddp_runner.train.first_batch import try_first_batch
+from ddp_runner.train.dry_run import try_first_batch
 
 PS = ("parallelism=ps", "train.num_threads=1")
 # Dropout and momentum: a resumed run must find both as they were.
@@ -371,7 +371,7 @@ def test_the_server_loads_no_training_data() -> None:
 def served_scalars(env: DistEnv, config: Config) -> dict[str, float]:
     """Return the training step's scalars after two steps, where the loop has them."""
     state = build(env, config)
-    state.scalars = try_first_batch(state).scalars
+    try_first_batch(state)
     trace = take_steps(env, config, 2, state=state)
     return {name: one for name, one in trace.scalars.items() if name != "worst"}  # no sum
 

@@ -22,6 +22,7 @@ from train_states import (
     equal,
     evaluated,
     flat_weights,
+    kept_in,
     run_loop,
     take_steps,
     with_work,
@@ -184,7 +185,7 @@ def export(env: DistEnv, config: Config, run_dir: Path) -> tuple[Tensor, Tensor,
     state = build(env, config)
     trace = run_loop(env, config, max_steps=8, folder=run_dir / "checkpoints", state=state)
     trained = flat_weights(state.module).clone()
-    export_best(state, RunDir(run_dir), logger=trace, log=trace.logged.append)
+    export_best(state, RunDir(run_dir), kept_in(run_dir, trace), log=trace.logged.append)
     return trained, flat_weights(state.evaluated), trace.logged
 
 

@@ -47,7 +47,7 @@ from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.data.batches import NumberedBatches, StepBatch
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.first_batch import rehearse
+from ddp_runner.train.snapshot import rehearse
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step
 

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from train_states import TOY, Trace, at, build, compose_config, flat_weights
+from train_states import TOY, Trace, at, build, compose_config, flat_weights, kept_in
 
 from ddp_runner.checkpoint.manifest import STATE
 from ddp_runner.checkpoint.store import save_checkpoint
@@ -54,7 +54,7 @@ def export_from(
             os.truncate(path, path.stat().st_size - 1)
     state = at(state, epoch=1, step=4)
     state.progress.metrics["eval/loss"] = LOSSES[4]
-    export_best(state, RunDir(run_dir), logger=trace, log=trace.logged.append)
+    export_best(state, RunDir(run_dir), kept_in(run_dir, trace), log=trace.logged.append)
     return flat_weights(state.module), trace.logged
 
 
@@ -123,7 +123,7 @@ def without_folder(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
     fill(state.module, 3.0)
     (run_dir / "checkpoints").touch()
     state = at(state, epoch=1, step=4)
-    export_best(state, RunDir(run_dir), logger=trace, log=trace.logged.append)
+    export_best(state, RunDir(run_dir), kept_in(run_dir, trace), log=trace.logged.append)
     return trace.logged
 
 
@@ -133,5 +133,5 @@ def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
     fill(state.module, 3.0)
     (run_dir / "checkpoints" / "step-00000004").mkdir(parents=True)
     state = at(state, epoch=1, step=4)
-    export_best(state, RunDir(run_dir), logger=trace, log=trace.logged.append)
+    export_best(state, RunDir(run_dir), kept_in(run_dir, trace), log=trace.logged.append)
     return trace.logged

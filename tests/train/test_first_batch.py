@@ -19,7 +19,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
-from ddp_runner.train.first_batch import try_first_batch, warnings_of
+from ddp_runner.train.dry_run import try_first_batch, warnings_of
 from ddp_runner.worker import work
 
 CONVNET = ("model=convnet", "dataset=fake_images", "dataset.num_samples=40", "batch.per_rank=20")

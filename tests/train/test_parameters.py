@@ -13,8 +13,7 @@ from train_states import TOY, Trace, build, compose_config, flat_weights, run_lo
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.optimizers import build_optimizer
-from ddp_runner.train.parameters import freeze, parameter_groups
+from ddp_runner.train.optimizers import build_optimizer, freeze, parameter_groups
 from ddp_runner.train.schedules import build_schedule
 from ddp_runner.train.snapshot import restore
 

@@ -11,14 +11,12 @@ import train_states
 from ranks import run_ranks
 from run_folders import metrics, record
 from tiers import first_of
-from torch import Tensor
 from train_states import TOY, build, compose_config, run_loop
 from trainings import NUM_STEPS, run_training
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.skew import FEWEST_STEPS, Skew, lateness, table
-from ddp_runner.train.step_timer import Exchange
+from ddp_runner.train.skew import FEWEST_STEPS, Skew, lateness
 
 NAP_S = 0.1
 
@@ -60,16 +58,6 @@ def test_a_line_without_a_measured_step_has_no_figures() -> None:
     assert skew.fields() == {"skew_ms_by_rank": None, "skew_step_ms": None}
     skew.add(torch.ones(2, FEWEST_STEPS - 1, 4), step_time_ms=10.0)
     assert skew.fields() == {"skew_ms_by_rank": None, "skew_step_ms": None}
-
-
-def test_the_tables_of_all_ranks_add_up_to_one() -> None:
-    """Each rank fills its own place, so a single sum gives everybody all times: also at 64."""
-    own = [[Exchange(rank + step / 4, 100.0 + rank) for step in range(3)] for rank in range(64)]
-    total = sum(table(one, rank=rank, world_size=64) for rank, one in enumerate(own))
-    assert isinstance(total, Tensor)
-    assert total.shape == (2, 3, 64)
-    assert total[0].tolist() == [[rank + step / 4 for rank in range(64)] for step in range(3)]
-    assert total[1].tolist() == [[100.0 + rank for rank in range(64)]] * 3
 
 
 def nap(*_: object, **__: object) -> None:
