@@ -5,6 +5,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -28,8 +29,8 @@ def fix_bucket_order(model: nn.Module) -> None:
 
     It calls no forward of the user's: nobody knows its arguments yet.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return
+    if not isinstance(model, DistributedDataParallel) or dist.get_world_size() < 3:
+        return  # nothing is added, or the sum has only one order
     # These never rebuild their buckets, or by what the first backward used.
     if model.static_graph or model.find_unused_parameters:
         return
