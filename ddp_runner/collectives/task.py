@@ -90,12 +90,12 @@ def message_sizes(asked: CollectivesConfig) -> list[int]:
 
 
 def _row(measured: Measurement) -> str:
-    name = " ".join(filter(None, (measured.op, measured.reduce_op)))
-    latencies = (f"{measured.latency_us[key]:,.0f}" for key in ("median", "p95"))
+    cells = [" ".join(filter(None, (measured.op, measured.reduce_op))), measured.dtype or "-"]
+    cells += [f"{measured.bytes:,}"]
+    cells += [f"{measured.latency_us[key]:,.0f}" for key in ("median", "p95")]
     rates = (measured.algbw_gb_per_s, measured.busbw_gb_per_s)
-    shown = ("" if rate is None else f"{rate:.4f}" for rate in rates)
-    size = f"{measured.bytes:,}"
-    return ROW.format(name, measured.dtype or "-", size, *latencies, *shown).rstrip()
+    cells += ["" if rate is None else f"{rate:.4f}" for rate in rates]
+    return ROW.format(*cells).rstrip()
 
 
 def _metrics(variant: Variant, measured: Measurement) -> dict[str, float]:

@@ -11,7 +11,6 @@ from ddp_runner.inference.model import TrainedModel, open_model
 from ddp_runner.inference.run_files import dataset_keys
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session
-from ddp_runner.tracking.heartbeat import EVALUATING
 from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.first_batch import tried_metrics
 
@@ -32,8 +31,7 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
     with torch.no_grad():
         tried_metrics(model.work, model.module, splits[0])
     with model.open_logger(session) as logger:
-        session.heartbeat.note(EVALUATING)
-        logger.step_done(step=0, epoch=0)  # the start-up ends here
+        logger.evaluating()
         began, step = time.perf_counter(), model.weights.step
         results, confusion = evaluate(model.work, model.module, *splits, step=step)
         counts = [split.num_samples for split in splits]

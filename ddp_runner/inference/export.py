@@ -24,7 +24,6 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
     if model is None:
         return Status.COMPLETED
     with model.open_logger(session) as logger:
-        logger.step_done(step=0, epoch=0)  # the start-up ends here
         tensors = gathered(model.module.state_dict(), keep=session.env.is_rank_zero)
         if session.env.is_rank_zero:
             work, run_dir = model.work, session.run_dir

@@ -128,11 +128,6 @@ def _weights(
 ) -> Weights:
     """Return the weights that a run's evaluations have used: averaged ones with ema.evaluate."""
     validate_weights(asked)
-    if is_missing(run_dir.path):
-        raise UserError(
-            f"the run's folder {run_dir} does not exist; write task={config.task} resume=RUN with "
-            "the folder where it is now"
-        )
     is_average = config.ema.is_evaluated
     return find_weights(run_dir, asked, settings=config.checkpoint, is_average=is_average, log=log)
 

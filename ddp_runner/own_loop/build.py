@@ -1,6 +1,6 @@
 """Builds, for a loop of the user's own, from the groups of a resolved config."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -40,9 +40,9 @@ def build_optimizer(config: RunConfig, parameters: Iterable[Any]) -> Optimizer:
     return optimizer
 
 
-def build_saver(session: Session, objects: Mapping[str, Any], *, gone: Sequence[Any] = ()) -> Saver:
+def build_saver(session: Session, objects: Mapping[str, Any]) -> Saver:
     """Return what saves and restores the objects; see ``validate_objects``."""
-    validate_objects(objects, gone=gone)
+    validate_objects(objects)
     return Saver(
         objects,
         settings_of(objects),

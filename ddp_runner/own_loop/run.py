@@ -17,7 +17,7 @@ from ddp_runner.job import Status
 from ddp_runner.own_loop import build
 from ddp_runner.own_loop.loader import Loader, open_loader
 from ddp_runner.own_loop.records import OwnRecords
-from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, replaced
+from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, mark_replaced
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import derive, seed_all
@@ -55,7 +55,6 @@ class Run:
         self._records: OwnRecords | None = None
         self._uses = dict[str, dict[str, Any]]()  # groups of the config, with further arguments
         self._step, self._saved_step = 0, -1  # the last ones that this rank reported and saved
-        self._gone = list[Any]()  # references to parameters that ``wrap`` has replaced
         self._is_stopped = False
 
     def model(self, **arguments: Any) -> nn.Module:
@@ -98,7 +97,7 @@ class Run:
         mode, before = self._session.mode, list(module.parameters())
         if len(self.devices) == 1:  # a module on several devices has placed its stages itself
             module = mode.place(lambda: module, self.devices)
-        self._gone += replaced(before, module)
+        mark_replaced(before, module)
         model = mode.wrap(module, self.devices)
         fix_bucket_order(model)
         return model
@@ -160,7 +159,7 @@ class Run:
             loader.rewind()
         self._objects = {name: bare(value) for name, value in objects.items()}
         session, folder = self._session, self._session.run_dir.checkpoints
-        self._saver = build.build_saver(session, self._objects, gone=self._gone)
+        self._saver = build.build_saver(session, self._objects)
         is_resumed = self.config.resume is not None
         found = self._saver.restore(folder, is_resumed=is_resumed, log=session.log)
         step = found and found.step

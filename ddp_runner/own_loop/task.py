@@ -37,7 +37,10 @@ def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status
         for key, value in config.loop.items()
     }
     validate_arguments(function, arguments, named=config.task)
-    _log_start(session)
+    written = session.job.secrets.written(config).loop
+    given = ", ".join(f"{key}={value}" for key, value in written.items())
+    facts = {"task": f"{config.task}({given})", **placement(config, session.env, session.devices)}
+    log_start(session, facts, explains=True)
     seed_all(config.seed)  # equal modules on all ranks
     with ExitStack() as stack:
         run = Run(session, stop_requested=stop_requested, stack=stack)
@@ -82,11 +85,3 @@ def place_noted(function: Callable[..., Any]) -> Iterator[None]:
                 error.add_note(f"{shown_path(Path(frame.f_code.co_filename))}, line {line}")
                 break
         raise
-
-
-def _log_start(session: Session) -> None:
-    config = session.config
-    written = session.job.secrets.written(config).loop
-    arguments = ", ".join(f"{key}={value}" for key, value in written.items())
-    placed = placement(config, session.env, session.devices)
-    log_start(session, {"task": f"{config.task}({arguments})", **placed}, explains=True)
