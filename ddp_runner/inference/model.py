@@ -107,20 +107,12 @@ def open_model(session: Session) -> TrainedModel | None:
     asked, both = config.inference.split, {"train": dataset.train, "eval": dataset.eval}
     names = ("train", "eval") if asked == "all" else (asked,)
     splits = {name: dataset.near(both[name], session.devices[0]) for name in names}
-    model = TrainedModel(work, module, splits, run_dir, weights, logged)
+    what = f"the model of {run_dir} cannot take dataset={dataset.name}, whose samples are"
     for split in splits.values():
-        _try_samples(model, split)
-    return model
-
-
-@torch.no_grad()
-def _try_samples(model: TrainedModel, split: Split) -> None:
-    """Compute on the first two samples, where a message can say what does not fit."""
-    work = model.work
-    batch, what = split.first(seed=work.config.seed), f"the model of {model.run_dir} cannot take"
-    what += f" dataset={work.dataset.name}, whose samples are"
-    with taking(what, inputs_of(batch.data), fix="choose a dataset that fits"):
-        forward(work, model.module.eval(), batch)
+        batch = split.first(seed=config.seed)
+        with torch.no_grad(), taking(what, inputs_of(batch.data), fix="choose a dataset that fits"):
+            forward(work, module.eval(), batch)
+    return TrainedModel(work, module, splits, run_dir, weights, logged)
 
 
 def _weights(

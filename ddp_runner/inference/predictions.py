@@ -41,12 +41,11 @@ def columns_of(
 
     def add(name: str, array: NDArray[Any]) -> None:
         """Add one column, a column for each number of a row, or lists if these are too many."""
-        columns = {name: array}
-        if array.ndim > 1:
-            array = array.reshape(count, -1)
-            columns = {f"{name}_{number}": values for number, values in enumerate(array.T)}
-        if len(columns) > MOST_COLUMNS:
-            columns = {name: array}
+        columns, flat = {name: array}, array.reshape(count, -1)
+        if flat.shape[1] > MOST_COLUMNS:
+            columns = {name: flat}
+        elif array.ndim > 1:
+            columns = {f"{name}_{number}": values for number, values in enumerate(flat.T)}
         if twice := columns.keys() & {*rows, "sample"}:
             raise UserError(
                 f"the training step's outputs give a second column {min(twice)}; rename them: "
@@ -118,17 +117,16 @@ def write_table(path: Path, tables: Iterable[Columns]) -> None:
 def _write_csv(path: Path, tables: Iterable[Columns]) -> None:
     """Write lines with a header; as text, a float has the fewest digits that give its bits back."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        lines, has_header = csv.writer(file, lineterminator="\n"), False
-        for rows in tables:
+        lines = csv.writer(file, lineterminator="\n")
+        for number, rows in enumerate(tables):
             for name, values in rows.items():
                 if values.ndim > 1:
                     raise UserError(
                         f"{name} has {values.shape[1]} numbers a sample and a CSV has at most "
                         f"{MOST_COLUMNS} columns of one output; write inference.format=parquet"
                     )
-            if not has_header:
+            if number == 0:
                 lines.writerow(rows)
-                has_header = True
             texts = {name: values.astype(str).tolist() for name, values in rows.items()}
             if "sample" in texts:  # a file of somebody else's has any name
                 texts["sample"] = [*map(in_csv, texts["sample"])]

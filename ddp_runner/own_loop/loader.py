@@ -12,27 +12,26 @@ from ddp_runner.data.splits import MicroPlan, NumberedSplit
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
 from ddp_runner.rank.session import Session
-from ddp_runner.seeds import seed_all
+from ddp_runner.seeds import derive, seed_all
 
 
 def open_loader(
     session: Session,
     dataset: Any,
     *,
-    name: str,
-    seed: int,
+    number: int,
     global_size: int | None,
     shuffle: bool,
     **options: Any,
 ) -> "Loader":
-    """Return a loader that messages call `name`; for the rest see ``Run.loader``.
+    """Return the loop's loader of this number; for the rest see ``Run.loader``.
 
     Raises:
         UserError: the dataset is not map-style, has fewer samples than there are ranks, or gives
             them different numbers of batches to evaluate where a forward waits for all ranks.
     """
     layout, device = session.mode.layout(session.env), session.devices[0]
-    split: NumberedSplit = dataset
+    split, name = dataset, f"loader {number + 1}"
     if not isinstance(dataset, NumberedSplit):
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UserError(
@@ -47,7 +46,7 @@ def open_loader(
         grad_accum_steps=1,
         share=layout.share,
         num_shares=layout.num_shares,
-        seed=seed,
+        seed=derive(session.config.seed, "loader", number),
     )
     num_last = len(split) % batches.global_size  # samples of a smaller last batch
     if layout.forward_is_collective and not shuffle and 0 < num_last < layout.num_shares:

@@ -20,7 +20,7 @@ from ddp_runner.own_loop.records import OwnRecords
 from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, mark_replaced
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.seeds import derive, seed_all
+from ddp_runner.seeds import seed_all
 
 
 class Run:
@@ -121,14 +121,12 @@ class Run:
                 persistent_workers and pin_memory, as of ``torch.utils.data.DataLoader``.
 
         Raises:
-            UserError: see ``open_loader``.
+            UserError: there are fewer samples than ranks.
         """
-        number = len(self._loaders)
         loader = open_loader(
             self._session,
             dataset,
-            name=f"loader {number + 1}",
-            seed=derive(self.seed, "loader", number),
+            number=len(self._loaders),
             global_size=global_size,
             shuffle=shuffle,
             **options,
