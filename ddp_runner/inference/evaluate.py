@@ -35,9 +35,9 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
         began, step = time.perf_counter(), model.weights.step
         results, confusion = evaluate(model.work, model.module, *splits, step=step)
         counts = [split.num_samples for split in splits]
-        known = [count for count in counts if count is not None]
-        if len(known) == len(counts):
-            results["perf/samples_per_s"] = sum(known) / (time.perf_counter() - began)
+        if None not in counts:  # no stream
+            num_samples = sum(filter(None, counts))
+            results["perf/samples_per_s"] = num_samples / (time.perf_counter() - began)
         logger.log(results, step=step, epoch=model.epoch, confusion=confusion)
         if session.env.is_rank_zero:
             config = session.job.secrets.written(session.config)
@@ -50,10 +50,9 @@ def own_evaluation(model: TrainedModel, results: Mapping[str, float], config: Ru
     """Return how the run itself evaluated this step, as a sentence. Rank 0 only."""
     if config.inference.split != "eval" or config.dataset != dataset_keys(model.run_dir):
         return "the run itself has evaluated other samples"
-    step, own = model.weights.step, dict[str, float]()
-    for name, value in model.logged.items():
-        if name in results and name.startswith("eval/") and isinstance(value, float):
-            own[name] = value
+    step, logged = model.weights.step, model.logged
+    names = [name for name in results if name.startswith("eval/")]
+    own = {name: logged[name] for name in names if isinstance(logged.get(name), float)}
     if not own:
         return f"the run itself has not evaluated step {step}"
     gap, name = max((_difference(value, results[name]), name) for name, value in own.items())

@@ -40,10 +40,10 @@ def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Stat
     model = open_model(session)
     if model is None:
         return Status.COMPLETED
-    num_rounds = sum(_num_rounds(model, split) for split in model.splits.values())
-    with model.open_logger(session, num_rounds=num_rounds) as logger:
+    rounds = {name: _num_rounds(model, split) for name, split in model.splits.items()}
+    with model.open_logger(session, num_rounds=sum(rounds.values())) as logger:
         path = session.run_dir.path / f"predictions.{session.config.inference.format}"
-        tables = _tables(model, logger, num_rounds=num_rounds, stop_requested=stop_requested)
+        tables = _tables(model, logger, rounds, stop_requested)
         status = Status.COMPLETED
         try:
             if session.env.is_rank_zero:
@@ -59,18 +59,21 @@ def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Stat
 
 
 def _tables(
-    model: TrainedModel, logger: Logger, *, num_rounds: int, stop_requested: Callable[[], bool]
+    model: TrainedModel,
+    logger: Logger,
+    rounds: Mapping[str, int],
+    stop_requested: Callable[[], bool],
 ) -> Iterator[Columns]:
     """Compute round by round, and yield each round's rows on rank 0. Collective.
 
-    In a round every rank has one batch, or none.
+    In a round every rank has one batch, or none; `rounds` has how many each split takes.
     """
     work, num_done, vote = model.work, 0, StopVote(model.work.group)
-    is_first = work.env.is_rank_zero
+    is_first, num_rounds = work.env.is_rank_zero, sum(rounds.values())
     broadcast_buffers(model.module, group=work.group)
     names, like = _sample_names(model) if is_first else {}, None
-    for name, split in model.splits.items():
-        for own in _own_rows(model, split, name=name):
+    for name in model.splits:
+        for own in _own_rows(model, name, num_rounds=rounds[name]):
             box: list[Columns | None] = [None] * work.env.world_size
             dist.gather_object(own, box if is_first else None, dst=0, group=work.group)
             if found := [rows for rows in box if rows is not None]:
@@ -116,9 +119,9 @@ def _num_rounds(model: TrainedModel, split: Split) -> int:
 
 
 @torch.no_grad()
-def _own_rows(model: TrainedModel, split: Split, *, name: str) -> Iterator[Columns | None]:
+def _own_rows(model: TrainedModel, name: str, *, num_rounds: int) -> Iterator[Columns | None]:
     """Yield this rank's rows, one batch a round; None once it has no more while others have."""
-    work, module = model.work, model.module.eval()
+    work, module, split = model.work, model.module.eval(), model.splits[name]
     size, (share, num_shares) = work.config.batch.eval_size, work.layout.eval_share
     is_first = work.env.rank % work.layout.model_ranks == 0  # of those that compute it together
     num_own, part = 0, Part(size, share, num_shares, work.config.seed)
@@ -130,4 +133,4 @@ def _own_rows(model: TrainedModel, split: Split, *, name: str) -> Iterator[Colum
             continue
         numbers = range(start, start + batch.num_samples)
         yield columns_of(step, split=name, numbers=numbers, num_classes=work.dataset.num_classes)
-    yield from [None] * (_num_rounds(model, split) - num_own)
+    yield from [None] * (num_rounds - num_own)
