@@ -195,13 +195,11 @@ def _unregistered_values(module: nn.Module) -> dict[str, Tensor]:
 
     They are in no state_dict, and no mode sends them to other ranks.
     """
-    values = {
+    return {
         f"{prefix}.{key}".lstrip(".") + ", a plain attribute,": value
+        if isinstance(value, Tensor)
+        else torch.tensor(float(value))
         for prefix, part in module.named_modules()
         for key, value in vars(part).items()
         if isinstance(value, float | int | Tensor)
-    }
-    return {
-        name: value if isinstance(value, Tensor) else torch.tensor(float(value))
-        for name, value in values.items()
     }

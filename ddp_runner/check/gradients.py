@@ -20,13 +20,13 @@ from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
 from ddp_runner.parallelism.mode import Sums
 from ddp_runner.parallelism.shards import gathered, has_shards, whole
+from ddp_runner.parallelism.single import Single
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_model import one_process_model
 from ddp_runner.train.clipping import scale_gradients
 from ddp_runner.train.loop import backward, seed_step, token_factor
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import Step
-from ddp_runner.train.work import forward
 
 # How far apart results may be if they differ only by rounding, relative to the largest value: a GPU
 # adds in no fixed order.
@@ -57,43 +57,37 @@ def own_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor]:
     A whole copy of the model computes them, with the same random numbers. They are scaled like the
     reduced ones. Collective: every rank must call.
     """
-    work = state.work
     if has_shards(state.module):
         copied = one_process(state)
         copied.load_state_dict(gathered(state.module.state_dict(), keep=True))
     else:
         copied = copy.deepcopy(state.module)  # parameters, without their gradients
-    copied.train(_draws_alike(state))
-    num_tokens = torch.zeros((), device=work.devices[-1])
-    seed_step(state)
-    for micro_batch in batch.micro_batches:
-        step = forward(state.work, copied, micro_batch)
-        share = micro_batch.weight / batch.global_count * state.batches.num_shares
-        (step.loss_sum * share).backward()
-        num_tokens += step.count * micro_batch.weight
-    if work.config.batch.count == "tokens":
-        factor = token_factor(num_tokens, batch, group=work.data_group)
-        scale_gradients(copied.parameters(), factor)
+    work = replace(state.work, mode=Single("single"))  # nobody exchanges them
+    found = _gradients(replace(state, work=work, module=copied, model=copied), batch)
     return {
-        name: torch.zeros_like(one) if one.grad is None else one.grad
-        for name, one in copied.named_parameters()
-        if one.requires_grad
+        name: torch.zeros_like(copied.get_parameter(name)) if one is None else one
+        for name, one in found.items()
     }
 
 
 def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | None]:
     """Return the gradients that the mode leaves, whole. Collective: every rank must call."""
-    sums = _backward(state, batch)
-    if sums.tokens is not None:
-        factor = token_factor(sums.tokens, batch, group=state.work.data_group)
-        scale_gradients(state.module.parameters(), factor)
-    named = state.module.named_parameters()
-    found = {name: one.grad for name, one in named if one.requires_grad}
+    found = _gradients(state, batch)
     split = split_everywhere(found)
     return {
         name: whole(one) if one is not None and name in split else one
         for name, one in found.items()
     }
+
+
+def _gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | None]:
+    """Return a batch's gradients as the optimizer would get them. Collective."""
+    tokens = _backward(state, batch).tokens
+    if tokens is not None:
+        factor = token_factor(tokens, batch, group=state.work.data_group)
+        scale_gradients(state.module.parameters(), factor)
+    named = state.module.named_parameters()
+    return {name: one.grad for name, one in named if one.requires_grad}
 
 
 def _backward(state: TrainState, batch: StepBatch) -> Sums:

@@ -75,25 +75,6 @@ class Prepared:
             )
 
 
-def measure(
-    prepared: Prepared, config: CollectivesConfig, *, stop_requested: Callable[[], bool]
-) -> Measurement | None:
-    """Verify, time, and verify again; return None if a rank was asked to stop.
-
-    Collective: every rank must call.
-
-    Raises:
-        WrongResultError: a rank's result was wrong; raised on every rank.
-    """
-    prepared.verify()
-    latencies = time_calls(prepared, config, stop_requested=stop_requested)
-    if latencies is None:
-        return None
-    measurement = summarize(prepared.variant, prepared.num_bytes, gather_objects(latencies))
-    prepared.verify()
-    return measurement
-
-
 def time_calls(
     prepared: Prepared,
     config: CollectivesConfig,

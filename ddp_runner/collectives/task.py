@@ -3,9 +3,16 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from ddp_runner.collectives.measurement import Measurement, measure, prepare, unsupported_reason
+from ddp_runner.collectives.measurement import (
+    Measurement,
+    prepare,
+    summarize,
+    time_calls,
+    unsupported_reason,
+)
 from ddp_runner.collectives.operations import OPERATIONS, Variant
 from ddp_runner.config.measuring import OPS, CollectivesConfig
+from ddp_runner.distributed import gather_objects
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.rank.task_log import log_start, task_logger
@@ -51,10 +58,13 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
     with logger:
         for variant, num_bytes in messages:
             prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
-            measured = measure(prepared, config, stop_requested=stop_requested)
-            if measured is None:
+            prepared.verify()
+            latencies = time_calls(prepared, config, stop_requested=stop_requested)
+            if latencies is None:
                 status = Status.PREEMPTED
                 break
+            measured = summarize(variant, prepared.num_bytes, gather_objects(latencies))
+            prepared.verify()
             measurements.append(measured)
             session.log(_row(measured))
             logger.log(_metrics(variant, measured), step=measured.bytes, epoch=0)
@@ -90,12 +100,12 @@ def message_sizes(asked: CollectivesConfig) -> list[int]:
 
 
 def _row(measured: Measurement) -> str:
-    name = " ".join(filter(None, (measured.op, measured.reduce_op)))
-    latencies = (f"{measured.latency_us[key]:,.0f}" for key in ("median", "p95"))
+    cells = [" ".join(filter(None, (measured.op, measured.reduce_op))), measured.dtype or "-"]
+    cells += [f"{measured.bytes:,}"]
+    cells += [f"{measured.latency_us[key]:,.0f}" for key in ("median", "p95")]
     rates = (measured.algbw_gb_per_s, measured.busbw_gb_per_s)
-    shown = ("" if rate is None else f"{rate:.4f}" for rate in rates)
-    size = f"{measured.bytes:,}"
-    return ROW.format(name, measured.dtype or "-", size, *latencies, *shown).rstrip()
+    cells += ["" if rate is None else f"{rate:.4f}" for rate in rates]
+    return ROW.format(*cells).rstrip()
 
 
 def _metrics(variant: Variant, measured: Measurement) -> dict[str, float]:

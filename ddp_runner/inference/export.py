@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.inference.model import open_model
-from ddp_runner.inference.run_files import logged_at
-from ddp_runner.inference.start import open_logger
+from ddp_runner.inference.run_files import model_arguments
 from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session
@@ -24,30 +23,27 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
     model = open_model(session)
     if model is None:
         return Status.COMPLETED
-    with open_logger(session, model) as logger:
-        logger.step_done(step=0, epoch=0)  # the start-up ends here
+    with model.open_logger(session) as logger:
         tensors = gathered(model.module.state_dict(), keep=session.env.is_rank_zero)
         if session.env.is_rank_zero:
             work, run_dir = model.work, session.run_dir
-            metrics = logged_at(model.run_dir, model.step)
-            numbers = {name: one for name, one in metrics.items() if "/" in name}
             export_weights(
                 run_dir.export,
                 tensors,
-                step=model.step,
-                metrics=numbers,
+                step=model.weights.step,
+                metrics={name: one for name, one in model.logged.items() if "/" in name},
                 is_average=work.config.ema.is_evaluated,
             )
             split = next(iter(model.splits.values()))
             files = export_programs(
                 work.config,
                 work.dataset,
-                arguments=model.arguments,
+                arguments=model_arguments(model.run_dir),
                 tensors=tensors,
                 samples=split.first(seed=work.config.seed).data,
                 folder=run_dir.path,
             )
             for path in (run_dir.export, *files):
                 session.log(f"wrote {shown_path(path)}")
-        logger.finish(Status.COMPLETED, step=model.step, epoch=model.epoch)
+        logger.finish(Status.COMPLETED, step=model.weights.step, epoch=model.epoch)
     return Status.COMPLETED

@@ -1,7 +1,7 @@
 """Builds the model of a run: on ranks, with the data that it computes on, or in one process."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,22 @@ from ddp_runner.config.foreign import foreign_keys
 from ddp_runner.config.inference import Asked
 from ddp_runner.config.load import frozen_config, to_config
 from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import Config, RunConfig
+from ddp_runner.config.schema import Config
 from ddp_runner.config.validate_inference import validate_weights
 from ddp_runner.data.build import build_dataset
-from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import Split
 from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import is_missing
 from ddp_runner.inference.run_files import logged_at, model_arguments, validate_kept_files
+from ddp_runner.inference.start import open_logger
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_logger import Logger
+from ddp_runner.tracking.start_block import count_of
 from ddp_runner.train.build import build_work
 from ddp_runner.train.build_model import place_alone, place_model
 from ddp_runner.train.work import Work, forward
@@ -46,11 +48,29 @@ class TrainedModel:
     work: Work
     module: nn.Module
     splits: Mapping[str, Split]  # those that ``inference.split`` names, near the device
-    step: int  # optimizer steps that made the weights
-    epoch: int  # in which the step was taken; 0: the run has not logged it
     run_dir: RunDir  # of the run
-    weights_name: str  # of the file or checkpoint, in the run's folder
-    arguments: Mapping[str, Any]  # facts of the data that it was built with
+    weights: Weights  # where they come from: the module has the tensors
+    logged: Mapping[str, Any]  # by the run, of the step that made the weights
+
+    @property
+    def epoch(self) -> int:
+        """Return in which epoch that step was taken; 0: the run has not logged it."""
+        epoch = self.logged.get("epoch")
+        return epoch if isinstance(epoch, int) else 0
+
+    def open_logger(self, session: Session, *, num_rounds: int = 0) -> Logger:
+        """Return what this rank logs to; see ``start.open_logger``."""
+        dataset, nouns = self.work.dataset, {"train": "training", "eval": "evaluation"}
+        counts = [f"{count_of(one.num_samples)} {nouns[key]}" for key, one in self.splits.items()]
+        data = f"{dataset.name}, {' and '.join(counts)} samples"
+        return open_logger(
+            session,
+            self.run_dir,
+            self.weights,
+            data=data,
+            notes=dataset.notes,
+            num_rounds=num_rounds,
+        )
 
 
 def open_model(session: Session) -> TrainedModel | None:
@@ -65,18 +85,14 @@ def open_model(session: Session) -> TrainedModel | None:
     note_restart(session, step=0)
     config, run = session.config, session.config.inference.run
     assert run is not None
-    run_dir = RunDir(Path(run))
-    found: list[Weights] = []
+    run_dir, own = RunDir(Path(run)), list[Weights]()
 
-    def facts() -> tuple[int, int, str, dict[str, Any]]:
-        weights = _weights(run_dir, config, config.inference.weights, log=session.log)
-        found.append(weights)
-        epoch = logged_at(run_dir, weights.step).get("epoch")
-        epoch = epoch if isinstance(epoch, int) else 0
-        name = str(weights.path.relative_to(run_dir.path))
-        return weights.step, epoch, name, model_arguments(run_dir)
+    def taken() -> tuple[Weights, dict[str, Any], dict[str, Any]]:
+        own.append(_weights(run_dir, config, config.inference.weights, log=session.log))
+        weights = replace(own[0], tensors={})
+        return weights, logged_at(run_dir, weights.step), model_arguments(run_dir)
 
-    step, epoch, name, arguments = from_rank_zero(facts)
+    weights, logged, arguments = from_rank_zero(taken)
     dataset = build_dataset(config, log=session.log)
     work = build_work(config, session.env, session.mode, devices=session.devices, dataset=dataset)
     if not work.layout.in_loop:
@@ -84,41 +100,19 @@ def open_model(session: Session) -> TrainedModel | None:
     seed_all(config.seed)  # equal buffers that no file keeps
     module = place_model(config, session.mode, arguments, session.devices)
     tensors = None
-    if found:  # on rank 0
+    if own:  # on rank 0
         validate_kept_files(run_dir, dataset.files, dataset=dataset.name)
-        tensors = fitting_tensors(module, found[0].tensors, named=str(found[0].path))
+        tensors = fitting_tensors(module, own[0].tensors, named=str(weights.path))
     send_module(module, tensors, group=work.group)
-    model = TrainedModel(
-        work,
-        module,
-        splits=_splits(config, dataset, near=session.devices[0]),
-        step=step,
-        epoch=epoch,
-        run_dir=run_dir,
-        weights_name=name,
-        arguments=arguments,
-    )
-    for split in model.splits.values():
-        _try_samples(model, split)
-    return model
-
-
-def _splits(config: RunConfig, dataset: Dataset, *, near: torch.device) -> dict[str, Split]:
-    """Return the splits that are asked for by their names, on a GPU if they are small."""
     asked, both = config.inference.split, {"train": dataset.train, "eval": dataset.eval}
     names = ("train", "eval") if asked == "all" else (asked,)
-    return {name: dataset.near(both[name], near) for name in names}
-
-
-@torch.no_grad()
-def _try_samples(model: TrainedModel, split: Split) -> None:
-    """Compute on the first two samples, where a message can say what does not fit."""
-    work, run = model.work, model.run_dir
-    batch = split.first(seed=work.config.seed)
-    model.module.eval()
-    what = f"the model of {run} cannot take dataset={work.dataset.name}, whose samples are"
-    with taking(what, inputs_of(batch.data), fix="choose a dataset that fits"):
-        forward(model.work, model.module, batch)
+    splits = {name: dataset.near(both[name], session.devices[0]) for name in names}
+    what = f"the model of {run_dir} cannot take dataset={dataset.name}, whose samples are"
+    for split in splits.values():
+        batch = split.first(seed=config.seed)
+        with torch.no_grad(), taking(what, inputs_of(batch.data), fix="choose a dataset that fits"):
+            forward(work, module.eval(), batch)
+    return TrainedModel(work, module, splits, run_dir, weights, logged)
 
 
 def _weights(
@@ -126,11 +120,6 @@ def _weights(
 ) -> Weights:
     """Return the weights that a run's evaluations have used: averaged ones with ema.evaluate."""
     validate_weights(asked)
-    if is_missing(run_dir.path):
-        raise UserError(
-            f"the run's folder {run_dir} does not exist; write task={config.task} resume=RUN with "
-            "the folder where it is now"
-        )
     is_average = config.ema.is_evaluated
     return find_weights(run_dir, asked, settings=config.checkpoint, is_average=is_average, log=log)
 

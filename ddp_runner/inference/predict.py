@@ -1,8 +1,8 @@
 """``task=predict``: what a run's model gives for each sample, in one file in the samples' order."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -14,14 +14,7 @@ from ddp_runner.data.splits import Part, Split
 from ddp_runner.distributed import StopVote, broadcast_buffers
 from ddp_runner.errors import UserError
 from ddp_runner.inference.model import TrainedModel, open_model
-from ddp_runner.inference.predictions import (
-    Columns,
-    Writer,
-    columns_of,
-    joined,
-    open_writer,
-)
-from ddp_runner.inference.start import open_logger
+from ddp_runner.inference.predictions import Columns, columns_of, joined, write_table
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_logger import Logger
@@ -29,6 +22,10 @@ from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import shown_path
 from ddp_runner.train.evaluation import together
 from ddp_runner.train.work import forward
+
+
+class _StoppedError(Exception):
+    """A rank was asked to stop; raised on all ranks, so that no half of a file is kept."""
 
 
 def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Status:
@@ -43,54 +40,51 @@ def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Stat
     model = open_model(session)
     if model is None:
         return Status.COMPLETED
-    num_rounds = sum(_num_rounds(model, split) for split in model.splits.values())
-    with open_logger(session, model, num_rounds=num_rounds) as logger:
+    rounds = {name: _num_rounds(model, split) for name, split in model.splits.items()}
+    with model.open_logger(session, num_rounds=sum(rounds.values())) as logger:
         path = session.run_dir.path / f"predictions.{session.config.inference.format}"
-        with ExitStack() as stack:
-            writer = None
+        tables = _tables(model, logger, rounds, stop_requested)
+        status = Status.COMPLETED
+        try:
             if session.env.is_rank_zero:
-                writer = stack.enter_context(open_writer(path))
-            status = _write(
-                model,
-                writer,
-                num_rounds=num_rounds,
-                stop_requested=stop_requested,
-                logger=logger,
-            )
-            if writer is not None and status == Status.COMPLETED:
-                writer.close()
+                write_table(path, tables)
                 write_run_record(session.run_dir, predictions=path.name)
                 session.log(f"predictions are in {shown_path(path)}")
-        logger.finish(status, step=model.step, epoch=model.epoch)
+            else:
+                deque(tables, maxlen=0)  # computes; the tables are on rank 0
+        except _StoppedError:
+            status = Status.PREEMPTED
+        logger.finish(status, step=model.weights.step, epoch=model.epoch)
     return status
 
 
-def _write(
+def _tables(
     model: TrainedModel,
-    writer: Writer | None,
-    *,
-    num_rounds: int,
-    stop_requested: Callable[[], bool],
     logger: Logger,
-) -> Status:
-    """Compute and write round by round: in each, every rank has one batch or none."""
+    rounds: Mapping[str, int],
+    stop_requested: Callable[[], bool],
+) -> Iterator[Columns]:
+    """Compute round by round, and yield each round's rows on rank 0. Collective.
+
+    In a round every rank has one batch, or none; `rounds` has how many each split takes.
+    """
     work, num_done, vote = model.work, 0, StopVote(model.work.group)
+    is_first, num_rounds = work.env.is_rank_zero, sum(rounds.values())
     broadcast_buffers(model.module, group=work.group)
-    names = _sample_names(model) if writer is not None else {}
-    first: Columns | None = None
-    for name, split in model.splits.items():
-        for own in _own_rows(model, split, name=name):
-            found = _gathered(own, model)
-            if writer is not None and found:
-                first = first or found[0]
-                writer.write(joined(found, names.get(name), like=first))
+    names, like = _sample_names(model) if is_first else {}, None
+    for name in model.splits:
+        for own in _own_rows(model, name, num_rounds=rounds[name]):
+            box: list[Columns | None] = [None] * work.env.world_size
+            dist.gather_object(own, box if is_first else None, dst=0, group=work.group)
+            if found := [rows for rows in box if rows is not None]:
+                like = like or found[0]
+                yield joined(found, names.get(name), like=like)
             num_done += 1
             logger.step_done(step=num_done, epoch=1)
             # After the last round nothing is left to stop.
             if num_done != num_rounds and vote.agreed(stop_requested()):
-                return Status.PREEMPTED
+                raise _StoppedError
     vote.settle()
-    return Status.COMPLETED
 
 
 def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
@@ -98,11 +92,9 @@ def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
     config = model.work.config
     source = build_source(config)
     names = source.sample_names(Path(config.data_root)) if isinstance(source, NamedSamples) else {}
-    if not names:
-        return {}
     counts = {name: split.num_samples for name, split in model.splits.items()}
-    found = {name: len(names[name]) for name in counts} if counts.keys() <= {*names} else None
-    if found != counts:
+    found = {name: len(names[name]) for name in counts if name in names}
+    if names and found != counts:
         raise UserError(
             f"sample_names of dataset={source.name} must return a mapping with a name for each "
             f"sample of {', '.join(counts)} ({', '.join(map(str, counts.values()))}), not "
@@ -127,27 +119,18 @@ def _num_rounds(model: TrainedModel, split: Split) -> int:
 
 
 @torch.no_grad()
-def _own_rows(model: TrainedModel, split: Split, *, name: str) -> Iterator[Columns | None]:
+def _own_rows(model: TrainedModel, name: str, *, num_rounds: int) -> Iterator[Columns | None]:
     """Yield this rank's rows, one batch a round; None once it has no more while others have."""
-    work, module = model.work, model.module.eval()
+    work, module, split = model.work, model.module.eval(), model.splits[name]
     size, (share, num_shares) = work.config.batch.eval_size, work.layout.eval_share
     is_first = work.env.rank % work.layout.model_ranks == 0  # of those that compute it together
     num_own, part = 0, Part(size, share, num_shares, work.config.seed)
-    batches = split.in_order(part, takes_turns=True)
-    for batch in together(batches, split, work):
-        step, start = forward(model.work, module, batch), (num_own * num_shares + share) * size
+    for batch in together(split.in_order(part, takes_turns=True), split, work):
+        step, start = forward(work, module, batch), (num_own * num_shares + share) * size
         num_own += 1
         if not (batch.weight and is_first):
             yield None
             continue
         numbers = range(start, start + batch.num_samples)
         yield columns_of(step, split=name, numbers=numbers, num_classes=work.dataset.num_classes)
-    yield from [None] * (_num_rounds(model, split) - num_own)
-
-
-def _gathered(own: Columns | None, model: TrainedModel) -> list[Columns]:
-    """Return on rank 0 the rows of a round, in the order of the samples. Collective."""
-    work = model.work
-    box: list[Columns | None] = [None] * work.env.world_size
-    dist.gather_object(own, box if work.env.is_rank_zero else None, dst=0, group=work.group)
-    return [rows for rows in box if rows is not None]
+    yield from [None] * (num_rounds - num_own)

@@ -1,10 +1,10 @@
 """The table of predictions: its columns from a step's outputs, and its file, CSV or Parquet."""
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +13,16 @@ from torch import Tensor
 
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, listed, os_errors, typed
-from ddp_runner.files import in_csv
+from ddp_runner.files import in_csv, replacing
 from ddp_runner.train.step import Step
 
 MOST_COLUMNS = 1000  # of one output; beyond it a row has a list, which only Parquet can hold
-NameT = TypeVar("NameT", bound=str | int)
 Columns = Mapping[str, NDArray[Any]]  # by name: (num_rows,), or (num_rows, size) for lists
 
 
 def columns_of(
     step: Step, *, split: str, numbers: Sequence[int], num_classes: int | None
-) -> dict[str, NDArray[Any]]:
+) -> Columns:
     """Return the rows of a batch by the names of their columns.
 
     Args:
@@ -34,13 +33,28 @@ def columns_of(
             each output that has scores: real numbers.
 
     Raises:
-        UserError: the outputs are not tensors with a row for each sample, or NumPy has no such
-            arrays.
+        UserError: the outputs are not tensors with a row for each sample, NumPy has no such arrays,
+            or two columns have one name.
     """
     count = len(numbers)
-    parts = [{"split": np.full(count, split), "index": np.asarray(numbers)}]
+    rows = {"split": np.full(count, split), "index": np.asarray(numbers)}
+
+    def add(name: str, array: NDArray[Any]) -> None:
+        """Add one column, a column for each number of a row, or lists if these are too many."""
+        columns, flat = {name: array}, array.reshape(count, -1)
+        if flat.shape[1] > MOST_COLUMNS:
+            columns = {name: flat}
+        elif array.ndim > 1:
+            columns = {f"{name}_{number}": values for number, values in enumerate(flat.T)}
+        if twice := columns.keys() & {*rows, "sample"}:
+            raise UserError(
+                f"the training step's outputs give a second column {min(twice)}; rename them: "
+                "split, index, sample, target and prediction are the table's own"
+            )
+        rows.update(columns)
+
     if _has_rows(step.targets, count):
-        parts.append(_flat("target", _array("target", step.targets)))
+        add("target", _array("target", step.targets))
     named = step.outputs if isinstance(step.outputs, Mapping) else {"output": step.outputs}
     for name, output in named.items():
         if not _has_rows(output, count):
@@ -53,21 +67,14 @@ def columns_of(
         array = _array(label, output)
         is_ranked = array.ndim == 2 and array.dtype.kind in "iuf"
         if num_classes and is_ranked and array.shape[1] >= num_classes:
-            prediction = "prediction" if name == "output" else f"{label}_prediction"
-            parts.append({prediction: array.argmax(axis=1)})
-        parts.append(_flat(label, array))
-    names = [name for part in parts for name in part] + ["sample"]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(
-            f"the training step's outputs give a second column {twice[0]}; rename them: split, "
-            "index, sample, target and prediction are the table's own"
-        )
-    return {name: values for part in parts for name, values in part.items()}
+            add("prediction" if name == "output" else f"{label}_prediction", array.argmax(axis=1))
+        add(label, array)
+    return rows
 
 
 def joined(
     parts: Sequence[Columns], names: Sequence[str | int] | None = None, *, like: Columns
-) -> dict[str, NDArray[Any]]:
+) -> Columns:
     """Return the rows of several batches as one table, with the columns of the first batch.
 
     With the `names` of all samples of the split it has a column ``sample``, after ``index``.
@@ -89,109 +96,71 @@ def joined(
     if names is None:
         return rows
     split, index = rows.pop("split"), rows.pop("index")
-    sample = np.asarray([_printable(names[number]) for number in index])
-    return {"split": split, "index": index, "sample": sample, **rows}
+    named = (names[number] for number in index)
+    sample = [_printable(one) if isinstance(one, str) else one for one in named]
+    return {"split": split, "index": index, "sample": np.asarray(sample), **rows}
 
 
-def _printable(name: NameT) -> str | NameT:
-    """Return a name with escapes for what is no text, such as bytes of a file name."""
-    return name.encode(errors="backslashreplace").decode() if isinstance(name, str) else name
+def write_table(path: Path, tables: Iterable[Columns]) -> None:
+    """Write tables of the same columns into a file, by its ending: .csv or .parquet.
 
-
-class CsvWriter:
-    """Writes rows as lines of a CSV file with a header; floats have all their digits."""
-
-    def __init__(self, path: Path, temp: Path) -> None:
-        self._path, self._temp = path, temp
-        self._file = temp.open("w", newline="", encoding="utf-8")
-        self._lines = csv.writer(self._file, lineterminator="\n")
-        self._names: tuple[str, ...] = ()
-
-    def write(self, rows: Columns) -> None:
-        """Append rows.
-
-        Raises:
-            UserError: an output has too many numbers for columns.
-        """
-        wide = [name for name, values in rows.items() if values.ndim > 1]
-        if wide:
-            raise UserError(
-                f"{wide[0]} has {rows[wide[0]].shape[1]} numbers a sample and a CSV has at most "
-                f"{MOST_COLUMNS} columns of one output; write inference.format=parquet"
-            )
-        if not self._names:
-            self._names = tuple(rows)
-            self._lines.writerow(self._names)
-        # As text, a float has the fewest digits that give its own bits back.
-        texts = [rows[name].astype(str).tolist() for name in self._names]
-        if "sample" in rows:
-            place = self._names.index("sample")
-            texts[place] = [*map(in_csv, texts[place])]  # a file of somebody else's has any name
-        self._lines.writerows(zip(*texts, strict=True))
-
-    def close(self) -> None:
-        """Finish the file and give it its name."""
-        self._file.close()
-        self._temp.replace(self._path)
-
-
-class ParquetWriter:
-    """Writes rows to a Parquet file, a row group for each piece."""
-
-    def __init__(self, path: Path, temp: Path) -> None:
-        self._path, self._temp = path, temp
-        self._file: Any = None
-
-    def write(self, rows: Columns) -> None:
-        """Append rows.
-
-        Raises:
-            UserError: Parquet has no type for a column.
-        """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        columns = {}
-        for name, values in rows.items():
-            try:
-                columns[name] = (
-                    pa.FixedSizeListArray.from_arrays(values.ravel(), values.shape[1])
-                    if values.ndim > 1
-                    else pa.array(values)
-                )
-            except pa.ArrowException as error:
-                raise UserError(
-                    f"{name} is of {values.dtype}, which Parquet does not have; return real "
-                    "numbers from the training step, as torch.view_as_real does"
-                ) from error
-        table = pa.table(columns)
-        if self._file is None:
-            self._file = pq.ParquetWriter(self._temp, table.schema)
-        self._file.write_table(table)
-
-    def close(self) -> None:
-        """Finish the file and give it its name."""
-        self._file.close()
-        self._temp.replace(self._path)
-
-
-Writer = CsvWriter | ParquetWriter  # the file appears whole, or not at all
-
-
-@contextmanager
-def open_writer(path: Path) -> Iterator[Writer]:
-    """Return what writes the file, by its ending: .csv or .parquet. Nothing is left if it fails.
+    The file appears whole, or not at all.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written, or cannot hold an output.
     """
-    temp = path.with_name(f".{path.name}.tmp")
-    try:
-        with os_errors(f"{path} cannot be written"):
-            yield CsvWriter(path, temp) if path.suffix == ".csv" else ParquetWriter(path, temp)
-    finally:
-        with suppress(OSError):  # what matters is the error before it
-            temp.unlink(missing_ok=True)
+    write = _write_csv if path.suffix == ".csv" else _write_parquet
+    with os_errors(f"{path} cannot be written"), replacing(path) as temp:
+        write(temp, tables)
+
+
+def _write_csv(path: Path, tables: Iterable[Columns]) -> None:
+    """Write lines with a header; as text, a float has the fewest digits that give its bits back."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        for number, rows in enumerate(tables):
+            for name, values in rows.items():
+                if values.ndim > 1:
+                    raise UserError(
+                        f"{name} has {values.shape[1]} numbers a sample and a CSV has at most "
+                        f"{MOST_COLUMNS} columns of one output; write inference.format=parquet"
+                    )
+            if number == 0:
+                lines.writerow(rows)
+            texts = {name: values.astype(str).tolist() for name, values in rows.items()}
+            if "sample" in texts:  # a file of somebody else's has any name
+                texts["sample"] = [*map(in_csv, texts["sample"])]
+            lines.writerows(zip(*texts.values(), strict=True))
+
+
+def _write_parquet(path: Path, tables: Iterable[Columns]) -> None:
+    """Write a row group for each table."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def column(name: str, values: NDArray[Any]) -> Any:
+        try:
+            flat = pa.array(values.ravel())
+        except pa.ArrowException as error:
+            raise UserError(
+                f"{name} is of {values.dtype}, which Parquet does not have; return real numbers "
+                "from the training step, as torch.view_as_real does"
+            ) from error
+        is_list = values.ndim > 1
+        return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]) if is_list else flat
+
+    with ExitStack() as stack:
+        file: Any = None
+        for rows in tables:
+            table = pa.table({name: column(name, values) for name, values in rows.items()})
+            if file is None:
+                file = stack.enter_context(pq.ParquetWriter(path, table.schema))
+            file.write_table(table)
+
+
+def _printable(name: str) -> str:
+    """Return a name with escapes for what is no text, such as bytes of a file name."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _has_rows(value: Any, count: int) -> bool:
@@ -217,13 +186,3 @@ def _array(name: str, values: Tensor) -> NDArray[Any]:
             f"dense tensor of real numbers from the training step ({typed(error)})"
         ) from error
     return array
-
-
-def _flat(name: str, array: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """Return one column, a column for each number of a row, or lists if these are too many."""
-    if array.ndim == 1:
-        return {name: array}
-    array = array.reshape(len(array), -1)
-    if array.shape[1] > MOST_COLUMNS:
-        return {name: array}
-    return {f"{name}_{number}": array[:, number] for number in range(array.shape[1])}

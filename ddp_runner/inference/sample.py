@@ -17,7 +17,7 @@ from ddp_runner.errors import UserError, printable
 from ddp_runner.files import replace_file
 from ddp_runner.inference.model import load_model
 from ddp_runner.inference.run_files import kept_tokenizer
-from ddp_runner.inference.start import open_run_logger
+from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.seeds import derive
@@ -51,16 +51,8 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
         allowed_targets=config.allowed_targets,
         log=session.log,
     )
-    precision = config.train.precision
-    logger = open_run_logger(
-        session,
-        of_run=of_run,
-        weights=f"step {weights.step}, from {weights.path.relative_to(of_run.path)}",
-        step=weights.step,
-        data=f"a prompt of {len(tokens)} tokens, {asked.num_tokens} to write",
-        num_rounds=asked.num_tokens,
-    )
-    with logger:
+    data = f"a prompt of {len(tokens)} tokens, {asked.num_tokens} to write"
+    with open_logger(session, of_run, weights, data=data, num_rounds=asked.num_tokens) as logger:
         new_tokens = sampled(
             module,
             tokens,
@@ -70,7 +62,7 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
             generator=torch.Generator().manual_seed(derive(config.seed, "sample")),
             device=device,
         )
-        with autocast(device, precision):
+        with autocast(device, config.train.precision):
             for number, token in enumerate(new_tokens, start=1):
                 tokens.append(token)
                 logger.step_done(step=number, epoch=1)

@@ -5,11 +5,57 @@ from typing import Any
 
 import torch
 
+from ddp_runner.config.validate import validate_num_samples
 from ddp_runner.data.batches import NumberedBatches
-from ddp_runner.data.splits import MicroPlan
+from ddp_runner.data.loader import LoaderSplit
+from ddp_runner.data.splits import MicroPlan, NumberedSplit
 from ddp_runner.data.trees import to_device
 from ddp_runner.errors import UserError
-from ddp_runner.seeds import seed_all
+from ddp_runner.rank.session import Session
+from ddp_runner.seeds import derive, seed_all
+
+
+def open_loader(
+    session: Session,
+    dataset: Any,
+    *,
+    number: int,
+    global_size: int | None,
+    shuffle: bool,
+    **options: Any,
+) -> "Loader":
+    """Return the loop's loader of this number; for the rest see ``Run.loader``.
+
+    Raises:
+        UserError: the dataset is not map-style, has fewer samples than there are ranks, or gives
+            them different numbers of batches to evaluate where a forward waits for all ranks.
+    """
+    layout, device = session.mode.layout(session.env), session.devices[0]
+    split, name = dataset, f"loader {number + 1}"
+    if not isinstance(dataset, NumberedSplit):
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise UserError(
+                f"run.loader takes a dataset with __len__ and __getitem__, and {name} got a "
+                f"{type(dataset).__name__}; give a map-style torch.utils.data.Dataset"
+            )
+        split = LoaderSplit(name, dataset, **options)
+    validate_num_samples(type(dataset).__name__, len(split), ranks=layout.num_shares)
+    batches = NumberedBatches(
+        split=split.near(device),
+        global_size=global_size or session.config.batch.global_size,
+        grad_accum_steps=1,
+        share=layout.share,
+        num_shares=layout.num_shares,
+        seed=derive(session.config.seed, "loader", number),
+    )
+    num_last = len(split) % batches.global_size  # samples of a smaller last batch
+    if layout.forward_is_collective and not shuffle and 0 < num_last < layout.num_shares:
+        raise UserError(
+            f"{len(split)} samples in batches of {batches.global_size} leave {num_last} for the "
+            f"last one, too few for {layout.num_shares} ranks, and in this mode a forward waits "
+            "for all ranks; choose another global_size for this loader"
+        )
+    return Loader(batches, device, shuffle=shuffle)
 
 
 class Loader:
@@ -24,7 +70,6 @@ class Loader:
         shuffle: in another order in each epoch. Otherwise in the dataset's order, always from its
             start, for evaluation: a rank may get none of a last, smaller batch, so call no
             collective in that loop, and no module that `Run.wrap` returned.
-        equal_counts: reject evaluation with different numbers of batches: a forward is collective.
 
     Attributes:
         weight: of the current batch, 1.0 if all ranks got equally many samples, as they do but in
@@ -33,21 +78,7 @@ class Loader:
         num_seen: samples of the global batches so far, without those of earlier sessions.
     """
 
-    def __init__(
-        self,
-        batches: NumberedBatches,
-        device: torch.device,
-        *,
-        shuffle: bool,
-        equal_counts: bool = False,
-    ) -> None:
-        num_last = len(batches.split) % batches.global_size  # samples of a smaller last batch
-        if equal_counts and not shuffle and 0 < num_last < batches.num_shares:
-            raise UserError(
-                f"{len(batches.split)} samples in batches of {batches.global_size} leave "
-                f"{num_last} for the last one, too few for {batches.num_shares} ranks, and in this "
-                "mode a forward waits for all ranks; choose another global_size for this loader"
-            )
+    def __init__(self, batches: NumberedBatches, device: torch.device, *, shuffle: bool) -> None:
         self.weight, self.num_seen = 1.0, 0
         self._batches, self._device, self._shuffle = batches, device, shuffle
         self._is_at_last = False  # amid the epoch's last step: the loop over it has yet to end

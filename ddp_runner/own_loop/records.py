@@ -22,6 +22,11 @@ from ddp_runner.tracking.run_record import RunFields
 PLAIN = (int, float, str, list, type(None))  # what run.json holds
 
 
+def number(value: float | Tensor) -> float:
+    """Return a value without its gradient, of which torch would warn."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
 class OwnRecords(Records):
     """What ``Records`` keeps, with the metrics and the speed of the steps that a loop reports."""
 
@@ -30,10 +35,14 @@ class OwnRecords(Records):
         session: Session,
         *,
         uses: Mapping[str, Mapping[str, Any]],
+        loaders: Sequence[Loader],
         resume_step: int | None,
         stack: ExitStack,
     ) -> None:
-        """Begin the records; `uses` are the groups that the loop has built, with its arguments."""
+        """Begin the records.
+
+        `uses` are the groups that the loop has built, with its arguments. It may add `loaders`.
+        """
         fields = RunFields(uses=sorted(uses))
         if (given := uses.get("model")) is not None:  # it can be built again from the run
             plain = {key: one for key, one in given.items() if isinstance(one, PLAIN)}
@@ -41,7 +50,7 @@ class OwnRecords(Records):
         super().__init__(
             session, fields=fields, resume_step=resume_step, stack=stack, max_steps=None
         )
-        self._is_kept = session.env.is_rank_zero
+        self._is_kept, self._loaders = session.env.is_rank_zero, loaders
         self._metrics: dict[str, float] = {}  # of the last step that has any
         self._metrics_step = -1
         self._timed_step, self._timed_samples = resume_step or 0, 0
@@ -51,9 +60,7 @@ class OwnRecords(Records):
         """Return what the loop has logged of a step."""
         return self._metrics if step == self._metrics_step else {}
 
-    def log(
-        self, values: Mapping[str, float | Tensor], *, step: int, loaders: Sequence[Loader]
-    ) -> None:
+    def log(self, values: Mapping[str, float | Tensor], *, step: int) -> None:
         """Write the values of a step, and the speed since the last call.
 
         Raises:
@@ -66,7 +73,7 @@ class OwnRecords(Records):
             if name in LINE_FIELDS:
                 raise UserError(f"run.log: {name} is a field of each line; give another name")
             try:
-                numbers[name] = float(value)
+                numbers[name] = number(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UserError(
                     f"run.log: {name} is {shape_of(value)}, not a single number; reduce it first"
@@ -74,7 +81,7 @@ class OwnRecords(Records):
         if step != self._metrics_step:  # a checkpoint keeps only its own step's metrics
             self._metrics, self._metrics_step = {}, step
         self._metrics |= numbers
-        self.logger.log(numbers | self._speed(step, loaders), step=step, epoch=_epoch(loaders))
+        self.logger.log(numbers | self._speed(step), step=step, epoch=self._epoch)
 
     def log_image(self, name: str, image: Tensor, *, step: int) -> None:
         """Write a picture: see ``Run.log_image``.
@@ -96,22 +103,26 @@ class OwnRecords(Records):
         pixels = image.to("cpu", torch.uint8).expand(3, -1, -1).permute(1, 2, 0).numpy()
         self.logger.log_image(name, encoded(pixels), step=step)
 
-    def step_done(self, step: int, *, loaders: Sequence[Loader]) -> None:
+    def step_done(self, step: int) -> None:
         """Note that a step is done: the first one ends the start-up."""
-        self.logger.step_done(step=step, epoch=_epoch(loaders))
+        self.logger.step_done(step=step, epoch=self._epoch)
 
-    def finish(self, status: Status, *, step: int, loaders: Sequence[Loader]) -> None:
+    def finish(self, status: Status, *, step: int) -> None:
         """Wait for the last checkpoint, and write how the run ended."""
         self.wait()
-        epoch = max((loader.epoch for loader in loaders), default=0)
+        epoch = max((loader.epoch for loader in self._loaders), default=0)
         self.logger.finish(status, step=step, epoch=epoch)
 
-    def _speed(self, step: int, loaders: Sequence[Loader]) -> dict[str, float]:
+    @property
+    def _epoch(self) -> int:
+        return max((loader.epoch_number for loader in self._loaders), default=0)
+
+    def _speed(self, step: int) -> dict[str, float]:
         """Return the speed since the last line of an earlier step; nothing for the same step."""
         num_steps = step - self._timed_step
         if num_steps <= 0:
             return {}
-        now, num_samples = time.perf_counter(), sum(loader.num_seen for loader in loaders)
+        now, num_samples = time.perf_counter(), sum(loader.num_seen for loader in self._loaders)
         elapsed_s, new_samples = now - self._timed_at, num_samples - self._timed_samples
         self._timed_step, self._timed_at, self._timed_samples = step, now, num_samples
         speed = {
@@ -119,7 +130,3 @@ class OwnRecords(Records):
             "perf/peak_memory_gib": peak_memory_gib(),
         }
         return speed | ({"perf/samples_per_s": new_samples / elapsed_s} if new_samples else {})
-
-
-def _epoch(loaders: Sequence[Loader]) -> int:
-    return max((loader.epoch_number for loader in loaders), default=0)

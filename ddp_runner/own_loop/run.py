@@ -5,21 +5,23 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.own_loop import build
-from ddp_runner.own_loop.loader import Loader
-from ddp_runner.own_loop.records import OwnRecords
-from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, replaced, validate_objects
+from ddp_runner.own_loop.loader import Loader, open_loader
+from ddp_runner.own_loop.records import OwnRecords, number
+from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, mark_replaced
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session, note_restart
-from ddp_runner.seeds import derive, seed_all
+from ddp_runner.seeds import seed_all
+from ddp_runner.train.optimizers import optimizer_of
 
 
 class Run:
@@ -54,7 +56,6 @@ class Run:
         self._records: OwnRecords | None = None
         self._uses = dict[str, dict[str, Any]]()  # groups of the config, with further arguments
         self._step, self._saved_step = 0, -1  # the last ones that this rank reported and saved
-        self._gone = list[Any]()  # references to parameters that ``wrap`` has replaced
         self._is_stopped = False
 
     def model(self, **arguments: Any) -> nn.Module:
@@ -75,16 +76,18 @@ class Run:
             UserError: the keys or the files of the dataset are unusable.
         """
         self._uses["dataset"] = {}
-        return build.seeded_dataset(self._session)
+        dataset = build_dataset(self.config, log=self._session.log)
+        seed_all(self.seed, "own loop")  # one rank may have prepared it for the others
+        return dataset
 
-    def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """Return the optimizer of the config's group for parameters, or for groups of them.
 
         Raises:
             UserError: the keys do not fit the optimizer.
         """
         self._uses["optimizer"] = {}
-        return build.build_optimizer(self.config, parameters)
+        return optimizer_of(self.config, parameters)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in the run's mode of parallelism, on this rank's devices.
@@ -95,10 +98,9 @@ class Run:
         mode, before = self._session.mode, list(module.parameters())
         if len(self.devices) == 1:  # a module on several devices has placed its stages itself
             module = mode.place(lambda: module, self.devices)
-        self._gone += replaced(before, module)
+        mark_replaced(before, module)
         model = mode.wrap(module, self.devices)
-        if self.world_size > 2:  # the sum of two has only one order
-            fix_bucket_order(model)
+        fix_bucket_order(model)
         return model
 
     def loader(
@@ -122,13 +124,11 @@ class Run:
         Raises:
             UserError: there are fewer samples than ranks.
         """
-        number = len(self._loaders)
-        loader = build.build_loader(
+        loader = open_loader(
             self._session,
             dataset,
-            name=f"loader {number + 1}",
+            number=len(self._loaders),
             global_size=global_size,
-            seed=derive(self.seed, "loader", number),
             shuffle=shuffle,
             **options,
         )
@@ -157,16 +157,17 @@ class Run:
         for loader in self._loaders:
             loader.rewind()
         self._objects = {name: bare(value) for name, value in objects.items()}
-        validate_objects(self._objects, gone=self._gone)
-        self._saver = build.build_saver(self._session, self._objects)
-        session, is_resumed = self._session, self.config.resume is not None
-        folder = session.run_dir.checkpoints
+        session, folder = self._session, self._session.run_dir.checkpoints
+        self._saver = build.build_saver(session, self._objects)
+        is_resumed = self.config.resume is not None
         found = self._saver.restore(folder, is_resumed=is_resumed, log=session.log)
-        self._step = found.step if found else 0
+        step = found and found.step
+        self._step = step or 0
         seed_all(self.seed, "own loop", self._step, self._layout.share)
         note_restart(session, step=self._step)
-        step = found and found.step
-        self._records = OwnRecords(session, uses=self._uses, resume_step=step, stack=self._stack)
+        self._records = OwnRecords(
+            session, uses=self._uses, loaders=self._loaders, resume_step=step, stack=self._stack
+        )
         return self._step
 
     def log(self, values: Mapping[str, float | Tensor], *, step: int) -> None:
@@ -176,7 +177,7 @@ class Run:
         speed since the last call: perf/step_time_ms, and perf/samples_per_s of the loaders.
         ``sum`` gives rank 0 the values of all ranks.
         """
-        self._recording().log(values, step=self._at(step), loaders=self._loaders)
+        self._at(step).log(values, step=step)
 
     def log_image(self, name: str, image: Tensor, *, step: int) -> None:
         """Write rank 0's picture of a step to the folder images/NAME and to TensorBoard.
@@ -189,11 +190,12 @@ class Run:
         Raises:
             UserError: the name or the shape cannot be used.
         """
-        self._recording().log_image(name, image, step=self._at(step))
+        self._at(step).log_image(name, image, step=step)
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return each value summed over the ranks, in float64. Collective: every rank must call."""
-        return dict(zip(values, sum_over_ranks([*map(float, values.values())]), strict=True))
+        own = [*map(number, values.values())]
+        return dict(zip(values, sum_over_ranks(own), strict=True))
 
     def save(self, step: int) -> None:
         """Save a checkpoint of what ``restore`` names; it is written while the loop continues.
@@ -205,8 +207,9 @@ class Run:
         """
         if not self._objects:
             raise UserError("run.save has nothing to save; name it in run.restore(NAME=OBJECT, …)")
-        records, content = self._recording(), partial(self._saver.snapshot, self._at(step))
-        records.save(content, step=step, metrics=records.metrics_of(step))
+        records = self._at(step)
+        content, metrics = partial(self._saver.snapshot, step), records.metrics_of(step)
+        records.save(content, step=step, metrics=metrics)
         self._saved_step = step
 
     def should_stop(self, step: int) -> bool:
@@ -215,7 +218,7 @@ class Run:
         It saves a checkpoint every ``checkpoint.every_steps``, and before it returns True: after a
         Ctrl-C, a SIGTERM or a scheduler's notice. Collective: every rank must call.
         """
-        self._recording().step_done(self._at(step), loaders=self._loaders)
+        self._at(step).step_done(step)
         every = self.config.checkpoint.every_steps
         is_due = every is not None and step % every == 0
         self._is_stopped = self._vote.agreed(self._stop_requested())
@@ -230,20 +233,18 @@ class Run:
         Raises:
             UserError: the file cannot be written.
         """
-        records = self._recording()
+        records = self._at()
         state = gathered(bare(module).state_dict(), keep=self.is_rank_zero)
         records.export(state, step=self._step, metrics=records.metrics_of(self._step))
 
-    def _at(self, step: int) -> int:
-        self._step = step
-        return step
-
-    def _recording(self) -> OwnRecords:
+    def _at(self, step: int | None = None) -> OwnRecords:
+        """Return the records; the loop is at this step now, if it is given."""
         if self._records is None:  # log may be called on one rank, restore not
             raise UserError(
                 "the loop began without run.restore; call it before, with what a checkpoint holds, "
                 "as in step = run.restore(model=model), or with nothing"
             )
+        self._step = self._step if step is None else step
         return self._records
 
 
@@ -253,5 +254,5 @@ def finish(run: Run) -> Status:
     if run._records is None:
         run.restore()
     status = Status.PREEMPTED if run._is_stopped else Status.COMPLETED
-    run._recording().finish(status, step=run._step, loaders=run._loaders)
+    run._at().finish(status, step=run._step)
     return status

@@ -12,6 +12,7 @@ from ddp_runner.config.signatures import ANY, unknown_key
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.own_loop.run import Run, finish
+from ddp_runner.parallelism.mode import by_itself
 from ddp_runner.rank.session import Session
 from ddp_runner.rank.task_log import log_start
 from ddp_runner.seeds import seed_all
@@ -31,13 +32,21 @@ def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status
         Exception: whatever else the function raised, with the place of its own code as a note.
     """
     config = session.config
+    if session.mode.engine is not by_itself:
+        raise UserError(
+            f"parallelism={config.parallelism.get('name')} computes its steps by an engine, and a "
+            "loop of your own computes them itself; write parallelism=ddp"
+        )
     function = find(config.task, key="task", allowed=config.allowed_targets)
     arguments = {
         key: construct(value, key=f"loop.{key}", allowed=config.allowed_targets)
         for key, value in config.loop.items()
     }
     validate_arguments(function, arguments, named=config.task)
-    _log_start(session)
+    written = session.job.secrets.written(config).loop
+    given = ", ".join(f"{key}={value}" for key, value in written.items())
+    facts = {"task": f"{config.task}({given})", **placement(config, session.env, session.devices)}
+    log_start(session, facts, explains=True)
     seed_all(config.seed)  # equal modules on all ranks
     with ExitStack() as stack:
         run = Run(session, stop_requested=stop_requested, stack=stack)
@@ -82,11 +91,3 @@ def place_noted(function: Callable[..., Any]) -> Iterator[None]:
                 error.add_note(f"{shown_path(Path(frame.f_code.co_filename))}, line {line}")
                 break
         raise
-
-
-def _log_start(session: Session) -> None:
-    config = session.config
-    written = session.job.secrets.written(config).loop
-    arguments = ", ".join(f"{key}={value}" for key, value in written.items())
-    placed = placement(config, session.env, session.devices)
-    log_start(session, {"task": f"{config.task}({arguments})", **placed}, explains=True)

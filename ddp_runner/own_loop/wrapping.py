@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_runner.errors import UserError
+
+REPLACED = "_replaced"  # the attribute of a parameter that ``wrap`` has replaced
 
 
 def bare(module: Any) -> Any:
@@ -28,8 +30,8 @@ def fix_bucket_order(model: nn.Module) -> None:
 
     It calls no forward of the user's: nobody knows its arguments yet.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return
+    if not isinstance(model, DistributedDataParallel) or dist.get_world_size() < 3:
+        return  # nothing is added, or the sum has only one order
     # These never rebuild their buckets, or by what the first backward used.
     if model.static_graph or model.find_unused_parameters:
         return
@@ -50,24 +52,21 @@ def fix_bucket_order(model: nn.Module) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def replaced(before: Sequence[nn.Parameter], module: nn.Module) -> list[ref[nn.Parameter]]:
-    """Return which parameters a module had before and has no more: it holds shards instead."""
+def mark_replaced(before: Sequence[nn.Parameter], module: nn.Module) -> None:
+    """Mark the parameters that a module had before and has no more: it holds shards instead."""
     now = {id(one) for one in module.parameters()}
-    return [ref(one) for one in before if id(one) not in now]
+    for one in before:
+        if id(one) not in now:
+            setattr(one, REPLACED, True)
 
 
-def validate_objects(objects: Mapping[str, Any], *, gone: Sequence[ref[nn.Parameter]]) -> None:
+def validate_objects(objects: Mapping[str, Any]) -> None:
     """Reject what cannot be saved and restored in place, or would train nothing.
-
-    Args:
-        objects: by name.
-        gone: from ``replaced``: an optimizer of these would train nothing.
 
     Raises:
         UserError: an object has no ``state_dict`` and ``load_state_dict``, and is not a dict; or an
             optimizer was made before ``wrap``.
     """
-    old = {id(one) for one in (reference() for reference in gone) if one is not None}
     for name, value in objects.items():
         has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
         if not has_state and not isinstance(value, dict):
@@ -78,7 +77,7 @@ def validate_objects(objects: Mapping[str, Any], *, gone: Sequence[ref[nn.Parame
         if not isinstance(value, torch.optim.Optimizer):
             continue
         held = [one for group in value.param_groups for one in group["params"]]
-        if any(id(one) in old for one in held):
+        if any(hasattr(one, REPLACED) for one in held):
             raise UserError(
                 f"{name} was made before run.wrap, which has replaced the module's parameters by "
                 "shards of them, so that it would train nothing; make it after run.wrap"

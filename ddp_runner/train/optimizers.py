@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_runner.config.instantiate import complete, make
+from ddp_runner.config.instantiate import complete, find, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import ParamsConfig
 from ddp_runner.errors import UserError, nearest, typed
@@ -47,10 +47,10 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
             optimizer needs a closure.
     """
     keys, params = config.optimizer, config.params
-    factory = make("optimizer", keys, allowed=config.allowed_targets, partial=True)
     named = f"optimizer={keys.get('name')} ({keys['_target_']})"
+    factory = find(keys["_target_"], key="optimizer._target_", allowed=config.allowed_targets)
     try:
-        names = list(inspect.signature(factory.func).parameters)
+        names = list(inspect.signature(factory).parameters)
     except ValueError:  # written in C
         names = []
     if names[:1] == [MODULE]:
@@ -64,9 +64,8 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
         argument = module.parameters()
     else:
         argument = parameter_groups(module, groups=params.groups, no_decay=params.no_decay)
-    optimizer: Optimizer = complete("optimizer", keys, factory, argument, kind=Optimizer)
+    optimizer = optimizer_of(config, argument)
     _validate_groups(config, optimizer, named)
-    fit_optimizer(optimizer, keys, config.parallelism.get("name"))
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
@@ -74,6 +73,19 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
             "it once; write a loop of your own, as in docs/your_own_loop.md#lbfgs, or "
             "optimizer=adamw"
         )
+    return optimizer
+
+
+def optimizer_of(config: RunConfig, argument: object) -> Optimizer:
+    """Return the config's optimizer of what it takes first: parameters, groups of them, a module.
+
+    Raises:
+        UserError: the keys do not fit it, or it does not fit parameters that are split over ranks.
+    """
+    keys, allowed = config.optimizer, config.allowed_targets
+    factory = make("optimizer", keys, allowed=allowed, partial=True)
+    optimizer: Optimizer = complete("optimizer", keys, factory, argument, kind=Optimizer)
+    fit_optimizer(optimizer, keys, config.parallelism.get("name"))
     return optimizer
 
 

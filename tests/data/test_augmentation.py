@@ -10,7 +10,16 @@ from configs import config_error, resolved
 from ranks import run_ranks
 from tiers import first_of
 from torch import Tensor
-from train_states import MNIST_NET, NO_DROPOUT, TOLERANCES, Trace, build, compose_config, take_steps
+from train_states import (
+    MNIST_NET,
+    NO_DROPOUT,
+    TOLERANCES,
+    Trace,
+    build,
+    compose_config,
+    evaluated,
+    take_steps,
+)
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
@@ -20,7 +29,6 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import TensorSource
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.evaluation import evaluate
 
 ON = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.crop_padding=3")
 IMAGES = (*MNIST_NET, *NO_DROPOUT, "dataset.channels=2", "dataset.width=30")
@@ -96,7 +104,7 @@ def test_steps_with_augmentation_are_the_same_at_every_world_size(grad_accum_ste
 
 def evaluation(env: DistEnv, config: Config) -> dict[str, float]:
     """Evaluate a run's initial model."""
-    return evaluate(build(env, config))[0]
+    return evaluated(build(env, config))[0]
 
 
 def test_evaluation_sees_the_images_as_they_are() -> None:

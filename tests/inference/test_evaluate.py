@@ -7,9 +7,11 @@ from pathlib import Path
 
 import own_metrics
 import pytest
-from commands import background, error_line, free_port, run_command, wait_for_end
+from commands import background, error_line, free_port, run_command, wait_for, wait_for_end
 from run_folders import metrics, record
 from tiers import first_of
+
+from ddp_runner.tracking.heartbeat import read_heartbeat
 
 SHORT = (
     "train.epochs=2",
@@ -217,6 +219,23 @@ def test_ranks_of_another_launcher_evaluate(trained: Path, tmp_path: Path) -> No
             end = wait_for_end(rank, folder)
             assert end.exit_code == 0, end.stderr
     assert of_evaluation(metrics(tmp_path / EVALUATION)[0]) == own_evaluations(run_dir)[-1]
+
+
+@pytest.mark.full
+def test_an_evaluation_is_seen_to_evaluate(trained: Path, tmp_path: Path) -> None:
+    """It takes no steps, so a reader of its heartbeat must not wait for any."""
+    copied(trained, tmp_path)
+    long = ("dataset.eval_samples=30000", "batch.eval_per_rank=1", f"hydra.run.dir={EVALUATION}")
+    path = tmp_path / EVALUATION / ".heartbeat"
+
+    def is_evaluating() -> bool:
+        beat = read_heartbeat(path)
+        return beat is not None and beat[0].get("doing") == "evaluating"
+
+    with background("task=evaluate", f"resume={RUN}", *long, folder=tmp_path) as command:
+        wait_for(is_evaluating)
+        end = wait_for_end(command, tmp_path)
+    assert end.exit_code == 0, end.stderr
 
 
 @pytest.mark.full

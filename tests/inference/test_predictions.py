@@ -1,6 +1,7 @@
 """The table of predictions: names and values of its columns, and its files."""
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from ddp_runner.errors import UserError
-from ddp_runner.inference.predictions import columns_of, joined, open_writer
+from ddp_runner.inference.predictions import columns_of, joined, write_table
 from ddp_runner.train.step import Step
 
 
@@ -99,13 +100,9 @@ def test_nested_outputs_have_no_rows() -> None:
 def test_parquet_names_a_type_that_it_does_not_have(tmp_path: Path) -> None:
     """A CSV holds complex numbers as text."""
     rows = {"wave": np.ones(2, dtype=np.complex64)}
-    with open_writer(tmp_path / "predictions.csv") as writer:
-        writer.write(rows)
-    with (
-        open_writer(tmp_path / "predictions.parquet") as writer,
-        pytest.raises(UserError, match="wave is of complex64, which Parquet does not have"),
-    ):
-        writer.write(rows)
+    write_table(tmp_path / "predictions.csv", [rows])
+    with pytest.raises(UserError, match="wave is of complex64, which Parquet does not have"):
+        write_table(tmp_path / "predictions.parquet", [rows])
 
 
 def test_an_output_whose_name_is_no_text_has_escapes() -> None:
@@ -123,10 +120,9 @@ def test_outputs_without_a_row_for_each_sample_are_named(outputs: Any) -> None:
 def test_a_csv_gives_every_bit_back(tmp_path: Path) -> None:
     """The shortest digits of a float32 are enough."""
     values = torch.rand(100, generator=torch.Generator().manual_seed(0)).numpy() ** 9
-    with open_writer(tmp_path / "predictions.csv") as writer:
-        writer.write({"index": np.arange(50), "output": values[:50]})
-        writer.write({"index": np.arange(50, 100), "output": values[50:]})
-        writer.close()
+    parts = (slice(0, 50), slice(50, 100))
+    tables = ({"index": np.arange(100)[part], "output": values[part]} for part in parts)
+    write_table(tmp_path / "predictions.csv", tables)
     with (tmp_path / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert np.array([row["output"] for row in rows], dtype=np.float32).tobytes() == values.tobytes()
@@ -135,18 +131,22 @@ def test_a_csv_gives_every_bit_back(tmp_path: Path) -> None:
 
 def test_a_file_name_in_a_csv_is_no_formula(tmp_path: Path) -> None:
     """Pictures may be somebody else's; numbers stay numbers."""
-    with open_writer(tmp_path / "predictions.csv") as writer:
-        writer.write({"sample": np.array(["=1+1.png", "a/b.png"]), "output": np.array([-1.5, 2])})
-        writer.close()
+    rows = {"sample": np.array(["=1+1.png", "a/b.png"]), "output": np.array([-1.5, 2])}
+    write_table(tmp_path / "predictions.csv", [rows])
     lines = (tmp_path / "predictions.csv").read_text().splitlines()
     assert lines == ["sample,output", "'=1+1.png,-1.5", "a/b.png,2.0"]
 
 
 def test_nothing_is_left_of_a_file_that_was_not_finished(tmp_path: Path) -> None:
     """Whoever fails half-way leaves no half."""
+
+    def tables() -> Iterator[dict[str, Any]]:
+        yield {"index": np.arange(3)}
+        raise RuntimeError("stopped")
+
     for name in ("predictions.csv", "predictions.parquet"):
-        with open_writer(tmp_path / name) as writer:
-            writer.write({"index": np.arange(3)})
+        with pytest.raises(RuntimeError, match="stopped"):
+            write_table(tmp_path / name, tables())
     assert list(tmp_path.iterdir()) == []
 
 

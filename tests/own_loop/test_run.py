@@ -1,6 +1,7 @@
 """What a run offers to a function of the user's own, and how it answers a wrong call."""
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from own_loops import run_function
 from PIL import Image
 from run_folders import checkpoint_dir, checkpoint_steps, metrics, record
 from safetensors.torch import load_file
+
+from ddp_runner.own_loop.records import number
 
 
 @pytest.mark.full
@@ -121,4 +124,30 @@ def test_arguments_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     source = "def train(run, *, latent):\n    pass\n"
     assert "mine.train needs loop.latent; add +loop.latent=VALUE" in error_line(
         run_function(source, folder=tmp_path)
+    )
+
+
+def test_a_logged_loss_may_have_a_gradient() -> None:
+    """Torch warns of such a conversion, and the line would be in each log."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert number(torch.tensor(2.5, requires_grad=True)) == number(2.5) == 2.5
+
+
+@pytest.mark.full
+def test_a_mode_whose_engine_would_be_left_out_is_refused(tmp_path: Path) -> None:
+    """The loop would train as if the mode had none."""
+    source = """
+    from ddp_runner.parallelism.single import Single
+
+    class Compressed(Single):
+        def engine(self, state, local):
+            raise AssertionError
+
+    def train(run):
+        run.restore()
+    """
+    end = run_function(source, "parallelism._target_=mine.Compressed", folder=tmp_path)
+    assert error_line(end).endswith(
+        "a loop of your own computes them itself; write parallelism=ddp"
     )
