@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from ddp_runner.errors import UserError, listed, one_line, typed
+from ddp_runner.errors import UserError, is_lost_peer, listed, one_line, typed
 from ddp_runner.parallelism.shards import is_shard, like
 
 SCHEDULED = {"lr", "momentum", "betas"}  # what schedulers change in the optimizer's groups
@@ -48,7 +48,9 @@ def by_names(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """
     try:
         state = optimizer.state_dict()
-    except Exception as error:  # of anybody's class: any kind
+    except RuntimeError as error:
+        if is_lost_peer(error) or isinstance(error, torch.OutOfMemoryError):
+            raise
         raise UserError(
             f"the optimizer, {_class(optimizer)}, gives no state to save ({typed(error)}); let its "
             "state_dict work on every rank and before the first step, as in a class of your own "

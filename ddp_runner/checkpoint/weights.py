@@ -33,7 +33,6 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
 TRIES = 5  # a run that goes on deletes a checkpoint while it is read
-FIX = "name another run, or let a loop of your own call run.export"
 PREFIX = "module."  # of the model's names in the state of torch's AveragedModel
 
 
@@ -44,6 +43,7 @@ class Weights:
     tensors: Mapping[str, Tensor]  # on the CPU
     step: int  # optimizer steps that made it
     path: Path  # model.safetensors, the folder of a checkpoint, or a file of the user's
+    is_average: bool = False  # they are those of ``ema``
 
 
 def find_weights(
@@ -52,6 +52,7 @@ def find_weights(
     *,
     settings: CheckpointConfig,
     is_average: bool = False,
+    instead: str = "inference.weights=last",
     log: Callable[[str], None],
 ) -> Weights:
     """Return the weights of a run.
@@ -61,6 +62,7 @@ def find_weights(
         asked: best, last, or the step of a checkpoint; see ``InferenceConfig``.
         settings: which checkpoint is best.
         is_average: return the averaged weights of ``ema``. A loop of the user's own has none.
+        instead: how to name a checkpoint, for messages.
         log: takes a sentence about each damaged checkpoint that is passed over.
 
     Raises:
@@ -69,18 +71,20 @@ def find_weights(
     is_own = "uses" in read_run_record(run_dir, missing_ok=True)  # a loop of the user's own
     is_average = is_average and not is_own
     if asked == "best":
-        found = _exported(run_dir, is_average=is_average, log=log)
+        found = _exported(run_dir, is_average=is_average, instead=instead, log=log)
         if found is not None:
             return found
+    fix = "call run.export in its loop" if is_own else "name another run"
     for is_last_try in (*[False] * (TRIES - 1), True):
         path = find_checkpoint(run_dir.checkpoints, asked, settings=settings, log=log)
         if path is None:
             raise UserError(
                 f"{run_dir} has no undamaged checkpoint, and no {run_dir.export.name} of these "
-                f"weights; {FIX}"
+                f"weights; {fix}"
             )
         try:
-            return Weights(read_model(path, is_average=is_average), read_manifest(path).step, path)
+            tensors = read_model(path, is_average=is_average, fix=fix)
+            return Weights(tensors, read_manifest(path).step, path, is_average)
         except UserError:
             if path.exists() or is_last_try:
                 raise
@@ -112,7 +116,7 @@ def find_checkpoint(
     return first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
 
 
-def read_model(path: Path, *, is_average: bool = False) -> Mapping[str, Tensor]:
+def read_model(path: Path, *, is_average: bool, fix: str) -> Mapping[str, Tensor]:
     """Return the model's state_dict in a checkpoint, averaged if so asked.
 
     Raises:
@@ -121,7 +125,7 @@ def read_model(path: Path, *, is_average: bool = False) -> Mapping[str, Tensor]:
     objects = load_checkpoint(path).get("objects")
     found = objects.get("ema" if is_average else "model") if isinstance(objects, Mapping) else None
     if not isinstance(found, Mapping):
-        raise UserError(f"{path} holds no model; {FIX}")
+        raise UserError(f"{path} holds no model; {fix}")
     return averaged_weights(found) if is_average else found
 
 
@@ -132,15 +136,16 @@ def averaged_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _exported(run_dir: RunDir, *, is_average: bool, log: Callable[[str], None]) -> Weights | None:
+def _exported(
+    run_dir: RunDir, *, is_average: bool, instead: str, log: Callable[[str], None]
+) -> Weights | None:
     """Return what a run has exported; None if it has trained on since, or exported another kind."""
     path = run_dir.export
     if is_missing(path):
         return None
     record = {} if is_missing(run_dir.record) else read_run_record(run_dir)
     is_completed, wanted = record.get("status") == Status.COMPLETED, record.get("export_sha256")
-    fix = "make it readable, or write inference.weights=last"
-    with os_errors(f"{path} cannot be read", fix=fix):
+    with os_errors(f"{path} cannot be read", fix=f"make it readable, or write {instead}"):
         sha256 = file_sha256(path)
     if wanted is not None and sha256 != wanted and not is_completed:
         # The file is replaced before its checksum, and a kill may come in between.
@@ -149,7 +154,7 @@ def _exported(run_dir: RunDir, *, is_average: bool, log: Callable[[str], None]) 
     if wanted is not None and sha256 != wanted:
         raise UserError(
             f"{path} is damaged: its checksum differs from that in {run_dir.record.name}; restore "
-            "it, or write inference.weights=last"
+            f"it, or write {instead}"
         )
     tensors, facts = read_export(path, named=str(path))
     step = int(facts["step"]) if facts.get("step", "").isdecimal() else 0
@@ -157,7 +162,7 @@ def _exported(run_dir: RunDir, *, is_average: bool, log: Callable[[str], None]) 
     has_gone_on = not is_completed and later > step
     if has_gone_on or (facts.get("weights") == "ema") != is_average:
         return None
-    return Weights(tensors, step, path)
+    return Weights(tensors, step, path, is_average)
 
 
 def starting_weights(
@@ -181,7 +186,8 @@ def starting_weights(
         is_run = not (path.is_file() or (path / MANIFEST).exists())
     if is_run:
         settings = _settings(RunDir(path).config)
-        found = find_weights(RunDir(path), "best", settings=settings, log=log)
+        instead = f"model.weights={path}/checkpoints/step-XXXXXXXX"
+        found = find_weights(RunDir(path), "best", settings=settings, instead=instead, log=log)
     else:
         found = Weights(_read(path), 0, path)
     log(f"starts from the weights in {found.path}")
@@ -198,8 +204,10 @@ def load_weights(module: nn.Module, found: Weights | None) -> None:
     """
     (num_found,) = sum_over_ranks([found is not None])
     if num_found:
-        named = found and f"model.weights ({found.path})"
-        tensors = fitting_tensors(module, found.tensors, named=named) if found and named else None
+        tensors = None
+        if found is not None:
+            named = f"model.weights ({found.path})"
+            tensors = fitting_tensors(module, found.tensors, named=named)
         send_module(module, tensors, group=None)
 
 

@@ -22,7 +22,7 @@ from ddp_runner.tracking.run_dir import RunDir
 MODEL_FILE = "config.json"  # of a folder of trained weights
 BERT = "ddp_runner.models.bert.Bert"
 SOURCES = "ddp_runner.data.sources"
-HF_ROWS = f"{SOURCES}.hf.load"
+HF_DATASET = f"{SOURCES}.hf_dataset.HFDataset"
 TEXT = f"{SOURCES}.text.Text"
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
@@ -84,7 +84,7 @@ def _needed_packages(config: Config, dataset: Mapping[str, Any]) -> Iterator[tup
         yield "model=bert", "transformers", "text"
     if dataset.get("_target_") == TEXT and dataset.get("vocabulary") == "bpe":
         yield "dataset.vocabulary=bpe", "tokenizers", "text"
-    if _rows(dataset):
+    if dataset.get("_target_") == HF_DATASET:
         yield f"dataset={dataset.get('name')}", "datasets", "hf"
         if dataset.get("streaming"):
             yield "dataset.streaming=true", "torchdata", "streams"
@@ -110,42 +110,13 @@ def _validate_paths(given: Any, data_root: Path) -> None:
             )
 
 
-def _rows(dataset: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return those of train and eval that are rows of Hugging Face's library."""
-    both = {name: dataset.get(name) for name in ("train", "eval")}
-    return {
-        name: one
-        for name, one in both.items()
-        if isinstance(one, Mapping) and one.get("_target_") == HF_ROWS
-    }
-
-
-def _validate_rows(dataset: Mapping[str, Any]) -> None:
-    """Reject rows without a path, and rows that no YAML has tied to the keys of the dataset.
-
-    A run that is resumed without its --config-dir would else read what it read before.
-    """
-    for name, rows in _rows(dataset).items():
-        if not isinstance(path := rows.get("path"), str):
-            raise UserError(
-                f"dataset.path ({path}) must name a dataset; write a folder under data_root, a "
-                "name of the hub, or dataset.path=csv with dataset.data_files"
-            )
-        ties = {"split": f"{name}_split"}
-        if name == "train":  # an evaluation may be of other rows
-            ties |= {key: key for key in rows if key != "_target_" and key in dataset}
-        for key, tied in ties.items():
-            if rows.get(key) != dataset.get(tied):
-                raise UserError(
-                    f"dataset.{tied} ({dataset.get(tied)}) and dataset.{name}.{key} "
-                    f"({rows.get(key)}) differ; name the --config-dir of the run, whose YAML ties "
-                    "them, or give both"
-                )
-
-
 def _validate_torch_dataset(dataset: Mapping[str, Any], data_root: Path) -> None:
     """Reject keys of a ``TorchDataset`` that exclude each other, and a folder that is not there."""
-    _validate_rows(dataset)
+    if dataset["_target_"] == HF_DATASET and not isinstance(path := dataset.get("path"), str):
+        raise UserError(
+            f"dataset.path ({path}) must name a dataset; write a folder under data_root, a name of "
+            "the hub, or dataset.path=csv with dataset.data_files"
+        )
     channels, mean = dataset.get("channels"), dataset.get("mean")
     for key in ("mean", "std"):
         value = dataset.get(key)
@@ -160,16 +131,10 @@ def _validate_torch_dataset(dataset: Mapping[str, Any], data_root: Path) -> None
             f"dataset.augmentation ({changes}) must be a mapping with a _target_, of pictures that "
             "dataset.mean and dataset.std normalise; write dataset.mean=0 dataset.std=1"
         )
-    for key in ("transform", "collate_fn"):
-        if not isinstance(given := dataset.get(key), Mapping | None):
-            raise UserError(
-                f"dataset.{key} ({given}) cannot be called; write "
-                f"dataset.{key}={{_target_:my_package.{key},_partial_:true}}"
-            )
     fraction, folder = dataset.get("eval_fraction"), dataset.get("folder")
     if fraction is not None and not 0 < fraction < 1:
         raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1; use 0.1")
-    if fraction is not None and dataset.get("eval") is not None and not _rows(dataset):
+    if fraction is not None and dataset.get("eval") is not None:
         raise UserError(
             f"dataset.eval_fraction ({fraction}) is a part of dataset.train, and there is a "
             "dataset.eval; write dataset.eval=null, or leave the fraction out"

@@ -1,8 +1,7 @@
 """What a command takes from the run that it resumes: its groups and its frozen config."""
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from ddp_runner.cli.follow import follow_again
 from ddp_runner.cli.hydra_adapter import quoted
 from ddp_runner.cli.said_again import validate_said_again
 from ddp_runner.config.allowed_targets import given_targets
 from ddp_runner.config.inference import INFERENCE
-from ddp_runner.config.load import chosen_keys, forced, frozen_config, texts
+from ddp_runner.config.load import chosen_keys, forced, frozen_config
 from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.schema import AUTO, CONFIG_DIR, RUNNER_KEYS
 from ddp_runner.errors import UserError
@@ -83,7 +82,7 @@ def with_resumed(
     own: Any = OmegaConf.to_container(frozen)  # of the run, and nothing is resolved
     unresolved: Any = OmegaConf.to_container(raw)
     trained = own["task"]
-    _follow_again(frozen, own["dataset"], unresolved["dataset"])
+    follow_again(frozen, own, unresolved["dataset"])
     # What resume=auto finds does the same work, so its config has the experiment's keys already.
     if "experiment" in chosen and f"resume={AUTO}" not in overrides:
         raise UserError("experiment= cannot change a run that is resumed; give single keys")
@@ -131,32 +130,6 @@ def with_resumed(
             f"does not exist; write task={trained} resume=RUN with the folder where that run is now"
         )
     return frozen
-
-
-def _follow_again(frozen: DictConfig, own: Any, unresolved: Mapping[str, Any]) -> None:
-    """Let what followed other keys of a run's dataset follow them again. Change it in place.
-
-    A frozen config holds values, so without this dataset.folder would change, and not the root of
-    the pictures. What the run's own command had changed stays as it is.
-
-    Args:
-        frozen: the run's config.
-        own: its dataset, in which nothing is resolved.
-        unresolved: the dataset that this command composes.
-    """
-    for place, text in texts(unresolved):
-        if not re.search(r"\$\{(dataset\.|data_root\})", text):
-            continue
-        with suppress(LookupError, TypeError, OmegaConfBaseException):  # it is another dataset
-            value = reduce(getitem, place, own)
-            owner: Any = frozen.dataset
-            for key in place[:-1]:
-                owner = owner[key]
-            owner[place[-1]], follows = text, False
-            with suppress(OmegaConfBaseException):
-                follows = owner[place[-1]] == value
-            if not follows:
-                owner[place[-1]] = value
 
 
 def left_trackers(raw: DictConfig, overrides: Sequence[str]) -> list[str]:

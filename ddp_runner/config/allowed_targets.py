@@ -20,7 +20,6 @@ from ddp_runner.errors import UserError, nearest
 # Modules of this package that a config may name parts of, and what a part is in each.
 OWN: Mapping[str, tuple[type[ast.ClassDef | ast.FunctionDef], ...]] = {
     "ddp_runner.models": (ast.ClassDef, ast.FunctionDef),
-    "ddp_runner.data.sources.hf": (ast.FunctionDef,),
     "ddp_runner.data.sources": (ast.ClassDef,),
     "ddp_runner.data.augmentation": (ast.ClassDef,),
     "ddp_runner.data.pictures": (ast.FunctionDef,),

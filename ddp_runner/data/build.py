@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from ddp_runner.errors import UserError, typed
 from ddp_runner.files import file_sha256
 from ddp_runner.seeds import seed_all
 
-FUNCTIONS = ("transform", "collate_fn")  # of what train and eval give
+# Keys of a TorchDataset that prepared samples do not follow from: how they are loaded and changed.
+NO_FACTS = {
+    *("name", "folder", "eval_fraction", "split_seed", "num_classes", "shuffle", "prepare"),
+    *("mean", "std", "augmentation", "channels", "height", "width"),
+    *("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "shuffle_buffer"),
+}
 DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache
 DOWNLOAD_TIMEOUT_S = 10  # without an answer; torchvision would wait for ever
 
@@ -48,10 +54,12 @@ def build_source(config: Config) -> Source | TensorSource:
             given = settings.get(name)
             if isinstance(given, Mapping) and "_target_" in given:
                 build = partial(_build, config, f"dataset.{name}", given)
-                keys = {"keys": given, **{one: settings.get(one) for one in FUNCTIONS}}
-                settings[name] = Deferred({**keys, "code": _code(keys)}, build)
+                settings[name] = Deferred(given, build)
     found: Source | TensorSource = _build(config, "dataset", settings, kind=Source | TensorSource)
-    return found
+    if not isinstance(found, TorchDataset):
+        return found
+    facts = {key: one for key, one in config.dataset.items() if key not in NO_FACTS}
+    return replace(found, facts={**facts, "code": _code(facts)})
 
 
 def _build(config: Config, key: str, settings: Mapping[str, Any], **kind: Any) -> Any:

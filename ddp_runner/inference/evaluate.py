@@ -31,6 +31,7 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
     with torch.no_grad():
         tried_metrics(model.work, model.module, splits[0])
     with model.open_logger(session) as logger:
+        logger.step_done(step=0, epoch=0)  # the start-up ends here
         logger.evaluating()
         began, step = time.perf_counter(), model.weights.step
         results, confusion = evaluate(model.work, model.module, *splits, step=step)

@@ -24,6 +24,7 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
     if model is None:
         return Status.COMPLETED
     with model.open_logger(session) as logger:
+        logger.step_done(step=0, epoch=0)  # the start-up ends here
         tensors = gathered(model.module.state_dict(), keep=session.env.is_rank_zero)
         if session.env.is_rank_zero:
             work, run_dir = model.work, session.run_dir
@@ -32,7 +33,7 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
                 tensors,
                 step=model.weights.step,
                 metrics={name: one for name, one in model.logged.items() if "/" in name},
-                is_average=work.config.ema.is_evaluated,
+                is_average=model.weights.is_average,
             )
             split = next(iter(model.splits.values()))
             files = export_programs(

@@ -47,7 +47,4 @@ def open_logger(
             warnings=list(session.job.warnings),
         )
         write_run_record(session.run_dir, **known)
-    logger = task_logger(session, max_steps=num_rounds)
-    if not num_rounds:
-        logger.step_done(step=0, epoch=0)  # the start-up ends here
-    return logger
+    return task_logger(session, max_steps=num_rounds)

@@ -17,9 +17,10 @@ from ddp_runner.tracking.run_record import RunFields, write_run_record
 
 
 class Records:
-    """The logger and the checkpoint writer of a run; on ranks other than 0 they do nothing.
+    """The logger and the checkpoint writer of a run; ranks other than 0 write nothing.
 
-    Make it once the run is ready to begin, so that a failed resume changes nothing.
+    To make it begins the run: it freezes the config, tells the launcher, and enters the stack. So
+    make it once nothing can refuse the run any more, and a failed resume changes nothing.
 
     Args:
         session: of this rank.
@@ -44,11 +45,11 @@ class Records:
         self._run_dir = session.run_dir
         self._writer: CheckpointWriter | None = None
         wire = session.job.wire
-        if wire is not None:
-            wire.ready()
         if session.env.is_rank_zero:
             freeze(session.job, session.run_dir)
             write_run_record(session.run_dir, **fields)
+        if wire is not None:
+            wire.ready()
         self.logger: Logger = task_logger(session, resume_step=resume_step, **shown)
         stack.enter_context(self.logger)
         if session.env.is_rank_zero:

@@ -1,16 +1,15 @@
 """Exports the best model of a completed run, and evaluates it on request."""
 
 from collections.abc import Callable, Mapping
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ddp_runner.checkpoint.manifest import read_manifest
-from ddp_runner.checkpoint.store import best_checkpoints, first_whole
+from ddp_runner.checkpoint.model_file import fitting_tensors
+from ddp_runner.checkpoint.store import best_checkpoints
 from ddp_runner.checkpoint.weights import read_model
-from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.parallelism.shards import gathered, send_module
@@ -49,7 +48,7 @@ def export_best(
     if work.env.is_rank_zero:
         best = _Model(tensors, progress.step, progress.metrics)
         if settings.monitor is not None:
-            best = _best(run_dir.checkpoints, best, settings, is_average=is_average, log=log)
+            best = _best(state, run_dir.checkpoints, best, log=log)
     if settings.load_best:
         send_module(module, best.state if best else None, group=work.group)
         results, _ = evaluate(work, module, step=progress.step)
@@ -79,31 +78,29 @@ def export_best(
         log(f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}")
 
 
-def _best(
-    folder: Path,
-    last: _Model,
-    settings: CheckpointConfig,
-    *,
-    is_average: bool,
-    log: Callable[[str], None],
-) -> _Model:
+def _best(state: TrainState, folder: Path, last: _Model, *, log: Callable[[str], None]) -> _Model:
     """Return the best model that can be loaded, and log each damaged checkpoint. Rank 0 only.
 
     Training is complete, so a damaged file must not fail the run: if no better checkpoint can be
     loaded, return the last model, which is in memory.
     """
-    monitor, mode = settings.monitor, settings.mode
-    assert monitor is not None
+    module, settings = state.evaluated, state.work.config.checkpoint
+    assert settings.monitor is not None
     try:
-        ranking = best_checkpoints(folder, monitor=monitor, mode=mode)
-        if not ranking:
-            log(f"no valid checkpoint has a finite {monitor}; exporting the last model")
-        better = takewhile(lambda one: read_manifest(one).step != last.step, ranking)
-        path = first_whole(better, log=log)
-        if path is None:
-            return last
-        manifest = read_manifest(path)
-        return _Model(read_model(path, is_average=is_average), manifest.step, manifest.metrics)
+        ranking = best_checkpoints(folder, monitor=settings.monitor, mode=settings.mode)
     except UserError as error:
         log(f"{error}; exporting the last model")
         return last
+    for path in ranking:
+        try:
+            manifest = read_manifest(path)
+            if manifest.step == last.step:
+                return last
+            is_average, fix = module is not state.module, "leave the folder to this run alone"
+            found = read_model(path, is_average=is_average, fix=fix)
+            tensors = fitting_tensors(module, found, named=f"checkpoint {path}")
+            return _Model(tensors, manifest.step, manifest.metrics)
+        except UserError as error:
+            log(f"{error}; trying the next best checkpoint")
+    log(f"no valid checkpoint has a finite {settings.monitor}; exporting the last model")
+    return last

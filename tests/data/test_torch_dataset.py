@@ -188,8 +188,8 @@ def test_all_that_makes_the_samples_is_followed(
         Path("data", "files", f"{len(list(Path('data/files').iterdir()))}").touch()
         return prepared(split, room)
 
-    prepared = torch_dataset._prepared
-    monkeypatch.setattr(torch_dataset, "_prepared", added)
+    prepared = torch_dataset.prepared
+    monkeypatch.setattr(torch_dataset, "prepared", added)
     with pytest.raises(UserError, match="change again and again"):
         value(train=f"{{_target_:{package}.Numbers,size:8}}")
 
@@ -244,7 +244,11 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
         ("Numbers", {"eval_fraction": 1.5, "eval": "null"}, r"\(1.5\) must be between 0 and 1"),
         ("Numbers", {"eval": "null"}, "dataset.eval has no _target_"),
         ("Numbers", {"num_classes": 2}, "2 classes are numbered from 0 to 1"),
-        ("Draws", {"prepare": False, "eval": "null", "eval_fraction": 0.1}, "dataset.train draws"),
+        (
+            "Draws",
+            {"prepare": False, "eval": "null", "eval_fraction": 0.1},
+            "the training samples draw",
+        ),
         ("Numbers", {"channels": 0}, r"dataset.channels \(0\) must be greater than 0"),
         (
             "Numbers",

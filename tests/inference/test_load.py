@@ -15,9 +15,11 @@ import torch
 from commands import run_command
 from rights import unreadable
 from run_folders import record
+from train_states import compose_config
 
 import ddp_runner
 from ddp_runner.checkpoint.model_file import export_weights
+from ddp_runner.checkpoint.weights import starting_weights
 from ddp_runner.errors import UserError
 from ddp_runner.files import file_sha256
 from ddp_runner.tracking.run_record import write_run_record
@@ -151,6 +153,9 @@ def test_a_flipped_bit_of_an_export_is_named(copy: Path) -> None:
     with pytest.raises(UserError, match="is damaged: its checksum differs"):
         ddp_runner.load(copy)
     ddp_runner.load(copy, weights="last")
+    config = compose_config(f"model.weights={copy}")
+    with pytest.raises(UserError, match=r"damaged: .* or write model.weights=.*/step-XXXXXXXX"):
+        starting_weights(config, copy / "none", log=print)
 
 
 def test_an_export_that_cannot_be_read_is_named(copy: Path) -> None:

@@ -32,13 +32,19 @@ def fill(module: torch.nn.Module, value: float) -> None:
 
 
 def export_from(
-    env: DistEnv, config: Config, run_dir: Path, damaged: tuple[int, ...]
+    env: DistEnv, config: Config, run_dir: Path, damaged: tuple[int, ...], foreign: int = 0
 ) -> tuple[Tensor, list[str]]:
-    """Save four checkpoints, damage some, export; return this rank's weights and its log."""
+    """Save four checkpoints, damage some, export; return this rank's weights and its log.
+
+    That of the step `foreign` is whole, and of a smaller model.
+    """
     state, trace = build(env, config), Trace()
     for step, loss in LOSSES.items():
         fill(state.module, step)
         content: dict[str, Any] = snapshot(at(state, step=step))
+        if step == foreign:
+            model = content["objects"]["model"]
+            content["objects"]["model"] = {name: one[:1].clone() for name, one in model.items()}
         if env.is_rank_zero:
             save_checkpoint(
                 run_dir / "checkpoints",
@@ -89,6 +95,17 @@ def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path: Path) ->
     assert all((one == 1.0).all() for one in weights)
     assert f"step-{2:08d} is damaged" in logged_lines[0]
     assert logged_lines[-1] == "best by eval/loss: 0.2000 at step 1, in model.safetensors"
+
+
+def test_a_checkpoint_of_another_model_gives_way_to_the_next_best(tmp_path: Path) -> None:
+    """Its checksum is right, and no rank waits for weights that do not fit."""
+    keys = ("checkpoint.monitor=eval/loss", "checkpoint.mode=min", "checkpoint.load_best=true")
+    config = compose_config(*TOY, *keys, world_size=2)
+    (weights, logged_lines), _ = run_ranks(export_from, 2, config, tmp_path, (), 2)
+    assert exported(tmp_path) == (1.0, "1")
+    assert (weights == 1.0).all()
+    assert "does not fit the model: " in logged_lines[0]
+    assert logged_lines[0].endswith("; trying the next best checkpoint")
 
 
 def test_where_no_better_one_is_whole_the_last_model_is_exported(tmp_path: Path) -> None:

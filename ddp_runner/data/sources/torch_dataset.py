@@ -6,7 +6,7 @@ tensors in the cache, and torchvision, whose import takes seconds, is not import
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,24 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 
 from ddp_runner.data.dataset import Augmentation, Dataset
 from ddp_runner.data.loader import Collate, LoaderSplit
+from ddp_runner.data.sources.prepared import first_batch, prepared
 from ddp_runner.data.sources.shared import (
     files_digest,
     image_dataset,
     shuffled_split,
     with_facts,
 )
-from ddp_runner.data.splits import AbsentSplit, MicroPlan, Split
+from ddp_runner.data.splits import AbsentSplit, Split
 from ddp_runner.data.stream import StreamSplit
-from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import memory_bytes
-from ddp_runner.seeds import generator_states, moved
-
-PREPARED_AT_ONCE = 256  # samples
-FALSE = "write dataset.prepare=false"
 
 
 @dataclass(frozen=True)
 class Deferred:
     """A dataset of the config that is built when it is needed."""
 
-    facts: Mapping[str, Any]  # what its samples follow from, as JSON: its keys, source code
+    keys: Mapping[str, Any]
     build: Callable[[], Any]
 
 
@@ -74,15 +70,16 @@ class TorchDataset:
     channels: int | None = None
     height: int | None = None
     width: int | None = None
-    # Words for train and eval to follow, as those of conf/dataset/hf_dataset.yaml do.
-    path: Any = None
-    config_name: Any = None
-    data_files: Any = None
-    train_split: Any = None
-    eval_split: Any = None
-    columns: Any = None
-    format: Any = None
-    streaming: Any = None
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what prepared samples follow from
+
+    def __post_init__(self) -> None:
+        """Reject what should be a function and is none."""
+        for key in ("transform", "collate_fn"):
+            if (given := getattr(self, key)) is not None and not callable(given):
+                raise UserError(
+                    f"dataset.{key} ({given}) cannot be called; write "
+                    f"dataset.{key}={{_target_:my_package.{key},_partial_:true}}"
+                )
 
     def open(self, data_root: Path) -> Dataset | None:
         """Return the datasets as splits; None: they are to be prepared.
@@ -92,23 +89,22 @@ class TorchDataset:
         """
         if self.prepare:
             return None
-        train, rest = self._splits().values()
+        train, rest = self._splits(data_root).values()
         is_part = isinstance(getattr(rest, "dataset", None), Subset)
-        if self.eval_fraction is not None and is_part and _first(rest)[1]:
+        if self.eval_fraction is not None and is_part and first_batch(rest)[1]:
             raise UserError(
-                "dataset.train draws random numbers, and the part of it that dataset.eval_fraction "
-                "evaluates would be another each time; name a dataset.eval without these transforms"
+                "the training samples draw random numbers, and the part of them that "
+                "dataset.eval_fraction evaluates would be another each time; name others in "
+                "dataset.eval or dataset.eval_split, and draw in dataset.train alone"
             )
         digest = None if self.folder is None else f"files:{'-'.join(self._digests(data_root))}"
         return replace(with_facts(self, train, rest), digest=digest)
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """Return the keys of the two, their source, and the files with their times."""
-        both = (self.train, self.eval)
-        given = [one.facts if isinstance(one, Deferred) else None for one in both]
+        """Return the keys, the source of what they name, and the files with their times."""
         split = [self.eval_fraction, self.split_seed, self.num_classes]
         files = self._digests(data_root, with_times=True)
-        return {"given": given, "split": split, "files": files}
+        return {"facts": self.facts, "split": split, "files": files}
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Load all samples once.
@@ -118,9 +114,9 @@ class TorchDataset:
                 memory, or one cannot be loaded.
         """
         tensors, room = dict[str, Tensor](), memory_bytes() / 2
-        for name, split in self._splits().items():
+        for name, split in self._splits(data_root).items():
             room -= sum(one.nbytes for one in tensors.values())
-            tensors[f"{name}_inputs"], tensors[f"{name}_targets"] = _prepared(split, room)
+            tensors[f"{name}_inputs"], tensors[f"{name}_targets"] = prepared(split, room)
         return tensors
 
     dataset = image_dataset  # of prepared samples, which stay memory-mapped
@@ -128,7 +124,7 @@ class TorchDataset:
     def sample_names(self, data_root: Path) -> dict[str, list[str]]:
         """Return the files of each split, if they are an ImageFolder's, by their paths below it."""
         names = {}
-        for name, dataset in self._built().items():
+        for name, dataset in self._built(data_root).items():
             is_part = isinstance(dataset, Subset)
             if files := getattr(dataset.dataset if is_part else dataset, "imgs", None):
                 numbers = dataset.indices if is_part else range(len(files))
@@ -140,14 +136,14 @@ class TorchDataset:
         """Return the digests of the folder, and of what train and eval read elsewhere."""
         places = [folder := data_root / str(self.folder)]
         for one in (self.train, self.eval):
-            keys = one.facts["keys"] if isinstance(one, Deferred) else {}
+            keys = one.keys if isinstance(one, Deferred) else {}
             root = Path(keys.get("root", folder))
             if not (root.is_relative_to(folder) or folder.is_relative_to(root)):
                 places.append(root)
         return [files_digest(place, with_times=with_times) for place in places]
 
-    def _splits(self) -> dict[str, Split]:
-        return {name: self._split(name, dataset) for name, dataset in self._built().items()}
+    def _splits(self, data_root: Path) -> dict[str, Split]:
+        return {name: self._split(name, one) for name, one in self._built(data_root).items()}
 
     def _split(self, name: str, dataset: Any) -> Split:
         """Return the samples of a dataset as they are loaded: by their numbers, or as a stream."""
@@ -179,15 +175,19 @@ class TorchDataset:
             )
         return StreamSplit(name, dataset, shuffle_buffer=buffer, **loading)
 
-    def _built(self) -> dict[str, Any]:
-        """Return what train and eval name.
+    def _both(self, data_root: Path) -> tuple[Any, Any]:
+        """Return what train and eval name."""
+        both = [self.train, self.eval]
+        train, rest = [one.build() if isinstance(one, Deferred) else one for one in both]
+        return train, rest
+
+    def _built(self, data_root: Path) -> dict[str, Any]:
+        """Return the datasets, of which the one to evaluate may be a part of the other.
 
         Raises:
             UserError: one cannot be built or split, or their classes are not num_classes.
         """
-        train, rest = (
-            one.build() if isinstance(one, Deferred) else one for one in (self.train, self.eval)
-        )
+        train, rest = self._both(data_root)
         # An ImageFolder numbers its classes by their names, so a missing one moves the others.
         named = [one for one in (train, rest) if getattr(one, "target_transform", None) is None]
         classes = [set(getattr(one, "class_to_idx", None) or ()) for one in named]
@@ -211,47 +211,3 @@ class TorchDataset:
             len(train), self.eval_fraction, seed=self.split_seed, noun="samples", place=self.name
         )
         return {name: Subset(train, numbers) for name, numbers in parts.items()}
-
-
-def _first(split: Split) -> tuple[Any, bool]:
-    """Return a batch of the first sample, and whether that draws random numbers."""
-    if not isinstance(split, LoaderSplit):
-        raise UserError(getattr(split, "fix", f"a stream has no samples to prepare; {FALSE}"))
-    before = generator_states()
-    batch = next(replace(split, num_workers=0).load([MicroPlan(range(1))]))
-    return batch, bool(moved(before))
-
-
-def _prepared(split: Split, room: float) -> list[Tensor]:
-    """Return the inputs and the targets of a split, each in one tensor; `room` is in bytes."""
-    first, draws = _first(split)
-    assert isinstance(split, LoaderSplit)
-    if draws:
-        raise UserError(
-            f"the {split.name} samples draw random numbers, and prepared they would be the same in "
-            f"each epoch; {FALSE}, or leave that to dataset.augmentation"
-        )
-    is_pair = isinstance(first, list | tuple) and len(first) == 2
-    if not is_pair or not all(isinstance(one, Tensor) for one in first):
-        raise UserError(
-            f"a {split.name} sample becomes a batch of type {type(first).__name__}, and only pairs "
-            f"of tensors (input, target) are prepared; {FALSE}"
-        )
-    needed = sum(one.nbytes for one in first) * len(split)
-    if needed > room:
-        raise UserError(
-            f"the {len(split):,} {split.name} samples take {needed / 2**30:.1f} GiB, and half of "
-            f"the memory leaves {room / 2**30:.1f} GiB; {FALSE}, or make them smaller"
-        )
-    whole = [torch.empty((len(split), *one.shape[1:]), dtype=one.dtype) for one in first]
-    starts = range(0, len(split), PREPARED_AT_ONCE)
-    plans = [MicroPlan(range(start, min(start + PREPARED_AT_ONCE, len(split)))) for start in starts]
-    for start, batch in zip(starts, split.load(plans), strict=True):
-        for tensor, part in zip(whole, batch, strict=True):
-            if (part.shape[1:], part.dtype) != (tensor.shape[1:], tensor.dtype):
-                raise UserError(
-                    f"the {split.name} samples from {start} on are {shape_of(part[0])}, and the "
-                    f"first {shape_of(tensor[0])}; let all be alike, or {FALSE}"
-                )
-            tensor[start : start + len(part)] = part
-    return whole

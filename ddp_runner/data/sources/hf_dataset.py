@@ -1,0 +1,131 @@
+"""Datasets of Hugging Face's library ``datasets``: from files, a saved folder or the hub.
+
+Numbered rows are memory-mapped from Arrow files; with `streaming` they are read on the way.
+API: https://huggingface.co/docs/datasets/package_reference/loading_methods
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.data.sources.torch_dataset import TorchDataset
+from ddp_runner.errors import UserError, typed
+
+FIRST_VERSION = (5, 2)  # earlier ones unpickle the files of a dataset, which runs any code
+FORMATS = (
+    "arrow", "csv", "json", "parquet", "text", "imagefolder", "audiofolder", "videofolder",
+    "webdataset",
+)  # fmt: skip
+SAVED = ("dataset_dict.json", "state.json")  # save_to_disk writes one of them
+MOST_SHARDS = 64  # of a saved dataset that is streamed; more readers than shards read everything
+
+
+@dataclass(frozen=True)
+class HFDataset(TorchDataset):
+    """Two splits of a dataset of the library; a sample is a row: column -> value."""
+
+    train: Any = None  # both follow from the keys below
+    eval_fraction: float | None = 0.1  # of the training split, without an eval_split
+    path: str = ""  # a folder under data_root, a format such as csv with data_files, a hub's name
+    config_name: str | None = None  # of a dataset that has several
+    data_files: str | Sequence[str] | Mapping[str, Any] | None = None  # under data_root, by split
+    train_split: str = "train"
+    eval_split: str | None = "test"  # None: eval_fraction of the training split
+    columns: Sequence[str] | None = None  # None: all
+    streaming: bool = False
+    format: str | None = "torch"  # of a row's values; None: Python objects
+
+    def _both(self, data_root: Path) -> tuple[Any, Any]:
+        if self.streaming and self.eval_split is None:
+            raise UserError(
+                "dataset.eval_split=null splits off a part of the training samples, and how many "
+                "there are is not known of a stream; name a split in dataset.eval_split"
+            )
+        train = self._load(self.train_split, data_root)
+        return train, self.eval_split and self._load(self.eval_split, data_root)
+
+    def _load(self, split: str, data_root: Path) -> Any:
+        """Return a split as the library's Dataset, or as its IterableDataset if streaming.
+
+        Raises:
+            UserError: the library is missing or too old, or there is no such dataset, split or
+                column.
+        """
+        datasets, path, folder = _library(), self.path, data_root / self.path
+        is_local = self.data_files is None and folder.exists()
+        if not (is_local or path in FORMATS or "/" in path):
+            raise UserError(
+                f"dataset.path ({path}) is no folder under {data_root.absolute()}, no format "
+                f"({', '.join(FORMATS)}) and no name of the hub, as in user/name; write one of them"
+            )
+        try:
+            if is_local and any((folder / name).is_file() for name in SAVED):
+                rows = _saved(datasets.load_from_disk(str(folder)), split, path=path)
+                if self.streaming:
+                    rows = rows.to_iterable_dataset(num_shards=min(MOST_SHARDS, len(rows)))
+            else:
+                rows = datasets.load_dataset(
+                    str(folder) if is_local else path,
+                    self.config_name,
+                    data_files=_under(data_root, self.data_files),
+                    split=split,
+                    streaming=self.streaming,
+                )
+        except UserError:
+            raise
+        except Exception as error:  # the library raises anything
+            hint = "" if is_local or self.data_files else f", and there is no {folder.absolute()}"
+            says_nothing = isinstance(error, datasets.exceptions.DatasetGenerationError)
+            reason = error.__cause__ if says_nothing and error.__cause__ else error
+            raise UserError(
+                f"dataset.path={path}: the split {split} cannot be loaded ({typed(reason)}){hint}; "
+                "give the path, data_files and splits as they are"
+            ) from error
+        columns, known = self.columns, rows.column_names
+        if missing := set(columns or ()) - set(known or columns or ()):
+            raise UserError(
+                f"dataset.columns: {path} has no column {', '.join(sorted(missing))}, only "
+                f"{', '.join(known)}; name some of these"
+            )
+        rows = rows if columns is None else rows.select_columns(list(columns))
+        return rows.with_format(self.format)
+
+
+def _library() -> Any:
+    needed = 'dataset=hf_dataset needs datasets {}.{} or later; write pip install "ddp-runner[hf]"'
+    needed = needed.format(*FIRST_VERSION)
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(needed) from error
+    if tuple(map(int, datasets.__version__.split(".")[:2])) < FIRST_VERSION:
+        raise UserError(f"{needed}; this is {datasets.__version__}")
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _saved(saved: Any, split: str, *, path: str) -> Any:
+    """Return a split of what save_to_disk wrote: several splits, or one, which may have no name."""
+    if isinstance(saved, Mapping):
+        if split not in saved:
+            raise UserError(
+                f"dataset.path={path} has no split {split}, only {', '.join(saved)}; name these in "
+                "dataset.train_split and dataset.eval_split"
+            )
+        return saved[split]
+    if split != (only := str(saved.split or "train")):
+        raise UserError(
+            f"dataset.path={path} holds one split; write dataset.eval_split=null, which splits off "
+            f"a part of it, and dataset.train_split={only}"
+        )
+    return saved
+
+
+def _under(folder: Path, files: Any) -> Any:
+    """Return names of files below a folder, but for addresses such as hf://."""
+    if isinstance(files, Mapping):
+        return {split: _under(folder, names) for split, names in files.items()}
+    if isinstance(files, str):
+        return files if "://" in files else str(folder / files)
+    return files if files is None else [_under(folder, name) for name in files]
