@@ -32,7 +32,7 @@ from ddp_runner.rank.session import Session, note_restart
 from ddp_runner.tracking.run_record import begin_anew, end_session, write_run_record
 from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.build import build_session_state
-from ddp_runner.train.dry_run import try_first_batch
+from ddp_runner.train.first_batch import try_first_batch
 from ddp_runner.train.state import TrainState
 
 

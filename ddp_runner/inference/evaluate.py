@@ -11,8 +11,8 @@ from ddp_runner.inference.model import TrainedModel, open_model
 from ddp_runner.inference.run_files import dataset_keys
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session
-from ddp_runner.train.dry_run import tried_metrics
 from ddp_runner.train.evaluation import evaluate
+from ddp_runner.train.first_batch import tried_metrics
 
 
 def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Status:

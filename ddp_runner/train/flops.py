@@ -38,7 +38,7 @@ def measure_peaks(state: TrainState) -> tuple[float, float]:
 def flops_per_sample(state: TrainState) -> float:
     """Return the operations of a sample's forward and backward: of products, by torch's formulas.
 
-    The dry run's two samples are computed, and the state is left as it was, but for the gradients.
+    The trial's two samples are computed, and the state is left as it was, but for the gradients.
     Collective if the model is split.
 
     Raises:

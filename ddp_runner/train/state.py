@@ -50,7 +50,7 @@ class TrainState:
     changing: Sequence[tuple[nn.Module, str]] = ()
     ema: Ema | None = None  # the averaged weights; None without ema.decay
     skew: Skew = field(default_factory=Skew)  # of this session
-    # Two training samples, as the dry run has loaded them: amid an epoch none can be loaded.
+    # Two training samples, as the trial has loaded them: amid an epoch none can be loaded.
     sample: MicroBatch | None = None
     # Of this session: see ``measure_peaks``.
     peaks: tuple[float, float] | None = None  # None: not measured yet

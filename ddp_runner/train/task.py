@@ -16,9 +16,9 @@ from ddp_runner.tracking.run_dir import RunDir, keep_files
 from ddp_runner.tracking.run_record import RunFields, add_warning
 from ddp_runner.tracking.start_block import sizes, training_facts
 from ddp_runner.train.build import build_session_state
-from ddp_runner.train.dry_run import dry_run
 from ddp_runner.train.engine import engage
 from ddp_runner.train.export import export_best
+from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import train
 from ddp_runner.train.progress import early_stop_of, stop_reason
 from ddp_runner.train.snapshot import restore, snapshot
@@ -32,7 +32,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     """
     config, run_dir = session.config, session.run_dir
     state = build_session_state(session, config)
-    known, warnings = dry_run(state)
+    known, warnings = try_run(state)
     resume_step = restore(state, run_dir.checkpoints, log=session.log)
     note_restart(session, step=state.step)
     if resume_step is not None and state.is_done:

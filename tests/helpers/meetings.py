@@ -22,7 +22,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.dry_run import dry_run
+from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.state import TrainState
 
 PATIENT_S = 60  # of a cell that hangs, and nobody knows it
@@ -114,7 +114,7 @@ def _train(env: DistEnv, cell: Cell, config: Config) -> Found:
     counts = list[int]()
     try:
         state = build(env, config)
-        dry_run(state)
+        try_run(state)
     except UserError as error:
         return Found(refused=str(error))
     _note_counts(state, counts)

@@ -34,7 +34,7 @@ from ddp_runner.parallelism.parameter_server import (
     flatten_state,
 )
 from ddp_runner.train import loop
-from ddp_runner.train.dry_run import try_first_batch
+from ddp_runner.train.first_batch import try_first_batch
 
 PS = ("parallelism=ps", "train.num_threads=1")
 # Dropout and momentum: a resumed run must find both as they were.

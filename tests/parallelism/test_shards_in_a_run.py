@@ -19,7 +19,7 @@ from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.models.toy import ToyModel
-from ddp_runner.train.dry_run import try_evaluation
+from ddp_runner.train.first_batch import try_evaluation
 
 GPT = (
     *("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2"),

@@ -12,14 +12,14 @@ import torch
 from ranks import run_ranks
 from tiers import first_of
 from torch import nn
-from train_states import MNIST_NET, TOY, build, compose_config
+from train_states import MNIST_NET, TOY, build, compose_config, with_work
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
-from ddp_runner.train.dry_run import try_first_batch, warnings_of
+from ddp_runner.train.first_batch import try_first_batch, warnings_of
 from ddp_runner.worker import work
 
 CONVNET = ("model=convnet", "dataset=fake_images", "dataset.num_samples=40", "batch.per_rank=20")
@@ -297,3 +297,22 @@ def test_a_batch_larger_than_the_training_set_and_a_diverged_loss_are_said(
         "completed"
     ]
     assert "warning" not in capfd.readouterr().out
+
+
+def unscaled(env: DistEnv, config: Config) -> str:
+    """Return how a trial answers whose dataset leaves pixels as they are."""
+    state = build(env, config)
+    dataset = replace(state.work.dataset, mean=None)
+    try:
+        try_first_batch(with_work(state, dataset=dataset))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_pixels_that_nothing_scales_are_told() -> None:
+    """Torch says only that an input is not of the weights' type."""
+    (sentence,) = run_ranks(unscaled, 1, compose_config(*CONVNET))
+    assert sentence.endswith(
+        "; scale pixels by dataset.mean=0 dataset.std=1, or choose a dataset or a model that fits"
+    )

@@ -21,7 +21,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.profiling.profiler import NullProfiler
 from ddp_runner.train import flops
 from ddp_runner.train import metrics as step_metrics
-from ddp_runner.train.dry_run import try_first_batch
+from ddp_runner.train.first_batch import try_first_batch
 from ddp_runner.train.flops import flops_per_sample, matmul_flops_per_s
 from ddp_runner.train.metrics import MEMORY
 from ddp_runner.train.step import Step

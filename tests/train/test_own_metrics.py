@@ -13,7 +13,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import MicroPlan
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.dry_run import try_evaluation
+from ddp_runner.train.first_batch import try_evaluation
 
 OWN = "allowed_targets=[own_metrics]"
 SUMMED = "+metrics.mine._target_=own_metrics.Summed"

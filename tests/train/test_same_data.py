@@ -21,7 +21,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.dry_run import warnings_of
+from ddp_runner.train.first_batch import warnings_of
 from ddp_runner.train.same_data import agreed_samples
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.trial import Trial

@@ -27,7 +27,7 @@ from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.dry_run import try_first_batch, warnings_of
+from ddp_runner.train.first_batch import try_first_batch, warnings_of
 from ddp_runner.train.losses import cross_entropy, mse
 from ddp_runner.train.step import supervised
 

@@ -13,7 +13,7 @@ from ddp_runner.check.task import run_checks
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.train.dry_run import try_first_batch
+from ddp_runner.train.first_batch import try_first_batch
 from ddp_runner.train.step import supervised
 
 OF_STREAM = (

@@ -1,4 +1,4 @@
-"""The dry run: what a few samples show before the first step, while a message can still name it.
+"""What a few samples show before the first step, while a message can still name it.
 
 Every rank tries the same samples and gets the same result.
 """
@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_runner.config.monitors import KnownMetrics, validate_known
 from ddp_runner.data.splits import NUM_FIRST, Split, validate_classes
-from ddp_runner.data.trees import inputs_of, taking
+from ddp_runner.data.trees import first_tensor, inputs_of, taking
 from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
@@ -27,7 +27,7 @@ from ddp_runner.train.trial import Trial, loss_of, model_of, sum_form, try_loss,
 from ddp_runner.train.work import Work, forward
 
 
-def dry_run(state: TrainState) -> tuple[KnownMetrics, list[str]]:
+def try_run(state: TrainState) -> tuple[KnownMetrics, list[str]]:
     """Try the run on a few samples; return the metrics that it will have, and warnings.
 
     What later steps need to know of it is noted in the state, which is else as it was. Collective:
@@ -60,6 +60,9 @@ def try_first_batch(state: TrainState) -> Trial:
         who, samples = model_of(work.config), inputs_of(samples)
     what = f"{who} cannot take dataset={work.dataset.name}, whose samples are"
     fix = "choose a dataset or a model that fits"
+    pixels = first_tensor(samples)
+    if work.dataset.mean is None and pixels is not None and pixels.dtype == torch.uint8:
+        fix = f"scale pixels by dataset.mean=0 dataset.std=1, or {fix}"
     if work.layout.model_ranks > 1:
         fix += "; if parallelism=single takes it, change model.tensor_parallel"
     with taking(what, samples, fix=fix), restored_after(state):
