@@ -52,7 +52,8 @@ def validate_files(config: Config, *, env: DistEnv | None = None) -> None:
                 "or start in the folder that holds it"
             )
     validate_servers(config)
-    if dataset.keys() >= {"prepare", "shuffle_buffer"}:  # a TorchDataset, or a subclass
+    is_hf = dataset.get("_target_") == HF_DATASET  # that of an earlier run has fewer keys
+    if is_hf or dataset.keys() >= {"prepare", "shuffle_buffer"}:  # a TorchDataset, or a subclass
         _validate_torch_dataset(dataset, data_root)
     else:
         _validate_paths(dataset.get("path"), data_root)
@@ -139,7 +140,7 @@ def _validate_torch_dataset(dataset: Mapping[str, Any], data_root: Path) -> None
             f"dataset.eval_fraction ({fraction}) is a part of dataset.train, and there is a "
             "dataset.eval; write dataset.eval=null, or leave the fraction out"
         )
-    if dataset["prepare"] and folder is None:
+    if dataset.get("prepare") and folder is None:
         raise UserError(
             "dataset.prepare=true needs dataset.folder, to prepare anew what has changed; name the "
             "folder under data_root that the samples come from"

@@ -70,7 +70,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     nothing = run_function(source, *KEYS, folder=tmp_path / "nothing").run_dir
     (nothing / "checkpoints").mkdir(exist_ok=True)
     line = error_line(run_command(*KEYS, f"model.weights={nothing}", folder=tmp_path))
-    assert line.endswith("; name another run, or let a loop of your own call run.export")
+    assert line.endswith("of these weights; call run.export in its loop")
 
 
 UNSAVED = """
