@@ -40,7 +40,7 @@ def main() -> None:
     slowed: list[float] = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         writer = CheckpointWriter(
-            Path(folder, "thread"), CheckpointConfig(keep=1), wire=None, log=print, pinned=False
+            Path(folder, "thread"), CheckpointConfig(keep=1), wire=None, log=print
         )
         with writer:
             for turn in range(args.turns + 1):
