@@ -97,7 +97,7 @@ PYTHON
 line '```' && line ""
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>"$scratch/import" || echo 0)
 missing=""
-for module in hydra omegaconf tensorboard filelock sklearn torchvision rich matplotlib PIL safetensors; do
+for module in hydra omegaconf tensorboard sklearn torchvision rich matplotlib PIL safetensors; do
     has "$module" || missing="$missing $module"
 done
 [ -z "$missing" ] || line "Missing modules, whose tests fail or are skipped:$missing." ""

@@ -5,6 +5,7 @@ stand for gigabytes.
 """
 
 import errno
+import fcntl
 import hashlib
 import html
 import math
@@ -12,6 +13,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -25,6 +27,9 @@ import yaml
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MOST_YAML_KIB, MOST_YAML_VALUES = 1024, 20_000  # of a run's config, which has ten, and hundreds
 MAX_NAME_BYTES = 200  # file systems allow 255
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # a link could lead out of a run folder
+LOCK_POLL_S = 0.02
+READER_S = 0.1  # a reader, such as the status command, holds a lock for an instant
 
 
 class FileIn:
@@ -68,6 +73,55 @@ def temp_folder_in(parent: Path, *, prefix: str) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
     with TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as temp:
         yield Path(temp)
+
+
+@contextmanager
+def locked(path: Path, *, wait_s: float = math.inf) -> Iterator[None]:
+    """Hold the lock of a file, which is made if need be, for the block; a killed process lets go.
+
+    Args:
+        path: of the file.
+        wait_s: how long to wait for another holder, of this process or another.
+
+    Raises:
+        TimeoutError: another still holds it.
+        OSError: the file cannot be opened, or its file system has no locks.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NOFOLLOW
+    descriptor, deadline = os.open(path, flags, 0o644), time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"{path} is locked") from None
+            time.sleep(LOCK_POLL_S)
+        try:
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may still have it open
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool | None:
+    """Return whether a process holds the lock of a file; None: nobody can tell here.
+
+    The lock is tried shared and in a file that is only read: two readers do not disturb each other,
+    and a reader may lack the right to write.
+    """
+    try:
+        with open_file(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None  # a file system without locks, or somebody else's file
+    return False
 
 
 def is_missing(path: Path) -> bool:

@@ -110,6 +110,11 @@ class Job:
     warnings: tuple[str, ...] = ()
 
     @property
+    def is_claimed(self) -> bool:
+        """Whether the launcher of these ranks holds the run folder; else rank 0 claims it."""
+        return self.wire is not None and self.config.launch.nnodes == 1
+
+    @property
     def line_prefix(self) -> str:
         """What each line of a parallel job begins with."""
         return f"[{self.number}] " if self.slot else ""

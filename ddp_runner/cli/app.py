@@ -50,9 +50,8 @@ from ddp_runner.sweep.multirun import Sweep
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.settings import slurm_settings
 from ddp_runner.sweep.sweep_dir import sweep_dir
-from ddp_runner.tracking.claims import goes_on, note_launch, take_own, unfinished_or_new
+from ddp_runner.tracking.claim import claim_run, claimed
 from ddp_runner.tracking.provenance import git_revision, versions
-from ddp_runner.tracking.run_dir import RunDir
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -134,7 +133,10 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         from ddp_runner.worker import run_under_launcher
 
         run_under_launcher(job, env)
-    return _run_here(composed, invocation, job, asked)
+    with ExitStack() as held:
+        marks = list(filter(None, [launch_id()]))
+        claim = claim_run(replace(job, run_dir=asked), marks=marks, held=held)
+        return launch(claimed(job, claim)).exit_code
 
 
 def _asked_folder(composed: DictConfig, job: Job) -> Path | None:
@@ -156,34 +158,6 @@ def _asked_folder(composed: DictConfig, job: Job) -> Path | None:
             "hydra.run.dir out: a run goes on in its own"
         )
     return resumed
-
-
-def _run_here(composed: DictConfig, invocation: Invocation, job: Job, asked: Path | None) -> int:
-    """Run a job on this machine alone, in its own folder if it has begun before."""
-    marks = list(filter(None, [launch_id()]))
-    asked_run = RunDir(asked) if asked else None
-
-    def launch_in(run_dir: RunDir, *, resumes: bool) -> int:
-        planned = job
-        if resumes:
-            composed.resume = str(run_dir)
-            planned = plan(composed, detect(), invocation)
-        note_launch(run_dir, marks)
-        return launch(replace(planned, run_dir=run_dir.path)).exit_code
-
-    with ExitStack() as held:
-        own = take_own(job.config, asked=asked_run, marks=marks, stack=held)
-        if own is not None:
-            return launch_in(RunDir(own.path.absolute()), resumes=True)
-    run_dir = RunDir(asked or unfinished_or_new(job.config).path.absolute())
-    try:
-        run_dir.path.mkdir(parents=True, exist_ok=True)
-        run_dir.ensure_writable()
-        with run_dir.locked():
-            return launch_in(run_dir, resumes=goes_on(job.config, run_dir))
-    except UserError:
-        run_dir.discard_unused()  # it may have been made just now
-        raise
 
 
 def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:

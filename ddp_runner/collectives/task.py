@@ -14,7 +14,7 @@ from ddp_runner.collectives.operations import OPERATIONS, Variant
 from ddp_runner.config.measuring import OPS, CollectivesConfig
 from ddp_runner.distributed import gather_objects
 from ddp_runner.job import Status
-from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.rank.session import Session, note_start
 from ddp_runner.rank.task_log import log_start, task_logger
 from ddp_runner.tracking.start_block import gpu_names, ranks_on_nodes
 
@@ -33,7 +33,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
     """
     job, device, backend = session.job, session.devices[0], session.config.backend.name
     config = session.config.collectives
-    note_restart(session, step=0)
+    note_start(session, step=0)
     sizes = message_sizes(config)
     facts = {
         "collectives": f"{backend}, {ranks_on_nodes(session.env)}",

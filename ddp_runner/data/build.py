@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from ddp_runner.config.instantiate import find, make
 from ddp_runner.config.schema import Config, leaves
 from ddp_runner.config.signatures import source_file
@@ -17,7 +15,7 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
 from ddp_runner.data.sources.torch_dataset import Deferred, TorchDataset
 from ddp_runner.errors import UserError, typed
-from ddp_runner.files import file_sha256
+from ddp_runner.files import file_sha256, locked
 from ddp_runner.seeds import seed_all
 
 # Keys of a TorchDataset that prepared samples do not follow from: how they are loaded and changed.
@@ -104,9 +102,9 @@ def _alone_to_download(root: Path) -> Iterator[None]:
     """Let one process of all machines that share a folder download into it; the others wait."""
     with ExitStack() as held:
         # A folder that cannot be written or locked, as with another user's lock, is not locked.
-        with suppress(OSError, RuntimeError):
+        with suppress(OSError):
             root.mkdir(parents=True, exist_ok=True)
-            held.enter_context(FileLock(root / DOWNLOAD_LOCK))
+            held.enter_context(locked(root / DOWNLOAD_LOCK))
         held.callback(socket.setdefaulttimeout, socket.getdefaulttimeout())
         socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
         yield

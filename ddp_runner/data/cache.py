@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from ddp_runner.data.dataset import (
@@ -27,7 +26,7 @@ from ddp_runner.data.dataset import (
     validate_tensors,
 )
 from ddp_runner.errors import UserError, one_line
-from ddp_runner.files import file_sha256, replace_file, safe_name
+from ddp_runner.files import file_sha256, locked, replace_file, safe_name
 
 # Raise it when the manifest changes, or when a source builds something else from one fingerprint.
 FORMAT_VERSION = 4
@@ -116,13 +115,13 @@ def _prepare(source: TensorSource, data_root: Path, log: Callable[[str], None]) 
     with ExitStack() as stack:
         try:
             root.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(root / f"{safe_name(source.name)}.lock")
+            lock = root / f"{safe_name(source.name)}.lock"
             try:
-                stack.enter_context(lock.acquire(blocking=False))
-            except Timeout:
+                stack.enter_context(locked(lock, wait_s=0.0))
+            except TimeoutError:
                 log(f"dataset {source.name}: another process is preparing it; waiting")
-                stack.enter_context(lock)
-        except (OSError, RuntimeError) as error:  # RuntimeError: filelock cannot lock files there
+                stack.enter_context(locked(lock))
+        except OSError as error:
             # An intact cache that others own works as well.
             folder, fingerprint = _identity(source, data_root)
             if _fault(folder, fingerprint, in_full=True) is None:

@@ -28,7 +28,7 @@ from ddp_runner.files import is_missing
 from ddp_runner.inference.run_files import logged_at, model_arguments, validate_kept_files
 from ddp_runner.inference.start import open_logger
 from ddp_runner.parallelism.shards import send_module
-from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.rank.session import Session, note_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
@@ -80,9 +80,9 @@ def open_model(session: Session) -> TrainedModel | None:
 
     Raises:
         UserError: the weights or the data are unusable, or do not fit the model; or see
-            ``note_restart``.
+            ``note_start``.
     """
-    note_restart(session, step=0)
+    note_start(session, step=0)
     config, run = session.config, session.config.inference.run
     assert run is not None
     run_dir, own = RunDir(Path(run)), list[Weights]()

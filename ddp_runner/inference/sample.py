@@ -19,7 +19,7 @@ from ddp_runner.inference.model import load_model
 from ddp_runner.inference.run_files import kept_tokenizer
 from ddp_runner.inference.start import open_logger
 from ddp_runner.job import Status
-from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.rank.session import Session, note_start
 from ddp_runner.seeds import derive
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import shown_path
@@ -38,7 +38,7 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
         UserError: the run has no tokenizer or no language model, its weights are unusable, or the
             prompt has no tokens.
     """
-    note_restart(session, step=0)
+    note_start(session, step=0)
     config, asked, device = session.config, session.config.inference, session.devices[0]
     assert asked.run is not None
     of_run = RunDir(Path(asked.run))

@@ -7,7 +7,6 @@ second. This process never imports torch on one machine; see ``machines_launcher
 import signal
 import sys
 import tempfile
-import time
 import uuid
 from contextlib import suppress
 from dataclasses import replace
@@ -33,15 +32,13 @@ from ddp_runner.job import (
 from ddp_runner.launch.ranks import Ranks
 from ddp_runner.launch.stop_requests import StopRequests, mark_ended
 from ddp_runner.launch.wire import rank_environ
-from ddp_runner.tracking.claims import freeze
+from ddp_runner.tracking.claim import begin_run
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
-    RunFields,
-    begin_session,
-    is_rejected_resume,
+    RunError,
+    fail_session,
+    last_session_start,
     read_run_record,
-    replace_run_record,
-    write_run_record,
 )
 from ddp_runner.tracking.start_block import starting_lines
 
@@ -56,29 +53,21 @@ def launch(job: Job) -> Outcome:
         from ddp_runner.launch.machines_launcher import run_worker_group
 
         outcome = run_worker_group(job)
-        return failed(outcome.failure, outcome.run_dir) if outcome.failure else outcome
+        return failed(job, outcome.failure, outcome.run_dir) if outcome.failure else outcome
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
     if is_over(job):
         return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
-    if not run_dir.is_frozen:
-        freeze(job, run_dir)
-    before = read_run_record(run_dir, missing_ok=True)
-    fields = RunFields(status=Status.RUNNING, error=None, work_hash=work_hash(job.config))
-    if (slot := job.slot) is not None:  # the fields stay when the run goes on alone later
-        fields |= {"parallel_jobs": True, "cores": slot.cores, "visible_gpus": slot.gpus}
-    begin_session(run_dir, started_at=job.started_at, **fields)
+    begin_run(job, run_dir)
+    slot = job.slot
     stop = StopRequests(running=lambda: [run_dir.path], file=slot.stop if slot else None)
     try:
         with stop.handled():  # a slot ignores signals: its parent handles them
-            outcome = run_ranks(job, stop)
+            return run_ranks(job, stop)
     except SystemExit:  # a signal came before there were ranks
         with suppress(UserError):  # the disk is full, or the folder is gone
             mark_ended(run_dir)
         raise
-    if outcome.exit_code == EXIT_USER_ERROR and is_rejected_resume(run_dir, before):
-        replace_run_record(run_dir, before)
-    return outcome
 
 
 def is_over(job: Job) -> bool:
@@ -124,7 +113,7 @@ def run_ranks(job: Job, stop: StopRequests) -> Outcome:
             if failure is None:
                 break
             if failure.kind == "user" or attempt >= job.config.launch.max_restarts:
-                return failed(failure, job.run_dir)
+                return failed(job, failure, job.run_dir)
             job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
     status = ranks.results[0]["status"]
     received = stop.received or signal.SIGTERM
@@ -138,8 +127,8 @@ def print_error(sentence: str) -> None:
         print_line(f"error: {sentence}", stream=sys.stderr)
 
 
-def failed(failure: Failure, folder: Path | None) -> Outcome:
-    """Record and print why the ranks failed, and how to go on.
+def failed(job: Job, failure: Failure, folder: Path | None) -> Outcome:
+    """Record and print why the ranks failed, and how to resume the run.
 
     A machine that is lost after rank 0 has completed the run is no failure.
     """
@@ -153,14 +142,13 @@ def failed(failure: Failure, folder: Path | None) -> Outcome:
         run_dir = RunDir(folder)
         rank = failure.rank if failure.rank >= 0 else None
         try:
-            known = read_run_record(run_dir).get("error") or {}
+            record = read_run_record(run_dir)
+            known, started_at = record.get("error") or {}, job.started_at
+            if job.config.launch.nnodes > 1:  # the session is that of rank 0's machine
+                started_at = last_session_start(record)
             if not (rank is None and known.get("kind") == failure.kind):  # its own machine knows
-                write_run_record(
-                    run_dir,
-                    status=Status.FAILED,
-                    finished_at=time.time(),
-                    error={"rank": rank, "kind": failure.kind, "sentence": failure.sentence},
-                )
+                error = RunError(rank=rank, kind=failure.kind, sentence=failure.sentence)
+                fail_session(run_dir, started_at=started_at, error=error)
             if failure.traceback:
                 run_dir.logs.mkdir(exist_ok=True)
                 run_dir.failure.write_text(failure.traceback, "utf-8", "backslashreplace")

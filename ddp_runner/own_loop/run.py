@@ -19,7 +19,7 @@ from ddp_runner.own_loop.loader import Loader, open_loader
 from ddp_runner.own_loop.records import OwnRecords, number
 from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, mark_replaced
 from ddp_runner.parallelism.shards import gathered
-from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.rank.session import Session, note_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.optimizers import optimizer_of
 
@@ -164,7 +164,7 @@ class Run:
         step = found and found.step
         self._step = step or 0
         seed_all(self.seed, "own loop", self._step, self._layout.share)
-        note_restart(session, step=self._step)
+        note_start(session, step=self._step)
         self._records = OwnRecords(
             session, uses=self._uses, loaders=self._loaders, resume_step=step, stack=self._stack
         )

@@ -11,7 +11,7 @@ from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.files import json_safe
 from ddp_runner.rank.session import Session
 from ddp_runner.rank.task_log import task_logger
-from ddp_runner.tracking.claims import freeze
+from ddp_runner.tracking.claim import freeze
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import RunFields, write_run_record
 

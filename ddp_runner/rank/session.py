@@ -2,10 +2,9 @@
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,23 @@ from ddp_runner.rank.adopt import with_config_of_rank_zero
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.seeds import seed_all
-from ddp_runner.tracking.claims import claim_run, freeze, own_marks, with_global_size
+from ddp_runner.tracking.claim import (
+    Claim,
+    begin_run,
+    claim_run,
+    claimed,
+    own_marks,
+)
 from ddp_runner.tracking.heartbeat import Heartbeat
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import begin_session, write_run_record
+from ddp_runner.tracking.run_record import (
+    RunError,
+    RunFields,
+    begin_session,
+    fail_session,
+    has_begun,
+    read_run_record,
+)
 
 INIT_FILE = "file://"  # the start of a launch.init_method that names a file
 
@@ -51,6 +63,7 @@ class Session:
     run_dir: RunDir
     log: Callable[[str], None]  # writes to this rank's log; rank 0 also prints
     heartbeat: Heartbeat = field(default_factory=Heartbeat)  # beats on rank 0
+    hosts: tuple[str, ...] = ()  # of all ranks, each once
 
     @property
     def config(self) -> RunConfig:
@@ -82,26 +95,25 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         keep_freed_memory()
         marks_here = own_marks(env, has_agent=job.wire is not None)
         marks = sorted(set().union(*gather_objects(marks_here)))  # they identify the launch
-        claim = from_rank_zero(lambda: claim_run(job, marks=marks, stack=stack))
+        claim = from_rank_zero(lambda: _claim(job, marks=marks, held=stack))
         run_dir = claim.run_dir
         if job.wire is not None and env.local_rank == 0:
             job.wire.claimed(run_dir.path)
         heartbeat = Heartbeat()
-        hosts = list(dict.fromkeys(gather_objects(socket.gethostname())))
+        hosts = tuple(dict.fromkeys(gather_objects(socket.gethostname())))
         if env.is_rank_zero:
             beating = heartbeat.beating(run_dir.heartbeat, started_at=job.started_at)
             stack.enter_context(beating)
-            stack.enter_context(_failure_recorded(run_dir))
-        job = replace(job, config=with_global_size(config, claim.global_size))
+            if not job.is_claimed:
+                stack.enter_context(_failure_recorded(run_dir, started_at=job.started_at))
+        job = claimed(job, claim)
         logging = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
         log = stack.enter_context(logging)
         if env.num_nodes > 1:
             _say_where(run_dir, log=log)
-        session = Session(job, env, mode, devices, run_dir, log, heartbeat)
-        if env.is_rank_zero:
-            if not run_dir.is_frozen:
-                freeze(job, run_dir)
-            _record_start(session, hosts=hosts)
+        session = Session(job, env, mode, devices, run_dir, log, heartbeat, hosts)
+        if env.is_rank_zero and not has_begun(read_run_record(run_dir)):
+            _record_start(session)
         with job.secrets.hidden_in_errors():
             yield session
 
@@ -140,8 +152,10 @@ def _say_where(run_dir: RunDir, *, log: Callable[[str], None]) -> None:
         )
 
 
-def note_restart(session: Session, *, step: int) -> None:
-    """Log why the worker group was restarted at this step, if it was.
+def note_start(session: Session, *, step: int) -> None:
+    """Record that the state is restored, and log why the ranks were started again, if they were.
+
+    Until now a run that is resumed has stayed as it was. Every task calls it on every rank.
 
     Raises:
         UserError: three attempts in a row began at the same step.
@@ -149,6 +163,8 @@ def note_restart(session: Session, *, step: int) -> None:
     earlier, wire = session.job.earlier, session.job.wire
     if wire is not None:
         wire.began(step)
+    if session.env.is_rank_zero:
+        _record_start(session)
     if not earlier:
         return
     count, allowed = session.env.restart_count, session.config.launch.max_restarts
@@ -163,21 +179,26 @@ def note_restart(session: Session, *, step: int) -> None:
         )
 
 
+def _claim(job: Job, *, marks: Sequence[str], held: ExitStack) -> Claim:
+    """Return the run folder, which rank 0 takes unless its launcher has."""
+    if job.is_claimed:
+        assert job.run_dir is not None
+        return Claim(RunDir(job.run_dir), None)
+    claim = claim_run(job, marks=marks, held=held)
+    begin_run(claimed(job, claim), claim.run_dir)
+    return claim
+
+
 @contextmanager
-def _failure_recorded(run_dir: RunDir) -> Iterator[None]:
-    """Mark the run as failed if rank 0 fails; our launcher then adds the exact cause."""
+def _failure_recorded(run_dir: RunDir, *, started_at: float) -> Iterator[None]:
+    """Mark the run as failed if rank 0 fails."""
     try:
         yield
     except BaseException as error:
         kind = "user" if isinstance(error, UserError) else "crash"
-        sentence = one_line(error)
         with suppress(UserError):  # a full disk; the error that it caused matters more
-            write_run_record(
-                run_dir,
-                status=Status.FAILED,
-                finished_at=time.time(),
-                error={"rank": 0, "kind": kind, "sentence": sentence},
-            )
+            found = RunError(rank=0, kind=kind, sentence=one_line(error))
+            fail_session(run_dir, started_at=started_at, error=found)
         raise
 
 
@@ -207,12 +228,12 @@ def _init_method(job: Job, env: DistEnv) -> str | None:
     return f"{INIT_FILE}{path}.{job.temp.name}-{env.restart_count}"
 
 
-def _record_start(session: Session, *, hosts: Sequence[str]) -> None:
+def _record_start(session: Session) -> None:
     config, env, job = session.config, session.env, session.job
-    written = job.secrets.written(config)
-    begin_session(
-        session.run_dir,
-        started_at=job.started_at,
+    written, slot, share = job.secrets.written(config), job.slot, RunFields()
+    if slot is not None:  # the fields stay when the run goes on alone later
+        share = RunFields(parallel_jobs=True, cores=slot.cores, visible_gpus=slot.gpus)
+    facts = RunFields(
         status=Status.RUNNING,
         error=None,
         task=config.task,
@@ -221,9 +242,8 @@ def _record_start(session: Session, *, hosts: Sequence[str]) -> None:
         config_hash=config_hash(config),
         work_hash=work_hash(config),
         own_groups=job.own_groups,
-        **job.code,
         host=socket.gethostname(),
-        hosts=hosts,
+        hosts=session.hosts,
         world_size=env.world_size,
         num_nodes=env.num_nodes,
         parallelism=config.parallelism.get("name"),
@@ -236,3 +256,4 @@ def _record_start(session: Session, *, hosts: Sequence[str]) -> None:
         restarts=env.restart_count,
         warnings=list(job.warnings),
     )
+    begin_session(session.run_dir, started_at=job.started_at, **job.code, **(facts | share))

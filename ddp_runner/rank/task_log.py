@@ -19,7 +19,7 @@ def log_start(
     config, job = session.config, session.job
     for line in (*(f"warning: {text}" for text in job.warnings), *notes):
         session.log(line)
-    folder = "" if job.run_dir else str(shown_path(session.run_dir.path))  # else it is printed
+    folder = "" if job.is_claimed else str(shown_path(session.run_dir.path))  # else it is printed
     show = session.log if job.shows_header else log_to_file
     show(fact_lines({"run": folder, **facts}))
     if explains:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.status.look import LOST, UNREADABLE, RunStatus, holder_of, look
+from ddp_runner.status.look import UNREADABLE, RunStatus, look
 from ddp_runner.sweep.ledger import LEDGER, Entry, Ledger
 from ddp_runner.sweep.results import WATCHED
+from ddp_runner.tracking.alive import LOST
 from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS, RunDir
 
 
@@ -129,6 +130,6 @@ def _is_lost(entry: Entry, folder: Path, run: RunStatus | None) -> bool:
     if run is not None and run.is_shown:
         return run.status == LOST
     # It begins or ends right now, perhaps on another machine, unless its launcher was killed here.
-    holder, is_on_slurm = holder_of(run_dir), (folder / WATCHED).exists()
+    holder, is_on_slurm = run_dir.holder_process, (folder / WATCHED).exists()
     is_here = holder is None or holder[1] == socket.gethostname()
     return held is False and is_here and not is_on_slurm

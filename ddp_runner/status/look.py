@@ -1,12 +1,8 @@
 """One run folder at one moment: whether its run is alive, how far it is, what it waits for.
 
-run.json says what the run wants to be. Whether a process still runs it follows from two signs. Its
-lock is exact, but other machines may not see it. The heartbeat is seen everywhere, with a delay.
 Torch-free.
 """
 
-import re
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import UserError
-from ddp_runner.files import read_file
 from ddp_runner.job import Status
 from ddp_runner.status.pace import Pace, read_pace
 from ddp_runner.sweep.ledger import LEDGER
-from ddp_runner.tracking.heartbeat import STARTING, read_heartbeat
+from ddp_runner.tracking.alive import DAMAGED, LOST, SILENT, Standing, standing
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import read_run_record
 
-LOST, SILENT, DAMAGED, UNREADABLE = "lost", "silent", "damaged", "unreadable"
-LOST_S = 60.0  # without a sign of life; a heartbeat comes every five seconds
-STARTING_S = 300.0  # before the first heartbeat: importing torch, waiting for other machines
+UNREADABLE = "unreadable"
 STALLED_S, STALLED_STEPS = 60.0, 20.0  # a step that takes so long, and so many times the usual
 WITHOUT_STEPS = ("collectives", "check", "predict", "export", "sample")  # tasks that take no steps
 
@@ -34,10 +26,7 @@ class RunStatus:
     """A run at one moment; a number is None where it is not known."""
 
     folder: Path
-    # starting, running, evaluating, ending: alive. silent: its process exists and gives no sign.
-    # lost: run.json says running, and no process does it. unreadable: nobody can tell whether this
-    # folder holds a run. Else a ``Status``, or damaged.
-    status: str
+    status: str  # as of a ``Standing``; unreadable: nobody can tell whether a run is here
     step: int | None = None
     total_steps: int | None = None
     epoch: int | None = None  # counts from 1
@@ -72,42 +61,28 @@ def look(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunSt
         folder: of the run.
         server_time: returns the time by the clock of the folder's file system, which stamps files.
     """
+    run_dir = RunDir(folder)
+    found = standing(run_dir, server_time=server_time)
+    if found.fault is not None:
+        return RunStatus(folder, DAMAGED, reason=found.fault)
     try:
-        record = read_run_record(folder)
-        if record.get("status") == Status.RUNNING:
-            return _of_running(RunDir(folder), record, server_time)
-        return _of_ended(folder, record)
+        if found.seen_s is None:
+            return _of_ended(folder, found)
+        return _of_alive(run_dir, found, found.seen_s, now=server_time())
     except UserError as error:
         return RunStatus(folder, DAMAGED, reason=str(error))
 
 
-def _of_running(
-    run_dir: RunDir, record: Mapping[str, Any], server_time: Callable[[], float]
-) -> RunStatus:
-    beat, beat_at = read_heartbeat(run_dir.heartbeat) or ({}, None)
-    if beat_at is not None and beat.get("started_at") != _session_start(record):
-        beat, beat_at = {}, None  # of an earlier session, which was killed
-    holder = holder_of(run_dir)
-    # On one machine the launcher holds the lock before rank 0 exists.
-    host = beat.get("host") or (holder[1] if holder else record.get("host"))
-    is_here = host == socket.gethostname()
-    held = run_dir.is_held
-    now = server_time()
-    signs = [path.stat().st_mtime for path in (run_dir.record, run_dir.metrics) if path.exists()]
-    seen_s = max(0.0, now - max([*signs, *([beat_at] if beat_at else [])], default=0.0))
-    is_fresh = seen_s < (LOST_S if beat_at else STARTING_S)
-    if held or (is_fresh and not (is_here and held is False)):
-        status = str(beat.get("doing", STARTING)) if is_fresh or beat_at is None else SILENT
-    else:
-        status = LOST
+def _of_alive(run_dir: RunDir, found: Standing, seen_s: float, *, now: float) -> RunStatus:
+    record, beat, status = found.record, found.beat, found.status
     pace = Pace()
     if record.get("task") not in WITHOUT_STEPS:
         pace = read_pace(run_dir.metrics)
     steps = [one for one in (_number(beat.get("step")), pace.step) if one is not None]
     step, total = max(steps, default=None), _number(beat.get("total_steps"))
     idle_s = beat.get("idle_s")  # at the beat
-    if beat_at is not None and isinstance(idle_s, int | float):
-        idle_s += max(0.0, now - beat_at)
+    if found.beat_at is not None and isinstance(idle_s, int | float):
+        idle_s += max(0.0, now - found.beat_at)
     else:
         idle_s = None
     left_s = None
@@ -116,7 +91,7 @@ def _of_running(
     return RunStatus(
         run_dir.path,
         status,
-        **_facts(record, host),
+        **_facts(record, beat.get("host") or record.get("host")),
         step=step,
         total_steps=total,
         epoch=_number(beat.get("epoch"), pace.epoch),
@@ -126,14 +101,14 @@ def _of_running(
         left_s=left_s,
         seen_s=seen_s,
         idle_s=idle_s,
-        reason=_reason(run_dir, status, holder=holder, idle_s=idle_s, pace=pace),
+        reason=_reason(run_dir, found, idle_s=idle_s, pace=pace),
     )
 
 
-def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
+def _of_ended(folder: Path, found: Standing) -> RunStatus:
     """Return the status of a run that has ended, or that its sweep has only queued."""
+    record, status = found.record, found.status
     error = record.get("error")
-    status = str(record.get("status", DAMAGED))
     sentence = error.get("sentence") if isinstance(error, dict) else record.get("stopped_early")
     if sentence is None and status == Status.PREEMPTED:
         sentence = f"stopped after a checkpoint; go on with {RunDir(folder).resume_argument}"
@@ -148,23 +123,8 @@ def _of_ended(folder: Path, record: Mapping[str, Any]) -> RunStatus:
     return RunStatus(folder, status, step=step, epoch=epoch, reason=reason, **facts)
 
 
-def holder_of(run_dir: RunDir) -> tuple[int, str] | None:
-    """Return the process that holds the folder, or was killed while it did, and its host."""
-    try:
-        found = re.fullmatch(r"process (\d+) on (.+)", read_file(run_dir.holder).decode().strip())
-    except (OSError, UnicodeDecodeError):
-        return None  # none holds it, or it ends right now
-    return (int(found[1]), found[2]) if found else None
-
-
-def _reason(
-    run_dir: RunDir,
-    status: str,
-    *,
-    holder: tuple[int, str] | None,
-    idle_s: float | None,
-    pace: Pace,
-) -> str | None:
+def _reason(run_dir: RunDir, found: Standing, *, idle_s: float | None, pace: Pace) -> str | None:
+    status, holder = found.status, found.holder
     if status == LOST:
         who = f"process {holder[0]} on {holder[1]} is gone" if holder else "no process runs it"
         if (run_dir.path.parent / LEDGER).exists():
@@ -189,13 +149,6 @@ def _facts(record: Mapping[str, Any], host: Any) -> dict[str, Any]:
         "restarts": _number(record.get("restarts")) or 0,
         "tags": tuple(map(str, tags)) if isinstance(tags, list) else (),
     }
-
-
-def _session_start(record: Mapping[str, Any]) -> Any:
-    """Return when the last session began, as run.json identifies it."""
-    sessions = record.get("sessions")
-    last = sessions[-1] if isinstance(sessions, list) and sessions else record
-    return last.get("started_at") if isinstance(last, Mapping) else None
 
 
 def _number(*values: Any) -> int | None:

@@ -18,7 +18,7 @@ from ddp_runner.job import (
     Status,
 )
 from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
-from ddp_runner.tracking.claims import freeze
+from ddp_runner.tracking.claim import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 
 POLL_S = 0.5  # while all jobs left are run by another launcher

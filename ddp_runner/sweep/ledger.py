@@ -14,15 +14,13 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import open_file, replace_file
+from ddp_runner.files import locked, open_file, replace_file
 from ddp_runner.job import Status
 
 LEDGER, JOURNAL = "sweep.json", "sweep.jsonl"
@@ -198,8 +196,8 @@ class Ledger:
             return known
         return _Known()
 
-    def _locked(self) -> FileLock:
-        return FileLock(self.folder / ".sweep.lock")
+    def _locked(self) -> AbstractContextManager[None]:
+        return locked(self.folder / ".sweep.lock")
 
 
 def _line(fields: Mapping[str, Any]) -> bytes:

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from ddp_runner.compare.run import best_step, is_finite
 from ddp_runner.errors import UserError, nearest, printable
+from ddp_runner.files import is_locked
 from ddp_runner.host.streams import shortened, wrapped
 from ddp_runner.job import Status
 from ddp_runner.metric_names import headlines
@@ -52,7 +51,7 @@ def objective_of(entry: Entry, folder: Path, *, name: str) -> float | str:
 def current(entries: Iterable[Entry], folder: Path) -> list[Entry]:
     """Return how the jobs of a sweep stand now; the ledger may not have their latest status."""
     is_on_slurm = (folder / WATCHED).exists()
-    if is_on_slurm and _is_watched(folder):
+    if is_on_slurm and is_locked(folder / WATCHED) is not False:  # a command watches it
         return list(entries)
     return [_current(entry, folder, is_on_slurm=is_on_slurm) for entry in entries]
 
@@ -87,15 +86,6 @@ def _by_record(entry: Entry, run_dir: RunDir) -> Entry:
         kind=failure.get("kind"),
         sentence=failure.get("sentence"),
     )
-
-
-def _is_watched(folder: Path) -> bool:
-    """Return whether a command watches a sweep on Slurm."""
-    try:
-        with FileLock(folder / WATCHED).acquire(timeout=0):
-            return False
-    except (Timeout, OSError):
-        return True
 
 
 def sweep_table(folder: Path, *, width: int = 0) -> str:

@@ -1,6 +1,5 @@
 """The folder of a run: its files, its lock, and the frozen config. Torch-free."""
 
-import fcntl
 import json
 import os
 import re
@@ -8,7 +7,7 @@ import shlex
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import yaml
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import FileIn, open_file, read_file, replace_file
+from ddp_runner.files import READER_S, FileIn, is_locked, locked, read_file, replace_file
 
 # The names of files that other modules search for; a known folder's files are in `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
@@ -65,21 +64,8 @@ class RunDir:
 
     @property
     def is_held(self) -> bool | None:
-        """Whether a process holds the folder's lock; None: nobody can tell here.
-
-        The lock is tried shared and in a file that is only read: two readers do not disturb each
-        other, and a reader may lack the right to write.
-        """
-        try:
-            with open_file(self.lock) as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None  # a file system without locks, or somebody else's file
-        return False
+        """Whether a process holds the folder's lock; None: nobody can tell here."""
+        return is_locked(self.lock)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -87,27 +73,33 @@ class RunDir:
 
         Raises:
             InUseError: another process holds it; the message names the process.
-            UserError: it holds a link or a pipe, or a folder in it cannot be read.
+            UserError: it is not writable, its disk is nearly full, it holds a link or a pipe, or a
+                folder in it cannot be read.
         """
+        self.ensure_writable()
         self._validate_content()
-        from filelock import FileLock  # slow to import, and compare only reads
-
-        lock = FileLock(self.lock)
-        try:
-            lock.acquire(timeout=0)
-        except TimeoutError:
-            who = "another process"
-            with suppress(OSError):  # it may have ended since
-                who = self.holder.read_text().strip() or who
-            raise InUseError(
-                f"{self} is in use by {who}; wait for it to end, or start a new run"
-            ) from None
-        try:
+        with ExitStack() as held:
+            try:
+                held.enter_context(locked(self.lock, wait_s=READER_S))
+            except TimeoutError:
+                pid, host = self.holder_process or (None, None)
+                who = f"process {pid} on {host}" if pid else "another process"
+                raise InUseError(
+                    f"{self} is in use by {who}; wait for it to end, or start a new run"
+                ) from None
             self.holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            held.callback(self.holder.unlink, missing_ok=True)
             yield
-        finally:
-            self.holder.unlink(missing_ok=True)
-            lock.release()
+
+    @property
+    def holder_process(self) -> tuple[int, str] | None:
+        """The process that holds the folder, or was killed while it did, and its host."""
+        try:
+            text = read_file(self.holder).decode().strip()
+        except (OSError, UnicodeDecodeError):
+            return None  # none holds it, or it ends right now
+        found = re.fullmatch(r"process (\d+) on (.+)", text)
+        return (int(found[1]), found[2]) if found else None
 
     def _validate_content(self) -> None:
         # Somebody else's folder could make the run write elsewhere, delete there, or wait for ever.

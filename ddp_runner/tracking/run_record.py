@@ -1,20 +1,23 @@
-"""run.json: its fields, the times of a run's sessions, and how launcher and rank 0 both write it.
+"""run.json: its fields, and the times of a run's sessions. Torch-free.
 
-A session lasts from a start of the run to its end. Torch-free.
+A session lasts from a start of the run to its end. One process writes the file at a time: the one
+that has claimed the folder until there are ranks, rank 0 while they live, and then the launcher.
 """
 
-import fcntl
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from ddp_runner.errors import UserError, os_errors, typed
 from ddp_runner.files import json_safe, read_file, replace_file
+from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
+
+_WRITING = threading.Lock()  # among the threads of this process
 
 
 class SessionTimes(TypedDict):
@@ -124,50 +127,34 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
 def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> None:
     """Merge fields into run.json, which is replaced whole: a reader sees the old one or the new.
 
-    Launcher and rank 0 may call it at the same time: a lock on the folder keeps both their fields.
-
     Raises:
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
-    with _rewriting(run_dir) as new:
-        new.update({**read_run_record(run_dir, missing_ok=True), **fields})
-
-
-def replace_run_record(run_dir: os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    """Write these fields into run.json, and no others; the existing one may be damaged.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    with _rewriting(run_dir) as new:
-        new.update(fields)
+    with _WRITING:
+        _replace(run_dir, {**read_run_record(run_dir, missing_ok=True), **fields})
 
 
 def add_warning(run_dir: os.PathLike[str], sentence: str) -> None:
-    """Add a warning to those of run.json; several threads and processes may do so at once.
+    """Add a warning to those of run.json; several threads may do so at once.
 
     Raises:
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
-    with _rewriting(run_dir) as new:
-        new.update(read_run_record(run_dir, missing_ok=True))
-        new["warnings"] = [*(new.get("warnings") or ()), sentence]
+    with _WRITING:
+        fields = read_run_record(run_dir, missing_ok=True)
+        _replace(run_dir, fields | {"warnings": [*(fields.get("warnings") or ()), sentence]})
 
 
-@contextmanager
-def _rewriting(run_dir: os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Write the fields that this block fills in; in the block nobody else writes run.json."""
+def _replace(run_dir: os.PathLike[str], fields: Mapping[str, Any]) -> None:
     path = Path(run_dir, RUN_RECORD)
     with os_errors(f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder_descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder_descriptor, fcntl.LOCK_EX)
-            fields = dict[str, Any]()
-            yield fields
-            replace_file(path, json.dumps(json_safe(fields), indent=2, allow_nan=False) + "\n")
-        finally:
-            os.close(folder_descriptor)
+        replace_file(path, json.dumps(json_safe(fields), indent=2, allow_nan=False) + "\n")
+
+
+def has_begun(record: Mapping[str, Any]) -> bool:
+    """Return whether a run has reached its first step, in any of its sessions."""
+    return record.get("startup_s") is not None
 
 
 def begin_session(
@@ -200,10 +187,27 @@ def begin_session(
         ) from error
 
 
-def is_rejected_resume(run_dir: os.PathLike[str], before: Mapping[str, Any]) -> bool:
-    """Return whether a run that had begun, by its run.json before, now did not reach a step."""
-    sessions = _sessions(read_run_record(run_dir))
-    return before.get("startup_s") is not None and sessions[-1]["startup_s"] is None
+def last_session_start(record: Mapping[str, Any]) -> Any:
+    """Return when the last session began, as a record that anybody may have written tells it."""
+    sessions = record.get("sessions")
+    last = sessions[-1] if isinstance(sessions, list) and sessions else record
+    return last.get("started_at") if isinstance(last, Mapping) else None
+
+
+def fail_session(run_dir: os.PathLike[str], *, started_at: float, error: RunError) -> None:
+    """Record why a session failed.
+
+    A mistake that ended a resume before the state was restored leaves run.json as it was.
+
+    Raises:
+        UserError: run.json is damaged, or cannot be written.
+    """
+    known = read_run_record(run_dir, missing_ok=True)
+    is_open = last_session_start(known) == started_at
+    if not is_open and has_begun(known) and error["kind"] == "user":
+        return
+    begin_session(run_dir, started_at=started_at, status=Status.FAILED, error=error)
+    write_run_record(run_dir, finished_at=time.time())
 
 
 def begin_anew(run_dir: os.PathLike[str]) -> None:

@@ -9,7 +9,7 @@ from ddp_runner.errors import UserError, counted
 from ddp_runner.job import Status
 from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.rank.records import Records
-from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.rank.session import Session, note_start
 from ddp_runner.rank.task_log import log_start
 from ddp_runner.tracking.heartbeat import ENDING
 from ddp_runner.tracking.run_dir import RunDir, keep_files
@@ -34,7 +34,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     state = build_session_state(session, config)
     known, warnings = try_run(state)
     resume_step = restore(state, run_dir.checkpoints, log=session.log)
-    note_restart(session, step=state.step)
+    note_start(session, step=state.step)
     if resume_step is not None and state.is_done:
         key = "epochs" if config.train.max_steps is None else "max_steps"
         done = f"{counted(resume_step, 'step')} and {counted(state.batches.epoch, 'epoch')}"

@@ -447,7 +447,7 @@ def test_a_cache_that_only_others_may_write_to_serves(
     def reject(self: object, *args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("filelock.FileLock.acquire", reject)  # root may write
+    monkeypatch.setattr("ddp_runner.data.cache.locked", reject)  # root may write
     data = load_dataset(Counting("c"), data_root=tmp_path, log=pytest.fail)
     assert data.train.targets.tolist() == list(range(1000))
     flip_a_byte(folder)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
+
+from ddp_runner.files import locked
 
 DEVICE = Path(__file__).parents[1] / "simgpu" / "device"
 UNITS = ("unit_operators.cpp", "unit_runtime.cpp")
@@ -68,7 +69,7 @@ def library() -> Path:
     folder = root / "ddp_runner_tests" / f"simgpu-{_key()}"
     built = folder / f"{NAME}.so"
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
+    with locked(folder / "lock"):
         if not built.exists():
             _build(built)
         built.touch()

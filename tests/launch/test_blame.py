@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from configs import resolved
 
@@ -15,7 +16,7 @@ from ddp_runner.job import Failure, Job
 from ddp_runner.launch.blame import Ends, Stack, first_failure
 from ddp_runner.launch.wire import failure_of
 from ddp_runner.parallelism.single import Single
-from ddp_runner.rank.session import Session, note_restart
+from ddp_runner.rank.session import Session, note_start
 from ddp_runner.tracking.run_dir import RunDir
 
 CLOSED = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234. GLHF!")
@@ -226,9 +227,10 @@ def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
     def start(attempt: int) -> None:
         env = DistEnv(0, 0, 1, 1, restart_count=attempt)
         job = Job(config=config, started_at=0.0, code={}, earlier=tuple(earlier))
-        session = Session(job, env, mode, (), RunDir(tmp_path), logged.append)
+        devices = (torch.device("cpu"),)
+        session = Session(job, env, mode, devices, RunDir(tmp_path), logged.append)
         if (step := steps[attempt]) is not None:
-            note_restart(session, step=step)
+            note_start(session, step=step)
 
     last = len(steps) - 1
     for attempt in range(last):

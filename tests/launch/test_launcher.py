@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -523,9 +524,12 @@ def test_a_machine_that_is_lost_after_the_end_is_no_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], status: str
 ) -> None:
     """Rank 0 has written that the run is complete; before, the loss is a failure."""
-    (tmp_path / "run.json").write_text(json.dumps({"status": status}))
+    times = {"started_at": 1.0, "startup_s": None, "wall_s": None}
+    (tmp_path / "run.json").write_text(json.dumps({"status": status, "sessions": [times]}))
     lost = Failure(rank=-1, kind="machine", sentence="n1 was lost")
-    outcome = launcher.failed(lost, tmp_path)
+    config, _ = resolved("model=toy")
+    config = replace(config, launch=replace(config.launch, nnodes=2))
+    outcome = launcher.failed(Job(config=config, started_at=2.0, code={}), lost, tmp_path)
     is_complete = status == "completed"
     assert outcome.exit_code == (0 if is_complete else 1)
     assert record(tmp_path)["status"] == ("completed" if is_complete else "failed")

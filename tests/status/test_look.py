@@ -36,6 +36,8 @@ def age_all(run_dir: Path, age_s: float) -> None:
 def status_of(run_dir: Path, *, is_held: bool, server_ahead_s: float = 0.0) -> RunStatus:
     """Return the status while this process holds the run's lock, or nobody does."""
     with RunDir(run_dir).locked() if is_held else nullcontext():
+        if is_held:  # since long before the last beat
+            os.utime(run_dir / ".lock.holder", (0.0, 0.0))
         return look(run_dir, server_time=lambda: time.time() + server_ahead_s)
 
 
@@ -76,11 +78,51 @@ def test_a_run_that_starts_has_no_heartbeat_yet(tmp_path: Path) -> None:
     """An old one is of a session that was killed. Importing torch may take minutes."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     write_beat(run_dir, age_s=200.0, started_at=STARTED - 1)
+    os.utime(run_dir / ".heartbeat", (time.time() - 300.0,) * 2)
     assert status_of(run_dir, is_held=True).status == "starting"
     (run_dir / ".lock.holder").write_text("process 12 on elsewhere")
     assert status_of(run_dir, is_held=False).status == "starting"
     age_all(run_dir, 400.0)
     assert status_of(run_dir, is_held=False).status == "lost"
+
+
+@pytest.mark.parametrize("status", ["failed", "preempted", "running", "completed"])
+def test_a_run_that_is_resumed_starts_before_its_record_says_so(
+    tmp_path: Path, status: str
+) -> None:
+    """run.json stays as it was until the state is restored: the resume may still be refused."""
+    run_dir = write_run(tmp_path / "run", record={**ALIVE, "status": status})
+    write_beat(run_dir, age_s=400.0)
+    with RunDir(run_dir).locked():  # by the launcher; rank 0 is not there yet
+        assert look(run_dir).status == "starting"
+        write_beat(run_dir, age_s=0.0, started_at=STARTED + 500, doing="starting")
+        age_all(run_dir, 10.0)
+        for name in (".lock.holder", ".heartbeat"):
+            os.utime(run_dir / name)
+        assert look(run_dir).status == "starting"
+
+
+def test_a_run_that_has_ended_and_is_still_held_has_ended(tmp_path: Path) -> None:
+    """Its launcher waits for trackers; and where no lock is seen, rank 0 has beaten since."""
+    run_dir = write_run(tmp_path / "run", record={**ALIVE, "status": "completed"})
+    write_beat(run_dir, age_s=0.0, doing="ending")
+    assert status_of(run_dir, is_held=True).status == "completed"
+    write_beat(run_dir, age_s=0.0, doing="ending", host="elsewhere")
+    assert status_of(run_dir, is_held=False).status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("host", "age_s", "expected"),
+    [("elsewhere", 1.0, "starting"), ("elsewhere", 90.0, "failed"), (HERE, 1.0, "failed")],
+)
+def test_a_resume_elsewhere_is_seen_by_its_heartbeat(
+    tmp_path: Path, host: str, age_s: float, expected: str
+) -> None:
+    """Once it is gone, the run is what it was."""
+    run_dir = write_run(tmp_path / "run", record={**ALIVE, "status": "failed"})
+    write_beat(run_dir, age_s=age_s, started_at=STARTED + 500, host=host, doing="starting")
+    os.utime(run_dir / "run.json", (time.time() - 400.0,) * 2)
+    assert status_of(run_dir, is_held=False).status == expected
 
 
 def test_a_lost_run_names_who_held_it_and_the_way_on(tmp_path: Path) -> None:

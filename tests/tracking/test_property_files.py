@@ -37,7 +37,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.sweep.ledger import JOURNAL, LEDGER, UNFINISHED, Entry, Ledger
 from ddp_runner.sweep.results import sweep_table
 from ddp_runner.sweep.sweep_dir import unfinished_sweep
-from ddp_runner.tracking.claims import find_unfinished_run
+from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
@@ -169,7 +169,7 @@ def test_a_record_is_a_mapping_or_rejected(content: bytes) -> None:
             write_run_record(run, status="running")
             assert read_run_record(run)["status"] == "running"
         (run / "run.json").write_bytes(content)
-        assert find_unfinished_run([RunDir(run)], work="abc") in (RunDir(run), None)
+        assert standing(RunDir(run)).status
         Ledger(here).queue({"id": "job"}, invalid=())
         assert all(line.isprintable() for line in sweep_table(here).splitlines())
 

@@ -14,6 +14,7 @@ from rights import unreadable
 from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
+from ddp_runner.tracking import run_dir
 from ddp_runner.tracking.outputs import job_name
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 
@@ -132,6 +133,6 @@ def test_a_folder_whose_holder_ends_right_now_is_in_use(
 ) -> None:
     """The file with its name may be gone between any two looks at it."""
     with RunDir(tmp_path).locked(), monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
+        patch.setattr(run_dir, "read_file", Mock(side_effect=FileNotFoundError))
         with pytest.raises(InUseError, match="is in use by another process"):
             RunDir(tmp_path).locked().__enter__()

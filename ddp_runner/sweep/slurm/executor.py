@@ -6,15 +6,15 @@ The command may end while its jobs go on, even by SIGKILL. The same command find
 import json
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from ddp_runner.config.schema import AUTO, Config, RunConfig
 from ddp_runner.config.values import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
+from ddp_runner.files import READER_S, locked
 from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.sweep.executor import Place, Shape
 from ddp_runner.sweep.jobs import Batch, recorded
@@ -42,7 +42,7 @@ class Slurm:
     def __init__(self, folder: Path, settings: SlurmSettings) -> None:
         self._folder, self._settings = folder, settings
         self._node = node_hardware(settings)
-        self._lock: FileLock | None = None
+        self._held: ExitStack | None = None  # the lock of the sweep
         self.starts_jobs = settings.submit
 
     def validate(self, config: Config, *, searches: bool) -> None:
@@ -83,22 +83,22 @@ class Slurm:
 
     def close(self) -> None:
         """Let another command watch the sweep."""
-        if self._lock is not None:
-            self._lock.release()
+        if self._held is not None:
+            self._held.close()
 
     def _hold(self) -> None:
         """Keep other commands from submitting the same jobs."""
-        if self._lock is not None:
+        if self._held is not None:
             return
-        lock = FileLock(self._folder / WATCHED)
+        held = ExitStack()
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
+            held.enter_context(locked(self._folder / WATCHED, wait_s=READER_S))
+        except TimeoutError:
             raise UserError(
                 f"another command submits the jobs of {shown_path(self._folder)}; wait for it, or "
                 "end it with Ctrl-C: its jobs go on"
             ) from None
-        self._lock = lock
+        self._held = held
 
     def _submitted(self, batch: Batch) -> dict[str, str]:
         """Return the number in Slurm of each job that is left, after submitting what is not there.

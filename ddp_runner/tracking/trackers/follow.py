@@ -5,7 +5,6 @@ metrics.jsonl instead of a queue: nothing is lost while a server is away, and no
 rank 0. What it reports are lines of JSON on stdout. Torch-free.
 """
 
-import fcntl
 import json
 import os
 import queue
@@ -19,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_runner.errors import UserError, typed
+from ddp_runner.files import locked
 from ddp_runner.host.processes import ignore_stop_signals, outlive_launcher
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RunDir
@@ -95,8 +95,7 @@ def main() -> None:
     folder = RunDir(Path(request.folder)).trackers
     try:
         folder.mkdir(exist_ok=True)
-        with (folder / f".{request.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier attempt's process may be about to end
+        with locked(folder / f".{request.name}.lock"):  # an earlier attempt's may still end
             for target in (listen, watch):
                 threading.Thread(target=target, daemon=True).start()
             if follow(Follower(request), ended, report):

@@ -10,18 +10,18 @@ import pytest
 from configs import resolved
 from run_folders import record
 
-from ddp_runner.config.schema import Config, work_hash
+from ddp_runner.config.schema import work_hash
 from ddp_runner.config.secrets import Secrets
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.tracking.claims import (
+from ddp_runner.tracking.claim import (
     Claim,
+    begin_run,
     claim_run,
-    find_unfinished_run,
+    claimed,
     freeze,
     own_marks,
-    with_global_size,
 )
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
@@ -49,9 +49,8 @@ def attempt(
 ) -> Claim:
     """Claim and freeze a run as one attempt of a launch does, which then ends with a status."""
     with ExitStack() as held:
-        claim = claim_run(planned, marks=marks, stack=held)
-        config = with_global_size(planned.config, claim.global_size)
-        claim.run_dir.freeze(config, overrides=(), choices={})
+        claim = claim_run(planned, marks=marks, held=held)
+        begin_run(claimed(planned, claim), claim.run_dir)
         if status is not None:
             write_run_record(claim.run_dir.path, status=status, error=error)
     return claim
@@ -63,10 +62,10 @@ def test_a_restart_goes_on_in_its_own_folder_alone(stack: ExitStack, status: str
     own = attempt(job(), OURS, status=status)
     other = attempt(job(), THEIRS, status=status)
     assert other.run_dir.path != own.run_dir.path
-    again = claim_run(job(), marks=[*OURS, "agent there 3"], stack=stack)
+    again = claim_run(job(), marks=[*OURS, "agent there 3"], held=stack)
     assert (again.run_dir.path, again.global_size) == (own.run_dir.path, 40)
     assert record(own.run_dir.path)["launches"] == [*OURS, "agent there 3"]
-    assert claim_run(job(), marks=["agent here 9"], stack=stack).run_dir.path not in (
+    assert claim_run(job(), marks=["agent here 9"], held=stack).run_dir.path not in (
         own.run_dir.path,
         other.run_dir.path,
     )
@@ -76,12 +75,12 @@ def test_a_restart_on_fewer_machines_keeps_folder_and_global_batch(stack: ExitSt
     """The number of ranks is no part of a run's identity; 2 x 20 samples become 1 x 40."""
     own = attempt(job(ranks=2), OURS)
     alone = job(ranks=1)
-    again = claim_run(alone, marks=OURS, stack=stack)
+    again = claim_run(alone, marks=OURS, held=stack)
     assert again.run_dir.path == own.run_dir.path
-    batch = with_global_size(alone.config, again.global_size).batch
+    batch = claimed(alone, again).config.batch
     assert (batch.global_size, batch.per_rank) == (40, 40)
     with pytest.raises(UserError, match=r"batch.global_size \(40\) is not divisible"):
-        with_global_size(job(ranks=3).config, again.global_size)
+        claimed(job(ranks=3), again)
 
 
 def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -> None:
@@ -99,7 +98,7 @@ def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -
     assert held.wait(60)
     timer = threading.Timer(0.2, let_go.set)
     timer.start()
-    assert claim_run(job(), marks=OURS, stack=stack).run_dir.path == own.run_dir.path
+    assert claim_run(job(), marks=OURS, held=stack).run_dir.path == own.run_dir.path
     earlier.join()
     timer.join()
 
@@ -110,7 +109,7 @@ def test_each_command_of_a_requeued_job_takes_one_of_the_jobs_runs(stack: ExitSt
     assert first.path != second.path
     other = attempt(job(), ["slurm x 8 start 0"]).run_dir
     marks = ["slurm x 7 start 1"]
-    again = [claim_run(job(), marks=marks, stack=stack).run_dir.path for _ in range(3)]
+    again = [claim_run(job(), marks=marks, held=stack).run_dir.path for _ in range(3)]
     assert again[:2] == [first.path, second.path]
     assert again[2] not in (first.path, second.path, other.path)
     assert record(first.path)["launches"] == ["slurm x 7 start 0", "slurm x 7 start 1"]
@@ -120,7 +119,7 @@ def test_a_command_passes_over_the_run_that_an_equal_command_is_taking(stack: Ex
     """The other one holds the folder, and writes its mark a moment later."""
     first, second = (attempt(job(), ["slurm x 7 start 0"]).run_dir for _ in range(2))
     with first.locked():
-        again = claim_run(job(), marks=["slurm x 7 start 1"], stack=stack)
+        again = claim_run(job(), marks=["slurm x 7 start 1"], held=stack)
     assert again.run_dir.path == second.path
 
 
@@ -130,14 +129,14 @@ def test_a_run_is_known_by_all_of_its_launches(stack: ExitStack) -> None:
     again = attempt(job(), ["slurm 7.0", *THEIRS])
     assert again.run_dir.path == own.run_dir.path
     assert record(own.run_dir.path)["launches"] == [*OURS, *THEIRS, "slurm 7.0"]
-    assert claim_run(job(), marks=OURS, stack=stack).run_dir.path == own.run_dir.path
+    assert claim_run(job(), marks=OURS, held=stack).run_dir.path == own.run_dir.path
 
 
 def test_another_config_under_the_same_agent_is_another_run(stack: ExitStack) -> None:
     """A script may run one command after another under one torchrun."""
     own = attempt(job("name=both"), OURS)
     assert (
-        claim_run(job("name=both", "seed=1"), marks=OURS, stack=stack).run_dir.path
+        claim_run(job("name=both", "seed=1"), marks=OURS, held=stack).run_dir.path
         != own.run_dir.path
     )
 
@@ -149,7 +148,7 @@ def test_a_folder_that_holds_a_run_is_rejected_unless_it_is_resumed(
     folder = tmp_path / "mine"
     attempt(job(run_dir=folder), THEIRS, status="completed")
     with pytest.raises(UserError, match=rf"^{folder} already holds a run.*resume={folder}"):
-        claim_run(job(run_dir=folder), marks=OURS, stack=stack)
+        claim_run(job(run_dir=folder), marks=OURS, held=stack)
     resumed = job(run_dir=folder)
     resumed = replace(resumed, config=replace(resumed.config, resume=str(folder)))
     assert attempt(resumed, OURS) == Claim(RunDir(folder), None)  # its config has what it resumes
@@ -166,22 +165,22 @@ def test_resume_auto_names_the_keys_of_another_config_in_the_folder(
     freeze(replace(planned, secrets=Secrets({("name",): "${oc.env:X}"})), RunDir(folder))
     other = job("resume=auto", "seed=2", "optimizer.lr=0.5", run_dir=folder, ranks=4)
     with pytest.raises(UserError) as caught:
-        claim_run(other, marks=OURS, stack=stack)
+        claim_run(other, marks=OURS, held=stack)
     assert str(caught.value) == (
         f"{folder} holds a run whose config differs (seed, optimizer.lr), and resume=auto goes on "
         "with an equal one only; give another hydra.run.dir"
     )
     (folder / ".hydra" / "config.yaml").write_text("{")
     with pytest.raises(UserError, match="whose config differs, and resume=auto"):
-        claim_run(other, marks=OURS, stack=stack)
+        claim_run(other, marks=OURS, held=stack)
 
 
 def test_two_launches_never_hold_one_folder(tmp_path: Path, stack: ExitStack) -> None:
     """The second learns who has it."""
     planned = job("resume=auto", run_dir=tmp_path / "mine")
-    claim_run(planned, marks=OURS, stack=stack)
+    claim_run(planned, marks=OURS, held=stack)
     with pytest.raises(UserError, match=r"mine is in use by process \d+"):
-        claim_run(planned, marks=THEIRS, stack=stack)
+        claim_run(planned, marks=THEIRS, held=stack)
 
 
 def test_resume_auto_takes_this_configs_newest_unfinished_run(stack: ExitStack) -> None:
@@ -195,33 +194,32 @@ def test_resume_auto_takes_this_configs_newest_unfinished_run(stack: ExitStack) 
     found = attempt(job("resume=auto"), OURS)
     assert (found.run_dir.path, found.global_size) == (oldest.run_dir.path, 40)
     write_run_record(oldest.run_dir.path, status="completed")
-    new = claim_run(job("resume=auto"), marks=["agent here 4"], stack=stack)
+    new = claim_run(job("resume=auto"), marks=["agent here 4"], held=stack)
     assert new.run_dir.path not in (oldest.run_dir.path, held.run_dir.path, done.run_dir.path)
     assert new.global_size is None
 
 
-def test_a_damaged_run_is_nobodys_to_go_on_with(tmp_path: Path) -> None:
-    """Its run.json says neither whose nor what it was."""
-    work = work_hash(job().config)
-    write_run_record(tmp_path / "run", status="failed", work_hash=work)
-    assert find_unfinished_run([RunDir(tmp_path / "run")], work=work) is not None
-    (tmp_path / "run" / "run.json").write_text("{")
-    runs = [RunDir(tmp_path / name) for name in ("run", "none")]
-    assert find_unfinished_run(runs, work=work) is None
+def test_a_damaged_run_is_nobodys_to_resume(stack: ExitStack) -> None:
+    """Auto passes over it, and begins a new run."""
+    damaged = attempt(job(), OURS, status="preempted").run_dir
+    damaged.record.write_text("{")
+    new = claim_run(job("resume=auto"), marks=THEIRS, held=stack)
+    assert new.run_dir.path != damaged.path
+    assert damaged.record.read_text() == "{"
 
 
 def test_what_may_pass_is_restarted(stack: ExitStack) -> None:
     """A crash, or a rank that was killed, is what restarts are for."""
     error = {"rank": 0, "kind": "crash", "sentence": "rank 0 raised OSError"}
     own = attempt(job(), OURS, status="failed", error=error)
-    assert claim_run(job(), marks=OURS, stack=stack).run_dir.path == own.run_dir.path
+    assert claim_run(job(), marks=OURS, held=stack).run_dir.path == own.run_dir.path
 
 
 def test_a_job_that_was_queued_again_after_a_mistake_goes_on(stack: ExitStack) -> None:
     """Between two starts by the scheduler somebody may have mended it."""
     error = {"rank": 0, "kind": "user", "sentence": "the disk is full"}
     own = attempt(job(), ["slurm 7.0"], status="failed", error=error)
-    assert claim_run(job(), marks=["slurm 7.0"], stack=stack).run_dir.path == own.run_dir.path
+    assert claim_run(job(), marks=["slurm 7.0"], held=stack).run_dir.path == own.run_dir.path
 
 
 def test_only_a_launcher_that_restarts_ranks_marks_them() -> None:
@@ -247,6 +245,6 @@ def test_work_is_the_same_on_any_number_of_ranks() -> None:
 
 def test_the_config_type_is_kept() -> None:
     """A claim without a global batch of its own leaves the config as it is."""
-    config: Config = job().config
-    assert with_global_size(config, None) is config
-    assert with_global_size(config, 40) is config
+    planned, folder = job(), RunDir(Path("run"))
+    assert claimed(planned, Claim(folder, None)).config is planned.config
+    assert claimed(planned, Claim(folder, 40)).config is planned.config
