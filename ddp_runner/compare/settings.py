@@ -135,22 +135,37 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
 
 
 def labels(settings: Sequence[Setting]) -> list[str]:
-    """Return the labels of settings with the same keys.
+    """Return the labels of settings with the same keys, by their ``telling_keys``."""
+    keys = telling_keys(settings)
+    return [label(one, keys) for one in settings]
 
-    If one is longer than LONGEST_LABEL, they have only the keys that tell the settings apart.
+
+def telling_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
+    """Return the keys of settings with the same keys that are enough to tell them apart.
+
+    These are all keys, unless a label of all is longer than LONGEST_LABEL.
     """
-    whole = [label(one, one) for one in settings]
-    if max(map(len, whole), default=0) <= LONGEST_LABEL:
-        return whole
+    every = tuple(settings[0]) if settings else ()
+    if max((len(label(one, every)) for one in settings), default=0) <= LONGEST_LABEL:
+        return every
     keys = list[str]()
     groups = [0] * len(settings)  # equal numbers: the keys so far do not tell these apart
-    for key in settings[0]:
+    for key in every:
         pairs = [(group, repr(one.get(key))) for group, one in zip(groups, settings, strict=True)]
         numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
         if key in ALWAYS_SHOWN or len(numbers) > len(set(groups)):
             keys.append(key)
             groups = [numbers[pair] for pair in pairs]
-    return [label(one, keys) for one in settings]
+    return tuple(keys)
+
+
+def sort_key(setting: Setting) -> list[tuple[bool, bool, Any]]:
+    """Return what sorts settings by their values: None first, then numbers, then text."""
+    are_texts = [(value, not isinstance(value, int | float)) for value in setting.values()]
+    return [
+        (value is not None, is_text, str(value) if is_text else value)
+        for value, is_text in are_texts
+    ]
 
 
 def _values(settings: Sequence[Setting], key: str) -> set[str]:

@@ -19,8 +19,8 @@ from PIL import Image
 
 from ddp_runner.compare.__main__ import main, run
 from ddp_runner.compare.analysis import compare
-from ddp_runner.compare.render.columns import columns
-from ddp_runner.compare.render.plots import figures
+from ddp_runner.compare.columns import results_table
+from ddp_runner.compare.plots import figures
 from ddp_runner.compare.runs import read_runs, tagged
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_record import write_run_record
@@ -73,7 +73,7 @@ def test_tags_choose_the_runs(outputs: Path, capsys: pytest.CaptureFixture[str])
         runs = tagged(read_runs([outputs]), tags)
         assert (len(runs), {set(tags) <= set(one.tags) for one in runs}) == (folders, {True})
     rows = json.loads(printed(capsys, outputs, "--format", "json", "--tag", "all"))["rows"]
-    assert sorted(row["world_size"] for row in rows) == [1, 2]
+    assert sorted(row["setting"]["world_size"] for row in rows) == [1, 2]
     with pytest.raises(UserError, match=r"--tag \(even, odd\): no run has all of these tags; the"):
         run([str(outputs), "--tag", "even", "--tag", "odd"])
 
@@ -125,7 +125,7 @@ def test_csv_and_json_parse_back(outputs: Path, capsys: pytest.CaptureFixture[st
     assert (ddp["strong_against"], ddp["world_size"]) == ("single, 1 rank", "2")
     comparison = json.loads(printed(capsys, outputs, "--format", "json"))
     row = comparison["rows"][0]
-    assert row["samples_per_s"] == {"mean": 300.5, "sd": 0.5**0.5, "count": 2}
+    assert row["stats"]["perf/samples_per_s"] == {"mean": 300.5, "sd": 0.5**0.5, "count": 2}
     assert row["runs"] == [str(outputs / "ddp-0"), str(outputs / "ddp-1")]
     assert comparison["skipped"] == [
         {"folder": str(outputs / "lost"), "sentence": "failed: it fell | over"}
@@ -194,13 +194,11 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     assert (high - low) / 2 == pytest.approx(0.5**0.5 / 200.5)  # of two seeds
     bars = {bar.get_label(): bar.patches[0].get_width() for bar in parts.axes[0].containers}
     assert bars == {"forward": 4.0, "backward": 8.0, "rest": 4.0}  # of 16 ms
-    assert [row.comm_share.mean for row in comparison.rows if row.comm_share] == [0.25]
-    assert [row.skew_ms.mean for row in comparison.rows if row.skew_ms] == [6.0]
-    assert [row.mfu.mean for row in comparison.rows if row.mfu] == [0.5]
-    names = {name for row in comparison.rows for name in row.metrics}
-    assert "perf/mfu" in names
-    assert "perf/skew_rank" not in names  # ranks have no mean
-    shown = {column.key: column.title for column in columns(comparison)}
+    stats = {name: one.mean for row in comparison.rows for name, one in row.stats.items()}
+    wanted = {"perf/comm_share": 0.25, "perf/skew_ms": 6.0, "perf/mfu": 0.5}
+    assert {name: stats.get(name) for name in wanted} == wanted
+    assert "perf/skew_rank" not in stats  # ranks have no mean
+    shown = {column.key: column.title for column in results_table(comparison).columns}
     assert (shown["skew_ms"], shown["mfu"]) == ("skew ms", "MFU")
 
 
@@ -334,9 +332,10 @@ def test_a_sweep_and_its_comparison_by_the_real_commands(tmp_path: Path) -> None
     assert (end.exit_code, end.stderr) == (0, "")
     comparison = json.loads(end.stdout)
     one, two = comparison["rows"]
-    assert [row["samples_per_s"]["count"] for row in (one, two)] == [2, 2]
-    expected = two["samples_per_s"]["mean"] / one["samples_per_s"]["mean"]
-    assert two["strong"]["speedup"] == pytest.approx(expected)
+    assert [row["stats"]["perf/samples_per_s"]["count"] for row in (one, two)] == [2, 2]
+    speeds = [row["stats"]["perf/samples_per_s"]["mean"] for row in (one, two)]
+    expected = speeds[1] / speeds[0]
+    assert two["scalings"]["strong"]["speedup"] == pytest.approx(expected)
     assert [len(row["parity"]) for row in (one, two)] == [0, 2]
     assert [parity["first_break"] for parity in two["parity"]] == [None, None]
     assert comparison["skipped"] == comparison["notes"] == []

@@ -16,14 +16,14 @@ from browser import browser_path, browser_tab
 from generated_runs import SINGLE, lines_of, write_run
 from html_pages import Element, read_page
 
+from ddp_runner.compare import report as report_page
 from ddp_runner.compare.__main__ import run
 from ddp_runner.compare.analysis import compare
-from ddp_runner.compare.render.columns import columns
-from ddp_runner.compare.render.report import page as report_page
-from ddp_runner.compare.render.report.curves import SIZE, curves, thinned
+from ddp_runner.compare.columns import results_table
+from ddp_runner.compare.curves import SIZE, curves, thinned
 from ddp_runner.compare.runs import read_run, read_runs
 
-STYLE = (Path(report_page.__file__).parent / "page.css").read_text(encoding="utf-8")
+STYLE = (Path(report_page.__file__).parent / "templates" / "page.css").read_text(encoding="utf-8")
 # Each would end or begin something in HTML, CSS, a script, a template, mathtext or a terminal.
 HOSTILE = (
     "<script>alert(1)</script>\"'</style></title></svg><img src=https://evil.example/x "
@@ -109,7 +109,7 @@ def test_the_table_holds_the_comparison(outputs: Path, written: Path) -> None:
     page = read_page(written)
     comparison = compare(read_runs([outputs]))
     (table,) = page.all("table", id="results")
-    shown = columns(comparison)
+    shown = results_table(comparison).columns
     heads = table.all("th", scope="col")
     assert [head.text for head in heads] == ["#", *(column.title for column in shown)]
     more = ["more" in head.attributes.get("class", "").split() for head in heads]

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddp_runner.compare.render.columns import digits
 from ddp_runner.compare.run import Run
+from ddp_runner.compare.table import digits
 from ddp_runner.metric_names import LINE_FIELDS, headlines
 
 SIZE = 10_000  # of a chart, in the units of its path: readings have four digits
