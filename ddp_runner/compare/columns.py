@@ -23,7 +23,8 @@ PERF = (
 def results_table(comparison: Comparison) -> Table:
     """Return the table of a comparison with the columns in which at least one row has something.
 
-    What tells the settings apart and the metrics come first.
+    What tells the settings apart and the metrics come first. Where many keys differ, that is a
+    label, and the keys come after the metrics.
     """
     rows = [*comparison.rows, *comparison.ran_out]
     num_runs = sum(len(row.runs) for row in comparison.rows)
@@ -63,11 +64,18 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
         return Column(key, title or name, values, show, hint, is_brief or name in asked)
 
     settings = [row.setting for row in rows]
-    telling = telling_keys(settings)
     keys = [_key(key, comparison.copies.get(key, ()), settings) for key in comparison.keys]
-    yield from (column for column in keys if column.key in telling)
+    has_many_keys = len(telling_keys(settings)) < len(keys)
+    names = sorted({name for row in rows for name in row.stats} - perf.union(FACTS))
+    first = [name for name in dict.fromkeys((*sorted(asked), *headlines(names))) if name in names]
+    metrics = [result(name) for name in first]
+    if has_many_keys:
+        yield Column("setting", "setting", [row.label for row in rows], str)
+    else:
+        yield from keys
     if comparison.ran_out:
         yield Column("status", "status", [row.runs[0].ran_out or "completed" for row in rows], str)
+    yield from metrics if has_many_keys else ()
     if "seed" in comparison.keys:
         yield Column("run", "run", [str(row.runs[0].folder) for row in rows], str)
     else:
@@ -76,10 +84,7 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
         hint = "fewer seeds than runs mean that some runs are repetitions"
         yield Column("runs", "runs", counts, str)
         yield Column("seeds", "seeds", seeds, str, hint, is_brief=seeds != counts)
-    names = sorted({name for row in rows for name in row.stats} - perf.union(FACTS))
-    first = [name for name in dict.fromkeys((*sorted(asked), *headlines(names))) if name in names]
-    yield from (result(name) for name in first)
-    yield from (column for column in keys if column.key not in telling)
+    yield from keys if has_many_keys else metrics
     if "num_devices" not in comparison.keys:
         devices = [row.runs[0].num_devices for row in rows]
         yield Column("num_devices", "devices", devices, str, is_brief=False)

@@ -22,6 +22,7 @@ from ddp_runner.tracking.run_dir import RunDir
 WIDTH = 120  # characters, without a terminal
 MAX_LINES = 20  # in lists for people
 MAX_CELL = 200  # characters of a cell, for people
+NUMBER_WIDTH = 8  # characters that the number of a row, the gaps and an ellipsis take at most
 PARITY_HINTS = (
     "dropout, and BatchNorm that is not synchronised, differ by rank and break parity",
     "a training that is about to diverge breaks it by rounding alone: try a smaller optimizer.lr",
@@ -46,19 +47,19 @@ def as_text(comparison: Comparison) -> str:
 def _blocks(shown: Table, *, width: int) -> Iterator[str]:
     """Yield the lines of the table, split between columns into blocks of at most `width`.
 
-    Each block repeats the settings that the first columns tell apart, or the numbers of the rows if
-    those would take half of the width.
+    Each block repeats the settings if the table begins with them and they take at most half of the
+    width, else the numbers of the rows.
     """
     columns = [column for column in shown.columns if column.is_brief]
     padded = []
     for column in columns:
-        texts = _texts(shown, column)
+        texts = _texts(shown, column, most=min(MAX_CELL, width - NUMBER_WIDTH))
         size = max(map(len, texts))
         is_text = any(isinstance(value, str) for value in column.values)
         padded.append([text.ljust(size) if is_text else text.rjust(size) for text in texts])
     num_keys = next((at for at, one in enumerate(columns) if not one.is_key), len(columns))
     blocks = [list[list[str]]()]
-    if sum(len(texts[0]) + 2 for texts in padded[:num_keys]) > width / 2:
+    if not 0 < sum(len(texts[0]) + 2 for texts in padded[:num_keys]) <= width / 2:
         labels = [shown.head, *shown.labels]
         padded, num_keys = [[one.rjust(len(labels[-1])) for one in labels], *padded], 1
     keys = padded[:num_keys]
@@ -72,10 +73,10 @@ def _blocks(shown: Table, *, width: int) -> Iterator[str]:
         yield from ("  ".join(row).rstrip() for row in zip(*keys, *block, strict=True))
 
 
-def _texts(shown: Table, column: Column) -> list[str]:
-    """Return the title and the cells of a column."""
+def _texts(shown: Table, column: Column, *, most: int = MAX_CELL) -> list[str]:
+    """Return the title and the cells of a column, with so many characters at most."""
     texts = [shown.text(column, row) for row in range(len(shown.labels))]
-    return [cut(text, MAX_CELL) for text in (column.title, *texts)]
+    return [cut(text, most) for text in (column.title, *texts)]
 
 
 def as_markdown(comparison: Comparison) -> str:

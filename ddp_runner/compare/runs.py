@@ -26,8 +26,8 @@ from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
 REQUIRED = {"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
 WITHOUT_METRICS = ("check", "predict", "export", "sample")  # tasks
-# In the sentence of a rank's error: torch's, the kernel's, Slurm's and Python's.
-OUT_OF_MEMORY = re.compile(r"out.of.memory|OutOfMemory|took more memory|MemoryError", re.IGNORECASE)
+# What torch, the kernel, Slurm and Python say of it, in the sentence of an error.
+OUT_OF_MEMORY = re.compile(r"(?i)out ?of ?memory|allocate memory|took more memory|MemoryError")
 KNOWN_FIELDS = get_type_hints(RunRecord).keys()
 
 
@@ -189,10 +189,11 @@ def _ran_out(record: Mapping[str, Any]) -> str | None:
         return None
     if record.get("status") == Status.PREEMPTED:
         return "preempted"
-    error = record.get("error")
-    sentence = error.get("sentence") if isinstance(error, dict) else None
-    is_full = record.get("status") == Status.FAILED and OUT_OF_MEMORY.search(str(sentence))
-    return "out of memory" if is_full else None
+    error = record.get("error") if record.get("status") == Status.FAILED else None
+    sentence = str(error.get("sentence")) if isinstance(error, dict) else ""
+    if "out-of-memory killer" in sentence:  # or another process
+        return "perhaps out of memory"
+    return "out of memory" if OUT_OF_MEMORY.search(sentence) else None
 
 
 def _is_measured(call: Any) -> bool:

@@ -119,12 +119,17 @@ def title_of(key: str) -> str:
 
 
 def label(setting: Setting, keys: Iterable[str]) -> str:
-    """Return a setting in a few words, for example ``ddp, 2 ranks, optimizer.lr 0.1``."""
+    """Return a setting in a few words, for example ``ddp, 2 ranks, optimizer.lr 0.1``.
+
+    What it does not have, or has as null, is left out.
+    """
     words = []
     for key in keys:
         value = setting.get(key)
+        if value is None:
+            continue
         if key in ("world_size", "num_devices"):
-            words.append(counted(int(value or 0), "rank" if key == "world_size" else "device"))
+            words.append(counted(int(value), "rank" if key == "world_size" else "device"))
         elif key == "parallel_jobs":
             words += ["parallel jobs"] if value else []
         elif key in BATCH_SIZES:
@@ -143,20 +148,26 @@ def labels(settings: Sequence[Setting]) -> list[str]:
 def telling_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
     """Return the keys of settings with the same keys that are enough to tell them apart.
 
-    These are all keys, unless a label of all is longer than LONGEST_LABEL.
+    These are all keys, unless a label of all is longer than LONGEST_LABEL: then ALWAYS_SHOWN, and
+    each time the key that tells most of the rest apart.
     """
     every = tuple(settings[0]) if settings else ()
     if max((len(label(one, every)) for one in settings), default=0) <= LONGEST_LABEL:
         return every
-    keys = list[str]()
-    groups = [0] * len(settings)  # equal numbers: the keys so far do not tell these apart
-    for key in every:
-        pairs = [(group, repr(one.get(key))) for group, one in zip(groups, settings, strict=True)]
-        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-        if key in ALWAYS_SHOWN or len(numbers) > len(set(groups)):
-            keys.append(key)
-            groups = [numbers[pair] for pair in pairs]
-    return tuple(keys)
+    values = {key: [repr(one[key]) for one in settings] for key in every}
+    groups: list[tuple[str, ...]] = [() for _ in settings]  # equal: not told apart yet
+    chosen, left = set[str](), [key for key in ALWAYS_SHOWN if key in values]
+    num_told = len(set(zip(*values.values(), strict=True)))
+    while left or len(set(groups)) < num_told:
+        rest = (key for key in every if key not in chosen)
+        best = (
+            left.pop()
+            if left
+            else max(rest, key=lambda key: len(set(zip(groups, values[key], strict=True))))
+        )
+        chosen.add(best)
+        groups = [(*group, value) for group, value in zip(groups, values[best], strict=True)]
+    return tuple(key for key in every if key in chosen)
 
 
 def sort_key(setting: Setting) -> list[tuple[bool, bool, Any]]:

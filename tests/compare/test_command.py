@@ -117,6 +117,61 @@ def test_a_wide_table_is_split_into_blocks_that_repeat_the_settings(
     assert shown.count("samples/s") == shown.count("parity") == 1
 
 
+def test_a_run_that_ran_out_of_memory_or_time_is_a_row(
+    outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so and has no results, and what tells it apart has a column; a crash has no row."""
+    full = {"sentence": "rank 1 raised OutOfMemoryError: CUDA out of memory"}
+    ends: dict[str, dict[str, Any]] = {
+        "full": {"status": "failed", "error": full, "metrics": None},
+        "stopped": {"status": "preempted", "step": 20},
+        "no-sizes": {"status": "preempted", "num_devices": None},
+        "check": {"status": "preempted", "task": "check"},
+    }
+    for name, end in ends.items():
+        for seed in (0, 1) if name == "full" else (0,):
+            config = {"batch.global_size": 4096, "batch.per_rank": 4096, "seed": seed}
+            folder = outputs / f"{name}-{seed}"
+            write_run(folder, config=config, lines=lines_of([1.0, 9e9]), record=end)
+    options = ("--best", "perf/samples_per_s", "--out", str(tmp_path / "report"))
+    rows = [*csv.DictReader(io.StringIO(printed(capsys, outputs, *options, "--format", "csv")))]
+    words = [(row["batch.global_size"], row["status"], row["runs"]) for row in rows]
+    assert words == [
+        *[("64", "completed", "2")] * 2,
+        ("4096", "out of memory", "2"),
+        ("4096", "preempted", "1"),
+    ]
+    assert [row["samples_per_s"] for row in rows] == ["300.5", "200.5", "", ""]
+    comparison = json.loads((tmp_path / "report" / "comparison.json").read_text())
+    assert len(comparison["rows"]) == len(comparison["ran_out"]) == 2
+    assert comparison["best"]["value"]["mean"] == 300.5
+    text = (tmp_path / "report" / "comparison.txt").read_text()
+    assert text.startswith("4 runs compared")
+    folders = ", ".join(str(outputs / f"full-{seed}") for seed in (0, 1))
+    assert f"  2 runs ({folders}): failed: {full['sentence']}\n" in text
+    assert "  batch.global_size  status " in text
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert ">out of memory</td>" in page
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "rank 1 was killed by SIGKILL: likely out of memory, as the kernel reports",
+        "rank 1 was killed by SIGKILL, by another process or by the kernel's out-of-memory killer",
+        "Slurm's job 7 took more memory than hydra.launcher.mem_gb; see log",
+        "rank 0 raised RuntimeError: DefaultCPUAllocator: can't allocate memory",
+        "rank 0 raised MemoryError",
+    ],
+)
+def test_every_way_to_run_out_of_memory_is_known(tmp_path: Path, sentence: str) -> None:
+    """Of a GPU, of the machine, of a job on Slurm, and of Python."""
+    write_run(tmp_path / "a", record={"status": "failed", "error": {"sentence": sentence}})
+    write_run(tmp_path / "b", record={"status": "failed", "error": {"sentence": "rank 0: no"}})
+    unsure = "perhaps " if "by another process or" in sentence else ""
+    assert [run.ran_out for run in read_runs([tmp_path])] == [f"{unsure}out of memory", None]
+
+
 def test_csv_and_json_parse_back(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both have every number with its standard deviation; in JSON a run is its folder."""
     ddp, single = csv.DictReader(io.StringIO(printed(capsys, outputs, "--format", "csv")))

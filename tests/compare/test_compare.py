@@ -321,7 +321,8 @@ def test_many_settings_are_not_repeated_in_each_block(
     assert text.count("a_long_name_7") == 1
     table = text.partition("\n\ncolumns:")[0]
     assert max(map(len, table.splitlines()[2:])) <= 100
-    order = ("a_long_name_0", "eval/accuracy", "a_long_name_1 ", "a_long_name_11", "samples/s")
+    assert "ddp, 1 rank, model.a_long_name_0 20  " in table
+    order = ("setting", "eval/accuracy", "a_long_name_10", "a_long_name_11", "samples/s")
     places = [table.index(word) for word in order]
     assert places == sorted(places)
 
@@ -334,7 +335,9 @@ def test_the_metrics_are_those_of_the_step_that_is_exported(tmp_path: Path) -> N
     comparison = compared(tmp_path)
     notes = [note for note in comparison.notes if "of its best step" in note.sentence]
     assert [note.folder.name for note in notes] == ["0", "1"]
-    assert as_text(comparison).count("of its best step") == 1
+    text = as_text(comparison)
+    assert text.count("of its best step") == 1
+    assert f"  2 runs ({tmp_path / '0'}, {tmp_path / '1'}): losses and metrics of its best" in text
 
 
 def test_a_run_with_one_line_has_only_its_warm_up(tmp_path: Path) -> None:
