@@ -4,6 +4,7 @@ Without pyplot there is no global state and no need for a display. matplotlib is
 a plot is drawn.
 """
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,28 +54,28 @@ class Line:
     doubtful: Sequence[float] = ()  # the xs of hollow points
 
 
-def draw_bar(
+def draw_bars(
     axes: "Axes",
-    place: float,
-    parts: Mapping[str, float],
+    bars: Mapping[float, Mapping[str, float]],
     colours: Mapping[str, str],
     height: float,
     word: str = "",
 ) -> None:
-    """Draw one bar, with numbers on its parts; a bar with a `word` is pale and has only a total."""
-    start = 0.0
+    """Draw bars at their places, with numbers on their parts; with a `word` pale and without."""
+    starts = [0.0] * len(bars)
     for name, colour in colours.items():
-        length = max(0.0, parts.get(name, 0.0))
-        alpha = 0.45 if word else 1.0
-        bar = axes.barh(place, length, height, start, color=colour, alpha=alpha, edgecolor="white")
-        if place <= 0:
-            bar.set_label(printable(name))  # one label per part, from the first measured bar
-        if length > MIN_NUMBERED * axes.get_xlim()[1] and not word:
-            middle = start + length / 2
-            axes.text(middle, place, digits(length), color="white", ha="center", va="center")
-        start += length
-    text = f"  {digits(sum(parts.values()))} ms{word}"
-    axes.text(start, place, text, va="center", color=TEXT, fontsize=8 if word else None)
+        lengths = [max(0.0, parts.get(name, 0.0)) for parts in bars.values()]
+        drawn = axes.barh([*bars], lengths, height, starts, color=colour, edgecolor="white")
+        drawn.set_label("" if word else printable(name))
+        least = math.inf if word else MIN_NUMBERED * axes.get_xlim()[1]
+        numbers = [digits(length) if length > least else "" for length in lengths]
+        axes.bar_label(drawn, numbers, label_type="center", color="white")
+        for bar in drawn.patches if word else ():
+            bar.set_alpha(0.45)
+        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+    for (place, parts), start in zip(bars.items(), starts, strict=True):
+        text = f"  {digits(sum(parts.values()))} ms{word}"
+        axes.text(start, place, text, va="center", color=TEXT, fontsize=8 if word else None)
 
 
 def new_figure(

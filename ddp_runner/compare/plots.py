@@ -18,7 +18,7 @@ from ddp_runner.compare.drawing import (
     PART_COLOURS,
     STYLE,
     Line,
-    draw_bar,
+    draw_bars,
     draw_lines,
     new_figure,
     wrapped,
@@ -236,10 +236,14 @@ def _step_parts(comparison: Comparison) -> "Figure | str":
     figure, (axes,) = new_figure("Parts of an optimizer step", height=height)
     axes.set_xlim(0, 1.2 * max(sum(parts.values()) for parts, _ in bars))
     at, size = (-0.15, 0.5) if has_predicted else (0.0, 0.8)
-    for place, (parts, row) in enumerate(bars):
-        draw_bar(axes, place + at, parts, colours, size)
-        for prediction in list(row.predicted.values())[:1]:
-            draw_bar(axes, place + 0.22, prediction.parts_ms, colours, 0.18, word=" predicted")
+    draw_bars(axes, {place + at: parts for place, (parts, _) in enumerate(bars)}, colours, size)
+    if has_predicted:
+        predictions = {
+            place + 0.22: next(iter(row.predicted.values())).parts_ms
+            for place, (_, row) in enumerate(bars)
+            if row.predicted
+        }
+        draw_bars(axes, predictions, colours, 0.18, word=" predicted")
     axes.set_yticks(range(len(bars)), labelled)
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
