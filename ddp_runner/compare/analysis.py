@@ -80,7 +80,7 @@ class RunNote:
     sentence: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Comparison:
     """The result of comparing runs."""
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.compare.analysis import BUSY, SUPERLINEAR, Comparison, ComparisonRow
 from ddp_runner.compare.parity import promises_parity
-from ddp_runner.compare.settings import Setting, telling_keys, title_of
+from ddp_runner.compare.settings import Setting, label, title_of
 from ddp_runner.compare.speedup import parts_ms
 from ddp_runner.compare.table import Column, Table, cut, digits, percent, setting_text, times
 from ddp_runner.errors import counted
@@ -20,6 +21,7 @@ PERF = (
 )
 
 
+@lru_cache(maxsize=1)  # each format and the report print it
 def results_table(comparison: Comparison) -> Table:
     """Return the table of a comparison with the columns in which at least one row has something.
 
@@ -65,7 +67,7 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
 
     settings = [row.setting for row in rows]
     keys = [_key(key, comparison.copies.get(key, ()), settings) for key in comparison.keys]
-    has_many_keys = len(telling_keys(settings)) < len(keys)
+    has_many_keys = any(row.label != label(row.setting, row.setting) for row in rows)
     names = sorted({name for row in rows for name in row.stats} - perf.union(FACTS))
     first = [name for name in dict.fromkeys((*sorted(asked), *headlines(names))) if name in names]
     metrics = [result(name) for name in first]

@@ -127,12 +127,11 @@ SUFFIXES = {"table": "txt", "markdown": "md", "csv": "csv", "json": "json"}
 def remarks(comparison: Comparison, shown: Table) -> Iterator[tuple[str, list[str]]]:
     """Yield the titles and lines of the lists below the table."""
     if best := comparison.best:
-        name = label(best.row.setting, [key for key in comparison.keys if key != "seed"])
         count, sd = counted(best.value.count, "run"), best.value.sd
         spread = "" if sd is None else f" ± {digits(sd)}"
         exports = [RunDir(run.folder).export for run in best.row.runs]
         models = listed([str(path) for path in exports if path.is_file()])
-        value = f"{digits(best.value.mean)}{spread} over {count} ({name})"
+        value = f"{digits(best.value.mean)}{spread} over {count} ({best.row.label})"
         title = f"best {best.metric} ({best.mode})"
         yield title, _shortened([value, f"its models: {models or 'none was exported'}"])
     if lines := [*_step_gaps(comparison)]:
@@ -196,14 +195,11 @@ def _by_sentence(notes: Sequence[RunNote]) -> list[str]:
     folders: dict[str, list[str]] = {}
     for note in notes:
         folders.setdefault(note.sentence, []).append(str(note.folder))
-    return _shortened(
-        [
-            f"{listed(names)}: {sentence}"
-            if len(names) == 1
-            else f"{len(names)} runs ({listed(names)}): {sentence}"
-            for sentence, names in folders.items()
-        ]
-    )
+    lines = []
+    for sentence, names in folders.items():
+        which = listed(names)
+        lines.append(f"{which if len(names) == 1 else f'{len(names)} runs ({which})'}: {sentence}")
+    return _shortened(lines)
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:

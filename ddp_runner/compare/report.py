@@ -7,6 +7,7 @@ is not in the file. No function here builds HTML from values by hand.
 
 import base64
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from ddp_runner.compare.run_tables import (
     scaling_table,
 )
 from ddp_runner.compare.runs import read_run, with_what_is_there
-from ddp_runner.compare.table import Column, Table, cut, values_table
+from ddp_runner.compare.table import Table, cut, values_table
 from ddp_runner.errors import printable
 
 if TYPE_CHECKING:
@@ -83,10 +84,13 @@ def _report(
     num_points = max(FEWEST_POINTS, min(MOST_POINTS, NUM_POINTS // max(1, len(cards))))
     detailed = [one for one in cards.values() if one.anchor]
     every = [details(one, num_points=num_points, has_config=is_single) for one in detailed]
-    main, has_table = results_table(comparison), bool(comparison.rows) and not is_single
+    main = results_table(comparison)
+    has_table = bool(main.labels) and not is_single
     name = "A row for each run" if "seed" in comparison.keys else "A row for each setting"
-    firsts = [cards[row.runs[0].folder] for row in (*comparison.rows, *comparison.ran_out)]
-    title = detailed[0].name if is_single else ", ".join(path.resolve().name for path in paths[:3])
+    rows = (*comparison.rows, *comparison.ran_out)
+    firsts = tuple(cards[row.runs[0].folder].anchor for row in rows)
+    names = [path.resolve().name for path in paths]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     left_out = ("columns", "skipped", "loss parity", *(["notes"] if is_single else []))
     sections = [one for one in remarks(comparison, main) if not one[0].startswith(left_out)]
     skipped = [(cards[note.folder], note.sentence) for note in comparison.skipped]
@@ -95,17 +99,15 @@ def _report(
     plots = [one for one in drawn.values() if has_table and not isinstance(one, str)]
     is_broken = any(one.first_break is not None for one in comparison.parity)
     return {
-        "title": title + (f" and {len(paths) - 3} more" if len(paths) > 3 else ""),
+        "title": detailed[0].name if is_single else ", ".join(names[:3]) + more,
         "headline": main.name,
         "paths": tuple(map(str, paths)),
         "date": date_text(time.time()),
         "version": __version__,
         "single": every[0] if is_single else None,
-        "main": replace(main, name=name, links=tuple(one.anchor for one in firsts))
-        if has_table
-        else None,
+        "main": replace(main, name=name, links=firsts) if has_table else None,
         "legends": [(one.title, one.hint) for one in main.columns if one.hint],
-        "menus": _menus(main) if len(main.labels) >= MIN_FILTERED else {},
+        "menus": _menus(main),
         "is_filtered": len(main.labels) >= MIN_FILTERED,
         "sections": sections,
         "skipped": values_table("Runs that are not compared", why, links=links),
@@ -141,17 +143,13 @@ def _cards(comparison: Comparison) -> dict[Path, Card]:
 def _menus(main: Table) -> dict[str, list[str]]:
     """Return the values of the settings of which a reader may select one, by the columns' keys."""
     menus = {}
-    for column in main.columns:
-        rows = sorted(range(len(main.labels)), key=lambda row: _place(column, row))
-        texts = [*dict.fromkeys(main.text(column, row) for row in rows)]
+    for column in main.columns if len(main.labels) >= MIN_FILTERED else ():
+        orders = [(column.order(row), main.text(column, row)) for row in range(len(main.labels))]
+        orders.sort(key=lambda pair: (pair[0] if isinstance(pair[0], float) else math.inf, pair[1]))
+        texts = [*dict.fromkeys(text for _, text in orders)]
         if column.is_key and 1 < len(texts) <= MAX_CHOICES:
             menus[column.key] = texts
     return menus
-
-
-def _place(column: Column, row: int) -> tuple[bool, float, str]:
-    order = column.order(row)
-    return (False, order, "") if isinstance(order, float) else (True, 0.0, order or "")
 
 
 def _visible(value: Any) -> Any:

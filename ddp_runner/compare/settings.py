@@ -1,6 +1,6 @@
 """The settings of runs: which are equal, in which keys they differ, how they read in a table."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ddp_runner.config.own_loop import has_own_loop
@@ -82,8 +82,7 @@ def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
         raise UserError(f"--over ({over}) is no key of these runs; {hint}")
 
     def pattern(key: str) -> list[int]:
-        first = dict[str, int]()  # where each value comes first
-        return [first.setdefault(repr(one.get(key)), place) for place, one in enumerate(settings)]
+        return _numbered(repr(one.get(key)) for one in settings)
 
     wanted = pattern(named[over])
     if not any(wanted):
@@ -152,22 +151,27 @@ def telling_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
     each time the key that tells most of the rest apart.
     """
     every = tuple(settings[0]) if settings else ()
-    if max((len(label(one, every)) for one in settings), default=0) <= LONGEST_LABEL:
+    if not any(len(label(one, every)) > LONGEST_LABEL for one in settings):
         return every
-    values = {key: [repr(one[key]) for one in settings] for key in every}
-    groups: list[tuple[str, ...]] = [() for _ in settings]  # equal: not told apart yet
-    chosen, left = set[str](), [key for key in ALWAYS_SHOWN if key in values]
-    num_told = len(set(zip(*values.values(), strict=True)))
-    while left or len(set(groups)) < num_told:
-        rest = (key for key in every if key not in chosen)
-        best = (
-            left.pop()
-            if left
-            else max(rest, key=lambda key: len(set(zip(groups, values[key], strict=True))))
-        )
-        chosen.add(best)
-        groups = [(*group, value) for group, value in zip(groups, values[best], strict=True)]
+    values = {key: _numbered(repr(one[key]) for one in settings) for key in every}
+    whole = _numbered(zip(*values.values(), strict=True))  # equal: not told apart
+    chosen, groups = set[str](), [0] * len(settings)
+
+    def choose(key: str) -> list[int]:
+        chosen.add(key)
+        return _numbered(zip(groups, values[key], strict=True))
+
+    for key in values.keys() & ALWAYS_SHOWN:
+        groups = choose(key)
+    while max(groups) < max(whole):
+        groups = choose(max(every, key=lambda key: len({*zip(groups, values[key], strict=True)})))
     return tuple(key for key in every if key in chosen)
+
+
+def _numbered(values: Iterable[Hashable]) -> list[int]:
+    """Return a number for each value, from 0 on; equal values have equal ones."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
 def sort_key(setting: Setting) -> list[tuple[bool, bool, Any]]:
