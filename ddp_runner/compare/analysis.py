@@ -175,7 +175,7 @@ def compare(
         notes=tuple(RunNote(run.folder, note) for run in usable for note in run.notes),
         skipped=(
             *(RunNote(run.folder, run.reason) for run in runs if run.reason is not None),
-            *(RunNote(run.folder, EVALUATES.format(run.record["of_run"])) for run in left_out),
+            *(RunNote(run.folder, EVALUATES.format(run.record.get("of_run"))) for run in left_out),
         ),
     )
 
@@ -183,7 +183,8 @@ def compare(
 def _kind(run: Run) -> str:
     if "collectives" in run.record or run.record.get("task") == "collectives":
         return "benchmark"
-    return "evaluation" if "of_run" in run.record else "training"
+    is_evaluation = "of_run" in run.record or run.record.get("task") == "evaluate"
+    return "evaluation" if is_evaluation else "training"
 
 
 def _validate_metrics(runs: Sequence[Run], *, target: Target | None, best: str | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.compare.run import Run, Stat
-from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, Setting, identity
+from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, identity
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import StepPart
 
@@ -60,14 +60,6 @@ class AllReduceFit:
 
 
 AllReduceFits = Mapping[tuple[str, int], AllReduceFit]  # by backend and world size
-
-
-@dataclass(frozen=True)
-class _Speed:
-    index: int  # of the setting
-    setting: Setting
-    num_devices: int
-    samples_per_s: Stat
 
 
 def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
@@ -127,8 +119,8 @@ def _scalings(
     """
     free = ["world_size", "num_devices", *BATCH_SIZES]
     free += ["parallel_jobs"] if include_parallel_jobs else []
-    # The speeds by everything except the mode, then by the mode.
-    groups: dict[str, dict[str, list[_Speed]]] = {}
+    # The indices by everything except the mode, then by the mode.
+    groups: dict[str, dict[str, list[int]]] = {}
     for index, run in enumerate(runs):
         setting, stat = run.setting, stats[index].get("perf/samples_per_s")
         is_left_out = setting["parallel_jobs"] and not include_parallel_jobs
@@ -138,23 +130,40 @@ def _scalings(
         if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
             same = f"{identity(setting, without=[*free, 'parallelism.'])}\n{setting[batch_key]!r}"
             modes = groups.setdefault(same, {})
-            speeds = modes.setdefault(identity(setting, without=free), [])
-            speeds.append(_Speed(index, setting, run.num_devices, stat))
+            modes.setdefault(identity(setting, without=free), []).append(index)
+
+    def on(num_devices: int, indices: Sequence[int]) -> list[int]:
+        return [index for index in indices if runs[index].num_devices == num_devices]
+
+    def mean(indices: Sequence[int]) -> float:
+        return statistics.fmean(stats[index]["perf/samples_per_s"].mean for index in indices)
+
+    def scaling(index: int, base: Sequence[int], mode: str) -> Scaling:
+        first, stat, base_speed = runs[base[0]], stats[index]["perf/samples_per_s"], mean(base)
+        has_others = first.world_size != first.num_devices
+        devices = f", {counted(first.num_devices, 'device')}" if has_others else ""
+        return Scaling(
+            batch=int(runs[index].setting[batch_key]),
+            base=f"{mode}{counted(first.world_size, 'rank')}{devices}",
+            base_index=base[0],
+            base_num_devices=first.num_devices,
+            speedup=stat.mean / base_speed,
+            speedup_sd=None if stat.sd is None else stat.sd / base_speed,
+            efficiency=stat.mean / base_speed * first.num_devices / runs[index].num_devices,
+        )
 
     results: list[Scaling | None] = [None] * len(runs)
     for modes in groups.values():
-        on_one_device = [_on(1, speeds) for speeds in modes.values()]
-        for speeds in modes.values():
-            base = _on(min(speed.num_devices for speed in speeds), speeds)
-            mode = ""
+        on_one_device = [found for indices in modes.values() if (found := on(1, indices))]
+        for indices in modes.values():
+            base, mode = on(min(runs[index].num_devices for index in indices), indices), ""
             # A mode that did not run on one device has the fastest mode that did as its baseline.
-            if base[0].num_devices > 1 and any(on_one_device):
-                base = max(filter(None, on_one_device), key=_mean)
-                mode = f"{base[0].setting.get('parallelism.name')}, "
-            if any(speed.num_devices != base[0].num_devices for speed in speeds):
-                for speed in (*speeds, *base):
-                    scaling = _scaling(speed, base, mode, int(speed.setting[batch_key]))
-                    results[speed.index] = results[speed.index] or scaling
+            if runs[base[0]].num_devices > 1 and on_one_device:
+                base = max(on_one_device, key=mean)
+                mode = f"{runs[base[0]].setting.get('parallelism.name')}, "
+            if len(on(runs[base[0]].num_devices, indices)) < len(indices):
+                for index in (*indices, *base):
+                    results[index] = results[index] or scaling(index, base, mode)
     return results
 
 
@@ -195,31 +204,6 @@ def num_buckets(num_bytes: float, cap_mb: float) -> int:
     DDP makes its first bucket smaller only if no cap is given, and ``bucket_cap_mb`` is one.
     """
     return max(1, math.ceil(num_bytes / (cap_mb * 2**20)))
-
-
-def _on(num_devices: int, speeds: Sequence[_Speed]) -> list[_Speed]:
-    return [speed for speed in speeds if speed.num_devices == num_devices]
-
-
-def _scaling(speed: _Speed, base: Sequence[_Speed], mode: str, batch: int) -> Scaling:
-    """Return the scaling over the mean of a baseline, whose name begins with `mode`."""
-    world_size, num_devices = base[0].setting["world_size"], base[0].num_devices
-    devices = "" if world_size == num_devices else f", {counted(num_devices, 'device')}"
-    base_speed, sd = _mean(base), speed.samples_per_s.sd
-    speedup = speed.samples_per_s.mean / base_speed
-    return Scaling(
-        batch=batch,
-        base=f"{mode}{counted(world_size, 'rank')}{devices}",
-        base_index=base[0].index,
-        base_num_devices=num_devices,
-        speedup=speedup,
-        speedup_sd=None if sd is None else sd / base_speed,
-        efficiency=speedup * num_devices / speed.num_devices,
-    )
-
-
-def _mean(speeds: Sequence[_Speed]) -> float:
-    return statistics.fmean(speed.samples_per_s.mean for speed in speeds)
 
 
 def _backend_and_size(run: Run) -> tuple[str, int]:
