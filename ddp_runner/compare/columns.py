@@ -8,12 +8,13 @@ from typing import Any
 
 from ddp_runner.compare.analysis import BUSY, SUPERLINEAR, Comparison, ComparisonRow
 from ddp_runner.compare.parity import promises_parity
-from ddp_runner.compare.settings import Setting, label, title_of
+from ddp_runner.compare.settings import Setting, title_of
 from ddp_runner.compare.speedup import parts_ms
 from ddp_runner.compare.table import Column, Table, cut, digits, percent, setting_text, times
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import best_end, headlines
 
+MOST_FIRST_KEYS = 6  # before the metrics; more would push them off the screen
 FACTS = ("sessions", "startup_s", "wall_s", "time_to_target_s")  # results that are no metrics
 PERF = (
     *("perf/samples_per_s", "perf/peak_memory_gib", "perf/comm_share", "perf/skew_ms"),
@@ -25,8 +26,8 @@ PERF = (
 def results_table(comparison: Comparison) -> Table:
     """Return the table of a comparison with the columns in which at least one row has something.
 
-    What tells the settings apart and the metrics come first. Where many keys differ, that is a
-    label, and the keys come after the metrics.
+    The settings and the metrics come first. Where many keys differ, a label stands for the
+    settings, and the keys come after the metrics.
     """
     rows = [*comparison.rows, *comparison.ran_out]
     num_runs = sum(len(row.runs) for row in comparison.rows)
@@ -67,7 +68,7 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
 
     settings = [row.setting for row in rows]
     keys = [_key(key, comparison.copies.get(key, ()), settings) for key in comparison.keys]
-    has_many_keys = any(row.label != label(row.setting, row.setting) for row in rows)
+    has_many_keys = len(keys) > MOST_FIRST_KEYS
     names = sorted({name for row in rows for name in row.stats} - perf.union(FACTS))
     first = [name for name in dict.fromkeys((*sorted(asked), *headlines(names))) if name in names]
     metrics = [result(name) for name in first]

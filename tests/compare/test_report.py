@@ -518,3 +518,20 @@ def test_filters_find_what_is_shown(tmp_path: Path) -> None:
         for place in range(1, len(names) + 1):
             menu.select_option(index=place)
             assert count.text_content() == "1 of 6"
+
+
+@pytest.mark.full
+@pytest.mark.browser
+def test_the_metrics_of_unlike_runs_are_on_the_first_screen(tmp_path: Path) -> None:
+    """However many keys differ; those come after the metrics."""
+    outputs = tmp_path / "outputs"
+    for number in range(8):
+        keys = {f"model.a_long_name_{key}": number * 12 + key for key in range(12)}
+        lines = lines_of([1.0, 2.0], eval__loss=[0.5, 0.25], eval__accuracy=[0.5, 0.75])
+        write_run(outputs / str(number), config=keys, lines=lines)
+    with browser_tab(browser_path(), width=1280, height=900) as tab:
+        tab.goto(report(outputs).as_uri())
+        for metric in ("eval/accuracy", "eval/loss", "train/loss"):
+            box = tab.locator("#results thead th", has_text=metric).bounding_box()
+            assert box["x"] + box["width"] <= 1280
+            assert box["y"] + box["height"] <= 900
