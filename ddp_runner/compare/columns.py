@@ -73,24 +73,24 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
     first = [name for name in dict.fromkeys((*sorted(asked), *headlines(names))) if name in names]
     metrics = [result(name) for name in first]
     if has_many_keys:
-        yield Column("setting", "setting", [row.label for row in rows], str)
+        yield Column("setting", "setting", [row.label for row in rows])
     else:
         yield from keys
     if comparison.ran_out:
-        yield Column("status", "status", [row.runs[0].ran_out or "completed" for row in rows], str)
+        yield Column("status", "status", [row.runs[0].ran_out or "completed" for row in rows])
     yield from metrics if has_many_keys else ()
     if "seed" in comparison.keys:
-        yield Column("run", "run", [str(row.runs[0].folder) for row in rows], str)
+        yield Column("run", "run", [str(row.runs[0].folder) for row in rows])
     else:
         counts = [len(row.runs) for row in rows]
         seeds = [len({repr(run.seed) for run in row.runs}) for row in rows]
         hint = "fewer seeds than runs mean that some runs are repetitions"
-        yield Column("runs", "runs", counts, str)
-        yield Column("seeds", "seeds", seeds, str, hint, is_brief=seeds != counts)
+        yield Column("runs", "runs", counts)
+        yield Column("seeds", "seeds", seeds, hint=hint, is_brief=seeds != counts)
     yield from keys if has_many_keys else metrics
     if "num_devices" not in comparison.keys:
         devices = [row.runs[0].num_devices for row in rows]
-        yield Column("num_devices", "devices", devices, str, is_brief=False)
+        yield Column("num_devices", "devices", devices, is_brief=False)
     hint = "median of a run's perf/samples_per_s without its first line, the warm-up"
     yield result("perf/samples_per_s", "samples/s", digits, hint)
     for kind, same in (("strong", "global batch"), ("weak", "batch per rank")):
@@ -100,7 +100,7 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
         f"effects; busy machine means that other work used more than {BUSY:.0%} of the cores' time "
         "during a run (load in run.json)"
     )
-    yield Column("remark", "remark", [row.speed_remark for row in rows], str, hint)
+    yield Column("remark", "remark", [row.speed_remark for row in rows], hint=hint)
     if target := comparison.target:
         hint = (
             "from the first step (start-up excluded) to the first line that reached it; (2 of 3) "
@@ -145,7 +145,7 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
         "step on, rounding does not explain the difference"
     )
     references = {parity.reference.folder for parity in comparison.parity}
-    yield Column("parity", "parity", [_verdict(row, references) for row in rows], str, hint)
+    yield Column("parity", "parity", [_verdict(row, references) for row in rows], hint=hint)
 
 
 def _key(key: str, copies: Sequence[str], settings: Sequence[Setting]) -> Column:
@@ -171,7 +171,7 @@ def _scaling(kind: str, same: str, rows: Sequence[ComparisonRow]) -> Iterator[Co
     predicted = [one and one.speedup for one in (row.predicted.get(kind) for row in rows)]
     yield Column(f"{kind}_predicted", "predicted", predicted, times, hint)
     against = [one and one.base for one in scalings]
-    yield Column(f"{kind}_against", "against", against, str, is_brief=len(bases) > 1)
+    yield Column(f"{kind}_against", "against", against, is_brief=len(bases) > 1)
 
 
 def _verdict(row: ComparisonRow, references: set[Path]) -> str | None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 from ddp_runner.compare.run import Stat, is_finite
@@ -46,6 +46,10 @@ def setting_text(value: Any) -> str:
     return cut(repr(value) if isinstance(value, list | dict) else in_yaml(value))
 
 
+def _is_number(value: Any) -> bool:
+    return is_finite(value) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Column:
     """One column. Its values are a Stat, a number or any value of a file; None: nothing."""
@@ -53,7 +57,7 @@ class Column:
     key: str  # its name in CSV, with the unit
     title: str
     values: Sequence[Any]
-    show: Callable[[Any], str] = text_of  # a value, or the mean of a Stat, as text
+    show: Callable[[Any], str] = text_of  # how its numbers read; of a setting, all its values
     hint: str = ""  # what a reader must know
     is_brief: bool = True  # shown at once; the others in CSV, and in the report on demand
     is_key: bool = False  # of a setting
@@ -63,11 +67,17 @@ class Column:
         """Return that by which the row is sorted; None comes last."""
         value = self.values[row]
         value = value.mean if isinstance(value, Stat) else value
-        if value is None or (is_finite(value) and not isinstance(value, bool)):
+        if value is None or _is_number(value):
             return value if value is None else float(value)
-        return self.show(value).lower()
+        return self.text(value).lower()
 
-    @property
+    def text(self, value: Any) -> str:
+        """Return one of its values as text."""
+        if value is None:
+            return NOTHING
+        return self.show(value) if self.is_key or _is_number(value) else text_of(value)
+
+    @cached_property
     def is_number(self) -> bool:
         """Whether it has a number."""
         return any(isinstance(self.order(row), float) for row in range(len(self.values)))
@@ -88,7 +98,7 @@ class Table:
         """Return a cell's value, and its standard deviation and of how many of the runs."""
         value = column.values[row]
         if not isinstance(value, Stat):
-            return NOTHING if value is None else column.show(value), ""
+            return column.text(value), ""
         text, spread = column.show(value.mean), []
         if value.sd is not None and column.show is digits and "e" not in text:
             decimals = len(text.partition(".")[2])  # as many as the mean has
@@ -116,15 +126,8 @@ def values_table(
     `show` has how the numbers of a column read, by its title.
     """
     (head, labels), *others = columns.items()
-    made = []
-    for title, values in others:
-        own = (show or {}).get(title)
-        made.append(Column(title, title, values, partial(_shown, own) if own else text_of))
+    made = [Column(one, one, values, (show or {}).get(one, text_of)) for one, values in others]
     return Table(name, tuple(made), tuple(map(text_of, labels)), head=head, links=tuple(links))
-
-
-def _shown(number: Callable[[Any], str], value: Any) -> str:
-    return number(value) if is_finite(value) else text_of(value)
 
 
 def without_same(shown: Table) -> tuple[Table, list[tuple[str, str]]]:
