@@ -152,11 +152,11 @@ def compare(
     whole = [{**run.setting, "seed": run.seed} for run in firsts]
     values = [{key: setting.get(key) for key in keys} for setting in whole]
     stats = [_stats(group, target) for group in groups]
-    verdicts = [[parity[one.folder] for one in group if one.folder in parity] for group in groups]
+    verdicts = [[parity[run.folder] for run in group if run.folder in parity] for group in groups]
     named = labels(values), values, map(tuple, groups)
     speeds = speedups(firsts, stats, fits, include_parallel_jobs=include_parallel_jobs)
     fields = zip(*named, stats, *speeds, map(tuple, verdicts), strict=True)
-    rows = [ComparisonRow(*one) for one in fields]
+    rows = [ComparisonRow(*row) for row in fields]
     rows.sort(key=lambda row: sort_key(row.setting))
     compared = tuple(row for row in rows if not row.runs[0].ran_out)
     return Comparison(

@@ -61,7 +61,7 @@ def draw_bars(
     height: float,
     word: str = "",
 ) -> None:
-    """Draw bars at their places, with numbers on their parts; with a `word` pale and without."""
+    """Draw bars at their places. With a `word` they are pale, and their parts have no numbers."""
     starts = [0.0] * len(bars)
     for name, colour in colours.items():
         lengths = [max(0.0, parts.get(name, 0.0)) for parts in bars.values()]

@@ -191,7 +191,7 @@ def _step_gaps(comparison: Comparison) -> Iterator[str]:
 
 
 def _by_sentence(notes: Sequence[RunNote]) -> list[str]:
-    """Return a line for each different sentence, with how many runs it is about, and which."""
+    """Return a line for each different sentence, with the number and the folders of its runs."""
     folders: dict[str, list[str]] = {}
     for note in notes:
         folders.setdefault(note.sentence, []).append(str(note.folder))

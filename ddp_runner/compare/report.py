@@ -141,7 +141,7 @@ def _cards(comparison: Comparison) -> dict[Path, Card]:
 
 
 def _menus(main: Table) -> dict[str, list[str]]:
-    """Return the values of the settings of which a reader may select one, by the columns' keys."""
+    """Return the menus that filter the rows: the values of a setting, by the key of its column."""
     menus = {}
     for column in main.columns if len(main.labels) >= MIN_FILTERED else ():
         orders = [(column.order(row), main.text(column, row)) for row in range(len(main.labels))]
@@ -153,9 +153,9 @@ def _menus(main: Table) -> dict[str, list[str]]:
 
 
 def _visible(value: Any) -> Any:
-    """Return a value of the template as text in which what is invisible, or turns it, shows.
+    """Return a value of the template as text, with escapes for invisible characters.
 
-    A text of megabytes is cut, and line ends stay. What is markup already comes from this package.
+    A text of megabytes is cut, and line ends stay. Markup is this package's own, so it stays, too.
     """
     if isinstance(value, Markup):
         return value

@@ -26,7 +26,7 @@ from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
 REQUIRED = {"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
 WITHOUT_METRICS = ("check", "predict", "export", "sample")  # tasks
-# What torch, the kernel, Slurm and Python say of it, in the sentence of an error.
+# How torch, the kernel, Slurm and Python word it in an error.
 OUT_OF_MEMORY = re.compile(r"(?i)out ?of ?memory|allocate memory|took more memory|MemoryError")
 KNOWN_FIELDS = get_type_hints(RunRecord).keys()
 
@@ -180,7 +180,7 @@ def _is_valid(record: Mapping[str, Any], name: str) -> bool:
 
 
 def _ran_out(record: Mapping[str, Any]) -> str | None:
-    """Return in a few words that a run ran out of memory or of time; None for any other end.
+    """Return how a run ran out of memory or of time; None if it ended in another way.
 
     A preempted run was stopped by a signal, as at the time limit of its job.
     """

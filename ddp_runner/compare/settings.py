@@ -120,7 +120,7 @@ def title_of(key: str) -> str:
 def label(setting: Setting, keys: Iterable[str]) -> str:
     """Return a setting in a few words, for example ``ddp, 2 ranks, optimizer.lr 0.1``.
 
-    What it does not have, or has as null, is left out.
+    Keys that it lacks, or that are null, are left out.
     """
     words = []
     for key in keys:
@@ -147,8 +147,8 @@ def labels(settings: Sequence[Setting]) -> list[str]:
 def telling_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
     """Return the keys of settings with the same keys that are enough to tell them apart.
 
-    These are all keys, unless a label of all is longer than LONGEST_LABEL: then ALWAYS_SHOWN, and
-    each time the key that tells most of the rest apart.
+    All keys, unless a label of all is longer than LONGEST_LABEL. Then ALWAYS_SHOWN, and one by one
+    the keys that tell the most settings apart.
     """
     every = tuple(settings[0]) if settings else ()
     if not any(len(label(one, every)) > LONGEST_LABEL for one in settings):

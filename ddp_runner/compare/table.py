@@ -57,14 +57,14 @@ class Column:
     key: str  # its name in CSV, with the unit
     title: str
     values: Sequence[Any]
-    show: Callable[[Any], str] = text_of  # how its numbers read; of a setting, all its values
+    show: Callable[[Any], str] = text_of  # how its numbers read; in a setting's column, all values
     hint: str = ""  # what a reader must know
     is_brief: bool = True  # shown at once; the others in CSV, and in the report on demand
     is_key: bool = False  # of a setting
     best: frozenset[int] = frozenset()  # the rows with the best value
 
     def order(self, row: int) -> float | str | None:
-        """Return that by which the row is sorted; None comes last."""
+        """Return what the row is sorted by; None comes last."""
         value = self.values[row]
         value = value.mean if isinstance(value, Stat) else value
         if value is None or _is_number(value):
@@ -126,12 +126,12 @@ def values_table(
     `show` has how the numbers of a column read, by its title.
     """
     (head, labels), *others = columns.items()
-    made = [Column(one, one, values, (show or {}).get(one, text_of)) for one, values in others]
+    made = [Column(key, key, values, (show or {}).get(key, text_of)) for key, values in others]
     return Table(name, tuple(made), tuple(map(text_of, labels)), head=head, links=tuple(links))
 
 
 def without_same(shown: Table) -> tuple[Table, list[tuple[str, str]]]:
-    """Return a table without the columns in which all rows agree, and what they agree on.
+    """Return a table without the columns that are equal in all rows, and those as pairs.
 
     A table of one row has nothing to tell apart and stays whole.
     """
