@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_runner.compare.analysis import TOLERANCE, Comparison, compare
-from ddp_runner.compare.render.tables import FORMATS, SUFFIXES, remark_sections
+from ddp_runner.compare.formats import FORMATS, SUFFIXES, run_remarks
 from ddp_runner.compare.run import Target
 from ddp_runner.compare.runs import read_runs, tagged
 from ddp_runner.errors import UserError, exit_with, os_errors
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> None:
     written = write_all(comparison, out, paths=args.paths) if out is not None else []
     print(FORMATS[args.format](comparison), flush=True)
     if args.format == "csv":
-        for title, sentences in remark_sections(comparison):
+        for title, sentences in run_remarks(comparison):
             print("\n  ".join([f"{title}:", *sentences]), file=sys.stderr)
     for line in written:
         print(line, file=sys.stderr)
@@ -58,8 +58,8 @@ def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) ->
     Raises:
         UserError: the folder cannot be written.
     """
-    from ddp_runner.compare.render.plots import figures, write_plots  # matplotlib is slow
-    from ddp_runner.compare.render.report.page import html
+    from ddp_runner.compare.plots import figures, write_plots  # matplotlib is slow
+    from ddp_runner.compare.report import html
 
     lines = []
     with os_errors(f"--out ({folder}) cannot be written", fix="choose a writable folder"):

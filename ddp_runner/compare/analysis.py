@@ -1,31 +1,65 @@
-"""Compare runs: one row per setting with its speed, cost and results.
+"""Compare runs: one row per setting with its speed, cost and results. Computes, shows nothing."""
 
-This module only computes; ``render`` shows the result.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from ddp_runner.compare.parity import Parity, parities
-from ddp_runner.compare.rows import ComparisonRow, warnings_about
 from ddp_runner.compare.run import Run, Stat, Target, stat
 from ddp_runner.compare.settings import (
     Setting,
     identity,
     labels,
+    missing_keys,
     same_keys,
+    sort_key,
     tied_keys,
     varied_keys,
     with_copies,
 )
-from ddp_runner.compare.speedup import AllReduceFit, fit_all_reduces, with_speedups
-from ddp_runner.errors import UserError
+from ddp_runner.compare.speedup import (
+    AllReduceFit,
+    Prediction,
+    Scaling,
+    Stats,
+    fit_all_reduces,
+    speedups,
+)
+from ddp_runner.errors import UserError, counted, listed
 from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
 
-NO_PARTS = ("step_time_ms", "skew_ms")  # other times that perf/ has
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
+SUPERLINEAR = 1.1  # the additional devices alone cannot explain an efficiency above it
+EVALUATES = "an evaluation of {}; name only evaluations to compare them"
+BUSY = 0.1  # share of the cores' time that other work may use
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """The runs of one setting, which differ only in their seeds; or a single run.
+
+    `stats` has their results by metric, and `startup_s` (of the first session), `wall_s` (of all
+    sessions), `sessions` and `time_to_target_s`.
+    """
+
+    label: str  # its setting in a few words
+    setting: Setting  # values of Comparison.keys
+    runs: tuple[Run, ...]
+    stats: Stats
+    scalings: Mapping[str, Scaling]  # strong, weak, both or none
+    predicted: Mapping[str, Prediction]  # from the baseline's step
+    parity: tuple[Parity, ...]  # one per run that was compared with a reference
+
+    @property
+    def speed_remark(self) -> str | None:
+        """In a few words why its speed is doubtful; None if it is not."""
+        efficiencies = [scaling.efficiency for scaling in self.scalings.values()]
+        words = ["superlinear"] if max(efficiencies, default=0.0) > SUPERLINEAR else []
+        # Parallel jobs keep each other busy.
+        shares = [run.busy_share or 0.0 for run in self.runs if not run.is_parallel_job]
+        words += ["busy machine"] if max(shares, default=0.0) > BUSY else []
+        return ", ".join(words) or None
 
 
 @dataclass(frozen=True)
@@ -46,7 +80,7 @@ class RunNote:
     sentence: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Comparison:
     """The result of comparing runs."""
 
@@ -55,6 +89,7 @@ class Comparison:
     over: tuple[str, ...]  # in which the runs of a row differ
     same: Setting  # the main keys that are equal in all rows
     rows: tuple[ComparisonRow, ...]  # ordered by their settings
+    ran_out: tuple[ComparisonRow, ...]  # of memory or of time, so without results
     all_reduces: tuple[AllReduceFit, ...]  # on which predictions are based
     parity: tuple[Parity, ...]
     tolerance: float  # of parity
@@ -62,7 +97,7 @@ class Comparison:
     best: Best | None
     warnings: tuple[str, ...]  # why rows may not be comparable, and doubtful speeds
     notes: tuple[RunNote, ...]  # about runs that are in a row
-    skipped: tuple[RunNote, ...]  # why a run is in no row
+    skipped: tuple[RunNote, ...]  # why a run is not compared
 
 
 def compare(
@@ -91,58 +126,69 @@ def compare(
     Raises:
         UserError: no run has the metric of `target` or of `best`, or no two differ in `over`.
     """
-    usable = [run for run in runs if run.reason is None]
-    benchmarks = [run for run in usable if "collectives" in run.record]
-    # Beside training runs, benchmarks only serve predictions and have no rows.
-    usable = [run for run in usable if "collectives" not in run.record] or benchmarks
-    # An evaluation of a run is no training: beside one it has no speed, steps or parity.
-    evaluations = [run for run in usable if "of_run" in run.record]
-    others = [run for run in usable if "of_run" not in run.record]
-    usable, left_out = (others, evaluations) if others else (evaluations, [])
+    # Benchmarks beside other runs only serve predictions. An evaluation of a run is no training:
+    # beside one it has no speed, steps or parity.
+    kinds = dict[str, list[Run]](training=[], evaluation=[], benchmark=[])
+    for run in runs:
+        if run.reason is None:
+            kinds[_kind(run)].append(run)
+    kind = next((kind for kind, found in kinds.items() if found), "training")
+    usable, fits = kinds[kind], fit_all_reduces(kinds["benchmark"])
+    left_out = kinds["evaluation"] if kind == "training" else []
     _validate_metrics(usable, target=target, best=best)
-    settings = [run.setting for run in usable]
+    shown = [*usable, *(run for run in runs if run.ran_out and _kind(run) == kind)]
+    settings = [run.setting for run in shown]
     averaged = tied_keys(settings, over) if over != "seed" else ()
     settings = [{key: one[key] for key in one if key not in averaged} for one in settings]
     copies = with_copies(varied_keys(settings), settings)
     keys = (*copies, *(["seed"] if each else []))
-    fits = fit_all_reduces(benchmarks)
     parity = {result.run.folder: result for result in parities(usable, tolerance=tolerance)}
-    groups: dict[str, list[Run]] = {}
-    for run in usable:
+    named_groups: dict[str, list[Run]] = {}
+    for run in shown:
         name = str(run.folder) if each else identity(run.setting, without=averaged)
-        groups.setdefault(name, []).append(run)
-    shown = [{key: _value(group[0], key) for key in keys} for group in groups.values()]
-    named = zip(labels(shown), shown, groups.values(), strict=True)
-    rows = [_row(*one, target=target, parity=parity) for one in named]
-    rows = with_speedups(rows, fits, include_parallel_jobs=include_parallel_jobs)
-    rows.sort(key=lambda row: [_order(value) for value in row.setting.values()])
+        named_groups.setdefault(f"{run.ran_out}\n{name}", []).append(run)
+    groups = [*named_groups.values()]
+    firsts = [group[0] for group in groups]
+    whole = [{**run.setting, "seed": run.seed} for run in firsts]
+    values = [{key: setting.get(key) for key in keys} for setting in whole]
+    stats = [_stats(group, target) for group in groups]
+    verdicts = [[parity[run.folder] for run in group if run.folder in parity] for group in groups]
+    named = labels(values), values, map(tuple, groups)
+    speeds = speedups(firsts, stats, fits, include_parallel_jobs=include_parallel_jobs)
+    fields = zip(*named, stats, *speeds, map(tuple, verdicts), strict=True)
+    rows = [ComparisonRow(*row) for row in fields]
+    rows.sort(key=lambda row: sort_key(row.setting))
+    compared = tuple(row for row in rows if not row.runs[0].ran_out)
     return Comparison(
         keys=keys,
         copies=copies,
         over=("seed", *averaged),
         same=same_keys(settings),
-        rows=tuple(rows),
+        rows=compared,
+        ran_out=tuple(row for row in rows if row.runs[0].ran_out),
         all_reduces=tuple(fits.values()),
         parity=tuple(parity.values()),
         tolerance=tolerance,
         target=target,
-        best=_best(rows, best, mode=mode) if best and rows else None,
-        warnings=tuple(warnings_about(rows, usable)),
+        best=_best(compared, best, mode=mode) if best and compared else None,
+        warnings=tuple(_warnings(compared, usable)),
         notes=tuple(RunNote(run.folder, note) for run in usable for note in run.notes),
         skipped=(
             *(RunNote(run.folder, run.reason) for run in runs if run.reason is not None),
-            *(RunNote(run.folder, _evaluates(run)) for run in left_out),
+            *(RunNote(run.folder, EVALUATES.format(run.record.get("of_run"))) for run in left_out),
         ),
     )
 
 
-def _evaluates(run: Run) -> str:
-    return f"an evaluation of {run.record['of_run']}; name only evaluations to compare them"
+def _kind(run: Run) -> str:
+    if "collectives" in run.record or run.record.get("task") == "collectives":
+        return "benchmark"
+    is_evaluation = "of_run" in run.record or run.record.get("task") == "evaluate"
+    return "evaluation" if is_evaluation else "training"
 
 
 def _validate_metrics(runs: Sequence[Run], *, target: Target | None, best: str | None) -> None:
-    logged = {name for run in runs for line in run.lines for name in line}
-    logged -= LINE_FIELDS
+    logged = {name for run in runs for line in run.lines for name in line} - LINE_FIELDS
     asked = [("--target", target.metric, logged)] if target else []
     if best is not None:
         names = logged.union(*(run.final for run in runs))
@@ -154,57 +200,24 @@ def _validate_metrics(runs: Sequence[Run], *, target: Target | None, best: str |
             raise UserError(f"{option} ({metric}) is a metric of no run; use one of {known}")
 
 
-def _value(run: Run, key: str) -> Any:
-    return run.seed if key == "seed" else run.setting.get(key)
-
-
-def _row(
-    label: str,
-    setting: Setting,
-    runs: Sequence[Run],
-    *,
-    target: Target | None,
-    parity: Mapping[Path, Parity],
-) -> ComparisonRow:
-    """Return the row of runs that differ only in their seeds, without its scalings."""
-
-    def result(name: str) -> Stat | None:
-        return stat(run.result(f"perf/{name}") for run in runs)
-
-    finals = [run.final for run in runs]
-    no_quantities = {metric.name for metric in METRICS if not metric.is_quantity}
-    names = sorted(set[str]().union(*finals) - no_quantities)
-    metrics = {name: stat(final.get(name) for final in finals) for name in names}
+def _stats(runs: Sequence[Run], target: Target | None) -> dict[str, Stat]:
+    """Return what runs that differ only in their seeds have measured."""
+    if runs[0].ran_out:
+        return {}
     logged = dict.fromkeys(name for run in runs for line in run.lines for name in line)
-    perf = [name.removeprefix("perf/") for name in logged if name.startswith("perf/")]
-    times = [name for name in perf if name.endswith("_ms") and name not in NO_PARTS]
-    parts = {name.removesuffix("_ms"): result(name) for name in times}
-    return ComparisonRow(
-        label=label,
-        setting=setting,
-        world_size=runs[0].world_size,
-        num_devices=runs[0].num_devices,
-        runs=tuple(runs),
-        samples_per_s=result("samples_per_s"),
-        time_to_target_s=stat(target.time_s(run) for run in runs) if target else None,
-        metrics={name: value for name, value in metrics.items() if value is not None},
-        peak_memory_gib=result("peak_memory_gib"),
-        comm_share=result("comm_share"),
-        skew_ms=result("skew_ms"),
-        mfu=result("mfu"),
-        startup_s=stat(run.number("startup_s") for run in runs),
-        wall_s=stat(run.number("wall_s") for run in runs),
-        num_sessions=stat(len(run.sessions) or None for run in runs),
-        step_time_ms=result("step_time_ms"),
-        step_parts_ms={name: part.mean for name, part in parts.items() if part is not None},
-        parity=tuple(parity[run.folder] for run in runs if run.folder in parity),
-    )
-
-
-def _order(value: Any) -> tuple[bool, bool, Any]:
-    """Return a key that sorts None first, then numbers by value, then text."""
-    is_text = not isinstance(value, int | float)
-    return value is not None, is_text, str(value) if is_text else value
+    final = sorted({name for run in runs for name in run.final if not name.startswith("perf/")})
+    names = [*(name for name in logged if name.startswith("perf/")), *final]
+    no_quantities = {metric.name for metric in METRICS if not metric.is_quantity}
+    stats = {
+        name: stat(run.result(name) for run in runs) for name in names if name not in no_quantities
+    }
+    stats |= {
+        "time_to_target_s": stat(target.time_s(run) for run in runs) if target else None,
+        "startup_s": stat(run.number("startup_s") for run in runs),
+        "wall_s": stat(run.number("wall_s") for run in runs),
+        "sessions": stat(len(run.sessions) or None for run in runs),
+    }
+    return {name: value for name, value in stats.items() if value is not None}
 
 
 def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:
@@ -216,3 +229,32 @@ def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Be
     stats = [(mean, row) for mean, row in means if mean is not None]
     value, row = max(stats, key=lambda pair: sign * pair[0].mean)
     return Best(metric, mode, row, value)
+
+
+def _warnings(rows: Sequence[ComparisonRow], runs: Sequence[Run]) -> Iterator[str]:
+    """Yield why the runs of rows may not be comparable, and which speeds are doubtful."""
+    origins = {
+        "hosts": [run.record.get("host") for run in runs],
+        "torch versions": [run.field("versions", "torch") for run in runs],
+        "git revisions": [run.record.get("git_revision") for run in runs],
+    }
+    for name, values in origins.items():
+        different = sorted({str(value) for value in values})
+        if len(different) > 1:
+            yield f"the runs used {len(different)} {name} ({listed(different)})"
+    if missing := missing_keys([run.setting for run in runs]):
+        yield f"some runs lack keys ({listed(missing)})"
+    meanings: dict[str, set[str]] = {}  # of the name of a metric
+    for run in runs:
+        own = sorted(key for key in run.config if key.startswith("metrics."))
+        for name, own_keys in groupby(own, key=lambda key: key.split(".")[1]):
+            words = ", ".join(f"{key}={run.config[key]}" for key in own_keys)
+            meanings.setdefault(name, set()).add(words)
+    for name, keys in meanings.items():
+        if len(keys) > 1:
+            which = listed(sorted(keys), separator=" or ")
+            yield f"eval/{name} is not the same metric in all runs: {which}; do not compare it"
+    if doubtful := [f"{row.label}: {row.speed_remark}" for row in rows if row.speed_remark]:
+        which = listed(doubtful, separator="; ")
+        speeds = counted(len(doubtful), "doubtful speed")
+        yield f"{speeds} ({which}); measure again, with the baseline"

@@ -27,6 +27,7 @@ class Run:
 
     folder: Path  # the path that the user gave, or a folder below it
     reason: str | None = None  # why it cannot be compared; None if it can
+    ran_out: str | None = None  # of memory or of time, in words: it has a row without results
     notes: tuple[str, ...] = ()  # what a reader must know about it
     record: Mapping[str, Any] = field(default_factory=dict)  # run.json
     config: Mapping[str, Any] = field(default_factory=dict)  # dotted keys and values

@@ -5,6 +5,7 @@ A run that cannot be used has a reason instead of data.
 
 import json
 import os
+import re
 import reprlib
 import sys
 import time
@@ -24,6 +25,9 @@ from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, S
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
 REQUIRED = {"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
+WITHOUT_METRICS = ("check", "predict", "export", "sample")  # tasks
+# How torch, the kernel, Slurm and Python word it in an error.
+OUT_OF_MEMORY = re.compile(r"(?i)out ?of ?memory|allocate memory|took more memory|MemoryError")
 KNOWN_FIELDS = get_type_hints(RunRecord).keys()
 
 
@@ -83,7 +87,10 @@ def read_run(folder: Path) -> Run:
             return Run(folder, reason=reason)
         record = read_run_record(folder)
         if (problem := _problem(folder, record)) is not None:
-            return Run(folder, reason=problem, record=record)
+            run, ran_out = Run(folder, reason=problem, record=record), _ran_out(record)
+            if ran_out and (whole := with_what_is_there(run)).config:
+                return replace(whole, ran_out=ran_out)
+            return run
         keys = _read_config(folder / CONFIG_FILE)
         lines, num_damaged = _read_lines(folder / METRICS_FILE)
     except UserError as error:
@@ -104,16 +111,14 @@ def with_what_is_there(run: Run) -> Run:
 
     A reader of its page wants to know how far it came; a comparison does not wait for that.
     """
-    keys: dict[str, Any] = {}
-    lines: list[dict[str, float | None]] = []
     with suppress(OSError):
         if _link_in(run.folder) is not None:
             return run
     with suppress(Exception):  # its reason says what is wrong; PyYAML raises errors of any type
-        keys = _read_config(run.folder / CONFIG_FILE)
+        run = replace(run, config=_read_config(run.folder / CONFIG_FILE))
     with suppress(OSError):
-        lines, _ = _read_lines(run.folder / METRICS_FILE)
-    return replace(run, config=keys, lines=tuple(lines))
+        run = replace(run, lines=tuple(_read_lines(run.folder / METRICS_FILE)[0]))
+    return run
 
 
 def _run_folders(path: Path) -> Iterator[Path]:
@@ -156,18 +161,39 @@ def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
         return f"{status}: {sentence or 'at step ' + str(record.get('step', 0))}"
     if status != Status.COMPLETED:
         return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
-    if "checks" in record or record.get("task") in ("predict", "export", "sample"):
+    if "checks" in record or record.get("task") in WITHOUT_METRICS:
         task = "check" if "checks" in record else record["task"]
         return f"a task={task} run has no metrics to compare"
     for name, kind in REQUIRED.items():
-        value = record.get(name)
-        if not isinstance(value, kind) or (isinstance(value, int) and value < 1):
-            wrong = f"{name} is {reprlib.repr(value)}, expected {kind.__name__}"
+        if not _is_valid(record, name):
+            wrong = f"{name} is {reprlib.repr(record.get(name))}, expected {kind.__name__}"
             return f"{RUN_RECORD} has an unknown format: {wrong}"
     measured = record.get("collectives", [])
     if not (isinstance(measured, list) and all(map(_is_measured, measured))):
         return f"{RUN_RECORD} has an unknown format: collectives is {reprlib.repr(measured)}"
     return None
+
+
+def _is_valid(record: Mapping[str, Any], name: str) -> bool:
+    value = record.get(name)
+    return isinstance(value, REQUIRED[name]) and not (isinstance(value, int) and value < 1)
+
+
+def _ran_out(record: Mapping[str, Any]) -> str | None:
+    """Return how a run ran out of memory or of time; None if it ended in another way.
+
+    A preempted run was stopped by a signal, as at the time limit of its job.
+    """
+    has_sizes = _is_valid(record, "world_size") and _is_valid(record, "num_devices")
+    if record.get("task") in WITHOUT_METRICS or not has_sizes:
+        return None
+    if record.get("status") == Status.PREEMPTED:
+        return "preempted"
+    error = record.get("error") if record.get("status") == Status.FAILED else None
+    sentence = str(error.get("sentence")) if isinstance(error, dict) else ""
+    if "out-of-memory killer" in sentence:  # or another process
+        return "perhaps out of memory"
+    return "out of memory" if OUT_OF_MEMORY.search(sentence) else None
 
 
 def _is_measured(call: Any) -> bool:

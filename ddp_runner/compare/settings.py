@@ -1,6 +1,6 @@
 """The settings of runs: which are equal, in which keys they differ, how they read in a table."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ddp_runner.config.own_loop import has_own_loop
@@ -82,8 +82,7 @@ def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
         raise UserError(f"--over ({over}) is no key of these runs; {hint}")
 
     def pattern(key: str) -> list[int]:
-        first = dict[str, int]()  # where each value comes first
-        return [first.setdefault(repr(one.get(key)), place) for place, one in enumerate(settings)]
+        return _numbered(repr(one.get(key)) for one in settings)
 
     wanted = pattern(named[over])
     if not any(wanted):
@@ -119,12 +118,17 @@ def title_of(key: str) -> str:
 
 
 def label(setting: Setting, keys: Iterable[str]) -> str:
-    """Return a setting in a few words, for example ``ddp, 2 ranks, optimizer.lr 0.1``."""
+    """Return a setting in a few words, for example ``ddp, 2 ranks, optimizer.lr 0.1``.
+
+    Keys that it lacks, or that are null, are left out.
+    """
     words = []
     for key in keys:
         value = setting.get(key)
+        if value is None:
+            continue
         if key in ("world_size", "num_devices"):
-            words.append(counted(int(value or 0), "rank" if key == "world_size" else "device"))
+            words.append(counted(int(value), "rank" if key == "world_size" else "device"))
         elif key == "parallel_jobs":
             words += ["parallel jobs"] if value else []
         elif key in BATCH_SIZES:
@@ -135,22 +139,48 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
 
 
 def labels(settings: Sequence[Setting]) -> list[str]:
-    """Return the labels of settings with the same keys.
-
-    If one is longer than LONGEST_LABEL, they have only the keys that tell the settings apart.
-    """
-    whole = [label(one, one) for one in settings]
-    if max(map(len, whole), default=0) <= LONGEST_LABEL:
-        return whole
-    keys = list[str]()
-    groups = [0] * len(settings)  # equal numbers: the keys so far do not tell these apart
-    for key in settings[0]:
-        pairs = [(group, repr(one.get(key))) for group, one in zip(groups, settings, strict=True)]
-        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-        if key in ALWAYS_SHOWN or len(numbers) > len(set(groups)):
-            keys.append(key)
-            groups = [numbers[pair] for pair in pairs]
+    """Return the labels of settings with the same keys, by their ``telling_keys``."""
+    keys = telling_keys(settings)
     return [label(one, keys) for one in settings]
+
+
+def telling_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
+    """Return the keys of settings with the same keys that are enough to tell them apart.
+
+    All keys, unless a label of all is longer than LONGEST_LABEL. Then ALWAYS_SHOWN, and one by one
+    the keys that tell the most settings apart.
+    """
+    every = tuple(settings[0]) if settings else ()
+    if not any(len(label(one, every)) > LONGEST_LABEL for one in settings):
+        return every
+    values = {key: _numbered(repr(one[key]) for one in settings) for key in every}
+    whole = _numbered(zip(*values.values(), strict=True))  # equal: not told apart
+    chosen, groups = set[str](), [0] * len(settings)
+
+    def choose(key: str) -> list[int]:
+        chosen.add(key)
+        return _numbered(zip(groups, values[key], strict=True))
+
+    for key in values.keys() & ALWAYS_SHOWN:
+        groups = choose(key)
+    while max(groups) < max(whole):
+        groups = choose(max(every, key=lambda key: len({*zip(groups, values[key], strict=True)})))
+    return tuple(key for key in every if key in chosen)
+
+
+def _numbered(values: Iterable[Hashable]) -> list[int]:
+    """Return a number for each value, from 0 on; equal values have equal ones."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
+
+
+def sort_key(setting: Setting) -> list[tuple[bool, bool, Any]]:
+    """Return what sorts settings by their values: None first, then numbers, then text."""
+    are_texts = [(value, not isinstance(value, int | float)) for value in setting.values()]
+    return [
+        (value is not None, is_text, str(value) if is_text else value)
+        for value, is_text in are_texts
+    ]
 
 
 def _values(settings: Sequence[Setting], key: str) -> set[str]:

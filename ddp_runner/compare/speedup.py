@@ -9,18 +9,42 @@ same backend and world size.
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ddp_runner.compare.rows import ComparisonRow, Prediction, Scaling
 from ddp_runner.compare.run import Run, Stat
-from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, Setting, identity
+from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, identity
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import StepPart
 
+Stats = Mapping[str, Stat]  # of the runs of one setting, by metric
 PER_SAMPLE = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD)
 COMPUTED = (*PER_SAMPLE, StepPart.OPTIMIZER)
 REST = "rest"  # the time of a step outside of its measured parts
+NO_PARTS = ("perf/step_time_ms", "perf/skew_ms")  # other times that perf/ has
 SENT_FRACTION = {None: 1.0, "bf16": 0.5, "fp16": 0.5}  # of float32 gradients, by comm_hook
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The speed of a setting relative to its baseline."""
+
+    batch: int  # the constant size: global for strong scaling, per rank for weak scaling
+    base: str  # in words
+    base_index: int  # in the sequence of settings that were compared
+    base_num_devices: int
+    speedup: float  # ratio of samples per second
+    speedup_sd: float | None  # over the setting's runs; takes the baseline's mean as exact
+    efficiency: float  # speedup divided by the ratio of devices; 1 is ideal
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted step of a setting, beside the measured step."""
+
+    samples_per_s: float
+    speedup: float  # over the baseline
+    parts_ms: Mapping[str, float]  # predicted
+    measured_ms: Mapping[str, float]  # the same parts
 
 
 @dataclass(frozen=True)
@@ -38,14 +62,6 @@ class AllReduceFit:
 AllReduceFits = Mapping[tuple[str, int], AllReduceFit]  # by backend and world size
 
 
-@dataclass(frozen=True)
-class _Speed:
-    index: int  # of the row
-    setting: Setting
-    num_devices: int
-    samples_per_s: Stat
-
-
 def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
     """Return what ``task=collectives`` runs have measured."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
@@ -58,41 +74,55 @@ def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
     return {key: fit for key, measured in points.items() if (fit := _fit(*key, measured))}
 
 
-def with_speedups(
-    rows: Sequence[ComparisonRow], fits: AllReduceFits, *, include_parallel_jobs: bool
-) -> list[ComparisonRow]:
-    """Return the rows with their scalings and predictions.
+def speedups(
+    runs: Sequence[Run],
+    stats: Sequence[Stats],
+    fits: AllReduceFits,
+    *,
+    include_parallel_jobs: bool,
+) -> tuple[list[dict[str, Scaling]], list[dict[str, Prediction]]]:
+    """Return the scalings of each setting, and its predictions, by kind: strong and weak.
 
-    Parallel jobs have none, unless they are included: they slow each other down.
+    `runs` has any run of each setting, `stats` what its runs measured. Parallel jobs have none,
+    unless they are included: they slow each other down.
     """
-    strong, weak = (_scalings(rows, key, include_parallel_jobs) for key in BATCH_SIZES)
-    scaled = [replace(row, strong=s, weak=w) for row, s, w in zip(rows, strong, weak, strict=True)]
-    return [
-        replace(
-            row,
-            predicted={
-                kind: prediction
-                for kind, scaling in row.scalings.items()
-                if (prediction := _predict(row, rows[scaling.base_index], fits))
-            },
-        )
-        for row in scaled
-    ]
+    strong, weak = (_scalings(runs, stats, key, include_parallel_jobs) for key in BATCH_SIZES)
+    measured = [*zip(runs, stats, strict=True)]
+    scalings: list[dict[str, Scaling]] = []
+    predicted: list[dict[str, Prediction]] = []
+    for own, *both in zip(measured, strong, weak, strict=True):
+        kinds = zip(("strong", "weak"), both, strict=True)
+        scalings.append({kind: scaling for kind, scaling in kinds if scaling})
+        predicted.append({})
+        for kind, scaling in scalings[-1].items():
+            if prediction := _predict(own, measured[scaling.base_index], fits):
+                predicted[-1][kind] = prediction
+    return scalings, predicted
+
+
+def parts_ms(stats: Stats) -> dict[str, float]:
+    """Return the mean time of each measured part of a step."""
+    times = [name for name in stats if name.startswith("perf/") and name.endswith("_ms")]
+    return {
+        name.removeprefix("perf/").removesuffix("_ms"): stats[name].mean
+        for name in times
+        if name not in NO_PARTS
+    }
 
 
 def _scalings(
-    rows: Sequence[ComparisonRow], batch_key: str, include_parallel_jobs: bool
+    runs: Sequence[Run], stats: Sequence[Stats], batch_key: str, include_parallel_jobs: bool
 ) -> list[Scaling | None]:
-    """Return the scaling of each row among those that differ in ranks and devices alone.
+    """Return the scaling of each setting among those that differ in ranks and devices alone.
 
     `batch_key` is the constant batch size: global for strong scaling, per rank for weak scaling.
     """
     free = ["world_size", "num_devices", *BATCH_SIZES]
     free += ["parallel_jobs"] if include_parallel_jobs else []
-    # The speeds by everything except the mode, then by the mode.
-    groups: dict[str, dict[str, list[_Speed]]] = {}
-    for index, row in enumerate(rows):
-        setting, stat = row.runs[0].setting, row.samples_per_s
+    # The indices by everything except the mode, then by the mode.
+    groups: dict[str, dict[str, list[int]]] = {}
+    for index, run in enumerate(runs):
+        setting, stat = run.setting, stats[index].get("perf/samples_per_s")
         is_left_out = setting["parallel_jobs"] and not include_parallel_jobs
         # Ranks that compute a sample together have less to do the more they are.
         size = setting.get("parallelism.tensor_parallel_size", 1)
@@ -100,53 +130,72 @@ def _scalings(
         if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
             same = f"{identity(setting, without=[*free, 'parallelism.'])}\n{setting[batch_key]!r}"
             modes = groups.setdefault(same, {})
-            speeds = modes.setdefault(identity(setting, without=free), [])
-            speeds.append(_Speed(index, setting, row.num_devices, stat))
+            modes.setdefault(identity(setting, without=free), []).append(index)
 
-    results: list[Scaling | None] = [None] * len(rows)
+    def on(num_devices: int, indices: Sequence[int]) -> list[int]:
+        return [index for index in indices if runs[index].num_devices == num_devices]
+
+    def mean(indices: Sequence[int]) -> float:
+        return statistics.fmean(stats[index]["perf/samples_per_s"].mean for index in indices)
+
+    def scaling(index: int, base: Sequence[int], mode: str) -> Scaling:
+        first, stat, base_speed = runs[base[0]], stats[index]["perf/samples_per_s"], mean(base)
+        has_others = first.world_size != first.num_devices
+        devices = f", {counted(first.num_devices, 'device')}" if has_others else ""
+        return Scaling(
+            batch=int(runs[index].setting[batch_key]),
+            base=f"{mode}{counted(first.world_size, 'rank')}{devices}",
+            base_index=base[0],
+            base_num_devices=first.num_devices,
+            speedup=stat.mean / base_speed,
+            speedup_sd=None if stat.sd is None else stat.sd / base_speed,
+            efficiency=stat.mean / base_speed * first.num_devices / runs[index].num_devices,
+        )
+
+    results: list[Scaling | None] = [None] * len(runs)
     for modes in groups.values():
-        on_one_device = [_on(1, speeds) for speeds in modes.values()]
-        for speeds in modes.values():
-            base = _on(min(speed.num_devices for speed in speeds), speeds)
-            mode = ""
+        on_one_device = [found for indices in modes.values() if (found := on(1, indices))]
+        for indices in modes.values():
+            base, mode = on(min(runs[index].num_devices for index in indices), indices), ""
             # A mode that did not run on one device has the fastest mode that did as its baseline.
-            if base[0].num_devices > 1 and any(on_one_device):
-                base = max(filter(None, on_one_device), key=_mean)
-                mode = f"{base[0].setting.get('parallelism.name')}, "
-            if any(speed.num_devices != base[0].num_devices for speed in speeds):
-                for speed in (*speeds, *base):
-                    scaling = _scaling(speed, base, mode, int(speed.setting[batch_key]))
-                    results[speed.index] = results[speed.index] or scaling
+            if runs[base[0]].num_devices > 1 and on_one_device:
+                base = max(on_one_device, key=mean)
+                mode = f"{runs[base[0]].setting.get('parallelism.name')}, "
+            if len(on(runs[base[0]].num_devices, indices)) < len(indices):
+                for index in (*indices, *base):
+                    results[index] = results[index] or scaling(index, base, mode)
     return results
 
 
-def _predict(row: ComparisonRow, base: ComparisonRow, fits: AllReduceFits) -> Prediction | None:
-    """Predict the step of a row from its baseline's; None if a measurement is missing.
+def _predict(
+    of: tuple[Run, Stats], base_of: tuple[Run, Stats], fits: AllReduceFits
+) -> Prediction | None:
+    """Predict the step of a setting from its baseline's; None if a measurement is missing.
 
     Only modes that all-reduce their gradients in buckets, as DDP does, have a prediction, and only
-    on more ranks than the baseline. Of a hook of the user's own the bytes are not known.
+    on more ranks than the baseline. The bytes of a hook of the user's own are not known.
     """
-    run = row.runs[0]  # any run of the setting
+    (run, stats), (base, base_stats) = of, base_of
     num_bytes = run.number("gradient_bytes")
     cap_mb = run.positive("parallelism.bucket_cap_mb")
-    samples = run.positive("batch.global_size")
-    base_samples = base.runs[0].positive("batch.global_size")
+    samples, base_samples = (one.positive("batch.global_size") for one in (run, base))
     fit = fits.get(_backend_and_size(run)) if run.comm_hook in SENT_FRACTION else None
-    measured_ms, base_ms = _all_parts_ms(row), _all_parts_ms(base)
-    if base.world_size >= row.world_size or not (num_bytes and fit):
+    measured_ms, base_ms = _all_parts_ms(stats), _all_parts_ms(base_stats)
+    speed = base_stats.get("perf/samples_per_s")
+    if base.world_size >= run.world_size or not (num_bytes and fit):
         return None
     if cap_mb is None or samples is None or base_samples is None:
         return None
-    if measured_ms is None or base_ms is None or base.samples_per_s is None:
+    if measured_ms is None or base_ms is None or speed is None:
         return None
-    growth = (samples / row.world_size) / (base_samples / base.world_size)
+    growth = (samples / run.world_size) / (base_samples / base.world_size)
     latency_ms = num_buckets(num_bytes, cap_mb) * fit.latency_us / 1e3
-    parts_ms: dict[str, float] = {part: base_ms[part] * growth for part in PER_SAMPLE}
-    parts_ms |= {part: base_ms[part] for part in (StepPart.OPTIMIZER, REST)}
+    predicted: dict[str, float] = {part: base_ms[part] * growth for part in PER_SAMPLE}
+    predicted |= {part: base_ms[part] for part in (StepPart.OPTIMIZER, REST)}
     sent_bytes = num_bytes * SENT_FRACTION[run.comm_hook]
-    parts_ms |= {StepPart.COMM: latency_ms + sent_bytes / fit.gb_per_s / 1e6, StepPart.WAIT: 0.0}
-    samples_per_s = 1000 * samples / sum(parts_ms.values())
-    return Prediction(samples_per_s, samples_per_s / base.samples_per_s.mean, parts_ms, measured_ms)
+    predicted |= {StepPart.COMM: latency_ms + sent_bytes / fit.gb_per_s / 1e6, StepPart.WAIT: 0.0}
+    samples_per_s = 1000 * samples / sum(predicted.values())
+    return Prediction(samples_per_s, samples_per_s / speed.mean, predicted, measured_ms)
 
 
 def num_buckets(num_bytes: float, cap_mb: float) -> int:
@@ -157,42 +206,19 @@ def num_buckets(num_bytes: float, cap_mb: float) -> int:
     return max(1, math.ceil(num_bytes / (cap_mb * 2**20)))
 
 
-def _on(num_devices: int, speeds: Sequence[_Speed]) -> list[_Speed]:
-    return [speed for speed in speeds if speed.num_devices == num_devices]
-
-
-def _scaling(speed: _Speed, base: Sequence[_Speed], mode: str, batch: int) -> Scaling:
-    """Return the scaling over the mean of a baseline, whose name begins with `mode`."""
-    world_size, num_devices = base[0].setting["world_size"], base[0].num_devices
-    devices = "" if world_size == num_devices else f", {counted(num_devices, 'device')}"
-    base_speed, sd = _mean(base), speed.samples_per_s.sd
-    speedup = speed.samples_per_s.mean / base_speed
-    return Scaling(
-        batch=batch,
-        base=f"{mode}{counted(world_size, 'rank')}{devices}",
-        base_index=base[0].index,
-        base_num_devices=num_devices,
-        speedup=speedup,
-        speedup_sd=None if sd is None else sd / base_speed,
-        efficiency=speedup * num_devices / speed.num_devices,
-    )
-
-
-def _mean(speeds: Sequence[_Speed]) -> float:
-    return statistics.fmean(speed.samples_per_s.mean for speed in speeds)
-
-
 def _backend_and_size(run: Run) -> tuple[str, int]:
     return str(run.config.get("backend.name")), run.world_size
 
 
-def _all_parts_ms(row: ComparisonRow) -> dict[str, float] | None:
+def _all_parts_ms(stats: Stats) -> dict[str, float] | None:
     """Return all parts of a step, which add up to its time; None if one was not measured."""
-    if row.step_time_ms is None or not set(COMPUTED).issubset(row.step_parts_ms):
+    whole, measured = stats.get("perf/step_time_ms"), parts_ms(stats)
+    if whole is None or not set(COMPUTED).issubset(measured):
         return None
-    names = (*COMPUTED, StepPart.COMM, StepPart.WAIT)
-    parts: dict[str, float] = {part: row.step_parts_ms.get(part, 0.0) for part in names}
-    return {**parts, REST: row.step_time_ms.mean - sum(parts.values())}
+    parts = {
+        str(part): measured.get(part, 0.0) for part in (*COMPUTED, StepPart.COMM, StepPart.WAIT)
+    }
+    return {**parts, REST: whole.mean - sum(parts.values())}
 
 
 def _fit(backend: str, world_size: int, points: Sequence[tuple[int, float]]) -> AllReduceFit | None:

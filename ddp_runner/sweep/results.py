@@ -146,7 +146,7 @@ def print_report(folder: Path, entries: Iterable[Entry]) -> None:
     """Compare the runs of a sweep, and write the comparison into its folder's ``report``."""
     from ddp_runner.compare.__main__ import write_all
     from ddp_runner.compare.analysis import compare
-    from ddp_runner.compare.render.tables import FORMATS
+    from ddp_runner.compare.formats import FORMATS
     from ddp_runner.compare.runs import read_runs
 
     completed = [entry for entry in entries if entry.status == Status.COMPLETED]

@@ -19,8 +19,8 @@ from PIL import Image
 
 from ddp_runner.compare.__main__ import main, run
 from ddp_runner.compare.analysis import compare
-from ddp_runner.compare.render.columns import columns
-from ddp_runner.compare.render.plots import figures
+from ddp_runner.compare.columns import results_table
+from ddp_runner.compare.plots import figures
 from ddp_runner.compare.runs import read_runs, tagged
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_record import write_run_record
@@ -73,7 +73,7 @@ def test_tags_choose_the_runs(outputs: Path, capsys: pytest.CaptureFixture[str])
         runs = tagged(read_runs([outputs]), tags)
         assert (len(runs), {set(tags) <= set(one.tags) for one in runs}) == (folders, {True})
     rows = json.loads(printed(capsys, outputs, "--format", "json", "--tag", "all"))["rows"]
-    assert sorted(row["world_size"] for row in rows) == [1, 2]
+    assert sorted(row["setting"]["world_size"] for row in rows) == [1, 2]
     with pytest.raises(UserError, match=r"--tag \(even, odd\): no run has all of these tags; the"):
         run([str(outputs), "--tag", "even", "--tag", "odd"])
 
@@ -117,6 +117,61 @@ def test_a_wide_table_is_split_into_blocks_that_repeat_the_settings(
     assert shown.count("samples/s") == shown.count("parity") == 1
 
 
+def test_a_run_that_ran_out_of_memory_or_time_is_a_row(
+    outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so and has no results, and what tells it apart has a column; a crash has no row."""
+    full = {"sentence": "rank 1 raised OutOfMemoryError: CUDA out of memory"}
+    ends: dict[str, dict[str, Any]] = {
+        "full": {"status": "failed", "error": full, "metrics": None},
+        "stopped": {"status": "preempted", "step": 20},
+        "no-sizes": {"status": "preempted", "num_devices": None},
+        "check": {"status": "preempted", "task": "check"},
+    }
+    for name, end in ends.items():
+        for seed in (0, 1) if name == "full" else (0,):
+            config = {"batch.global_size": 4096, "batch.per_rank": 4096, "seed": seed}
+            folder = outputs / f"{name}-{seed}"
+            write_run(folder, config=config, lines=lines_of([1.0, 9e9]), record=end)
+    options = ("--best", "perf/samples_per_s", "--out", str(tmp_path / "report"))
+    rows = [*csv.DictReader(io.StringIO(printed(capsys, outputs, *options, "--format", "csv")))]
+    words = [(row["batch.global_size"], row["status"], row["runs"]) for row in rows]
+    assert words == [
+        *[("64", "completed", "2")] * 2,
+        ("4096", "out of memory", "2"),
+        ("4096", "preempted", "1"),
+    ]
+    assert [row["samples_per_s"] for row in rows] == ["300.5", "200.5", "", ""]
+    comparison = json.loads((tmp_path / "report" / "comparison.json").read_text())
+    assert len(comparison["rows"]) == len(comparison["ran_out"]) == 2
+    assert comparison["best"]["value"]["mean"] == 300.5
+    text = (tmp_path / "report" / "comparison.txt").read_text()
+    assert text.startswith("4 runs compared")
+    folders = ", ".join(str(outputs / f"full-{seed}") for seed in (0, 1))
+    assert f"  2 runs ({folders}): failed: {full['sentence']}\n" in text
+    assert "  batch.global_size  status " in text
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert ">out of memory</td>" in page
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "rank 1 was killed by SIGKILL: likely out of memory, as the kernel reports",
+        "rank 1 was killed by SIGKILL, by another process or by the kernel's out-of-memory killer",
+        "Slurm's job 7 took more memory than hydra.launcher.mem_gb; see log",
+        "rank 0 raised RuntimeError: DefaultCPUAllocator: can't allocate memory",
+        "rank 0 raised MemoryError",
+    ],
+)
+def test_every_way_to_run_out_of_memory_is_known(tmp_path: Path, sentence: str) -> None:
+    """Of a GPU, of the machine, of a job on Slurm, and of Python."""
+    write_run(tmp_path / "a", record={"status": "failed", "error": {"sentence": sentence}})
+    write_run(tmp_path / "b", record={"status": "failed", "error": {"sentence": "rank 0: no"}})
+    unsure = "perhaps " if "by another process or" in sentence else ""
+    assert [run.ran_out for run in read_runs([tmp_path])] == [f"{unsure}out of memory", None]
+
+
 def test_csv_and_json_parse_back(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both have every number with its standard deviation; in JSON a run is its folder."""
     ddp, single = csv.DictReader(io.StringIO(printed(capsys, outputs, "--format", "csv")))
@@ -125,7 +180,7 @@ def test_csv_and_json_parse_back(outputs: Path, capsys: pytest.CaptureFixture[st
     assert (ddp["strong_against"], ddp["world_size"]) == ("single, 1 rank", "2")
     comparison = json.loads(printed(capsys, outputs, "--format", "json"))
     row = comparison["rows"][0]
-    assert row["samples_per_s"] == {"mean": 300.5, "sd": 0.5**0.5, "count": 2}
+    assert row["stats"]["perf/samples_per_s"] == {"mean": 300.5, "sd": 0.5**0.5, "count": 2}
     assert row["runs"] == [str(outputs / "ddp-0"), str(outputs / "ddp-1")]
     assert comparison["skipped"] == [
         {"folder": str(outputs / "lost"), "sentence": "failed: it fell | over"}
@@ -194,13 +249,11 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     assert (high - low) / 2 == pytest.approx(0.5**0.5 / 200.5)  # of two seeds
     bars = {bar.get_label(): bar.patches[0].get_width() for bar in parts.axes[0].containers}
     assert bars == {"forward": 4.0, "backward": 8.0, "rest": 4.0}  # of 16 ms
-    assert [row.comm_share.mean for row in comparison.rows if row.comm_share] == [0.25]
-    assert [row.skew_ms.mean for row in comparison.rows if row.skew_ms] == [6.0]
-    assert [row.mfu.mean for row in comparison.rows if row.mfu] == [0.5]
-    names = {name for row in comparison.rows for name in row.metrics}
-    assert "perf/mfu" in names
-    assert "perf/skew_rank" not in names  # ranks have no mean
-    shown = {column.key: column.title for column in columns(comparison)}
+    stats = {name: one.mean for row in comparison.rows for name, one in row.stats.items()}
+    wanted = {"perf/comm_share": 0.25, "perf/skew_ms": 6.0, "perf/mfu": 0.5}
+    assert {name: stats.get(name) for name in wanted} == wanted
+    assert "perf/skew_rank" not in stats  # ranks have no mean
+    shown = {column.key: column.title for column in results_table(comparison).columns}
     assert (shown["skew_ms"], shown["mfu"]) == ("skew ms", "MFU")
 
 
@@ -334,9 +387,10 @@ def test_a_sweep_and_its_comparison_by_the_real_commands(tmp_path: Path) -> None
     assert (end.exit_code, end.stderr) == (0, "")
     comparison = json.loads(end.stdout)
     one, two = comparison["rows"]
-    assert [row["samples_per_s"]["count"] for row in (one, two)] == [2, 2]
-    expected = two["samples_per_s"]["mean"] / one["samples_per_s"]["mean"]
-    assert two["strong"]["speedup"] == pytest.approx(expected)
+    assert [row["stats"]["perf/samples_per_s"]["count"] for row in (one, two)] == [2, 2]
+    speeds = [row["stats"]["perf/samples_per_s"]["mean"] for row in (one, two)]
+    expected = speeds[1] / speeds[0]
+    assert two["scalings"]["strong"]["speedup"] == pytest.approx(expected)
     assert [len(row["parity"]) for row in (one, two)] == [0, 2]
     assert [parity["first_break"] for parity in two["parity"]] == [None, None]
     assert comparison["skipped"] == comparison["notes"] == []

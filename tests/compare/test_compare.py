@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from generated_runs import SINGLE, lines_of, write_run
 
-from ddp_runner.compare.analysis import Comparison, compare
-from ddp_runner.compare.render.plots import figures
-from ddp_runner.compare.render.tables import as_text
-from ddp_runner.compare.rows import ComparisonRow
+from ddp_runner.compare.analysis import Comparison, ComparisonRow, compare
+from ddp_runner.compare.formats import as_text
+from ddp_runner.compare.plots import figures
 from ddp_runner.compare.run import Stat, Target
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.errors import UserError
@@ -46,7 +45,7 @@ def compared(folder: Path, **options: Any) -> Comparison:
 
 def at(comparison: Comparison, world_size: int) -> ComparisonRow:
     """Return the only row with a world size."""
-    (only,) = [row for row in comparison.rows if row.world_size == world_size]
+    (only,) = [row for row in comparison.rows if row.runs[0].world_size == world_size]
     return only
 
 
@@ -61,11 +60,11 @@ def test_speedup_and_efficiency_are_relative_to_the_fewest_devices(
     assert comparison.keys == ("parallelism.name", "world_size")
     for world_size, speedup, efficiency in ((1, 1.0, 1.0), (2, 1.8, 0.9), (4, 3.2, 0.8)):
         row = at(comparison, world_size)
-        scaling = getattr(row, kind)
+        scaling = row.scalings[kind]
         assert (scaling.speedup, scaling.efficiency) == pytest.approx((speedup, efficiency))
         assert (scaling.base, scaling.base_num_devices) == ("1 rank", 1)
-        assert getattr(row, "weak" if kind == "strong" else "strong") is None
-    assert at(comparison, 2).samples_per_s == Stat(360.0, None, 1)
+        assert row.scalings.keys() == {kind}
+    assert at(comparison, 2).stats["perf/samples_per_s"] == Stat(360.0, None, 1)
 
 
 def test_tensor_parallelism_has_no_weak_scaling(tmp_path: Path) -> None:
@@ -75,9 +74,8 @@ def test_tensor_parallelism_has_no_weak_scaling(tmp_path: Path) -> None:
     same_batch = {2: WEAK[1]}  # two ranks compute it together
     write_scaling(tmp_path, {2: 300.0}, batches=same_batch, config=keys)
     row = at(compared(tmp_path), 2)
-    assert row.weak is None
-    assert row.strong is not None
-    assert row.strong.speedup == pytest.approx(1.5)
+    assert row.scalings.keys() == {"strong"}
+    assert row.scalings["strong"].speedup == pytest.approx(1.5)
 
 
 def test_strong_and_weak_scaling_share_the_run_with_one_rank(tmp_path: Path) -> None:
@@ -87,11 +85,12 @@ def test_strong_and_weak_scaling_share_the_run_with_one_rank(tmp_path: Path) -> 
     comparison = compared(tmp_path)
     assert comparison.keys == ("parallelism.name", "world_size", "batch.global_size")
     two_ranks = {row.setting["batch.global_size"]: row for row in comparison.rows[1:]}
-    assert two_ranks[64].strong is not None
-    assert two_ranks[128].weak is not None
-    assert (two_ranks[64].weak, two_ranks[128].strong) == (None, None)
-    assert two_ranks[64].strong.speedup == pytest.approx(1.5)
-    assert two_ranks[128].weak.speedup == pytest.approx(1.9)
+    speedups = {
+        batch: {kind: scaling.speedup for kind, scaling in row.scalings.items()}
+        for batch, row in two_ranks.items()
+    }
+    assert speedups[64] == {"strong": pytest.approx(1.5)}
+    assert speedups[128] == {"weak": pytest.approx(1.9)}
 
 
 def test_a_mode_without_a_run_on_one_device_takes_another_mode_as_baseline(tmp_path: Path) -> None:
@@ -100,8 +99,7 @@ def test_a_mode_without_a_run_on_one_device_takes_another_mode_as_baseline(tmp_p
     write_scaling(tmp_path, {2: 300.0, 4: 500.0}, batches=STRONG)
     comparison = compared(tmp_path)
     for world_size, speedup in ((1, 1.0), (2, 1.5), (4, 2.5)):
-        scaling = at(comparison, world_size).strong
-        assert scaling is not None
+        scaling = at(comparison, world_size).scalings["strong"]
         assert (scaling.speedup, scaling.base) == (pytest.approx(speedup), "single, 1 rank")
 
 
@@ -120,11 +118,10 @@ def test_efficiency_counts_devices_and_not_processes(tmp_path: Path) -> None:
     write_modes(tmp_path, *modes, ("ddp_mp", 2, 4, 1900.0))
     comparison = compared(tmp_path)
     assert comparison.keys == ("parallelism.name", "world_size", "num_devices")
-    scalings = {row.setting["parallelism.name"]: row.strong for row in comparison.rows}
+    scalings = {row.setting["parallelism.name"]: row.scalings["strong"] for row in comparison.rows}
     expected = {"single": (1, 1), "dp": (2, 0.5), "ddp": (3.8, 0.95), "ddp_mp": (1.9, 0.475)}
     for mode, (speedup, efficiency) in expected.items():
         scaling = scalings[mode]
-        assert scaling is not None
         assert (scaling.speedup, scaling.efficiency) == pytest.approx((speedup, efficiency))
         assert (scaling.base, scaling.base_num_devices) == ("single, 1 rank", 1)
     table = as_text(comparison)
@@ -140,8 +137,7 @@ def test_efficiency_counts_devices_and_not_processes(tmp_path: Path) -> None:
 def test_without_any_run_on_one_device_the_fewest_devices_are_the_baseline(tmp_path: Path) -> None:
     """The name of the baseline contains their number."""
     write_modes(tmp_path, ("ddp_mp", 1, 2, 1000.0), ("ddp_mp", 2, 4, 1900.0))
-    scaling = at(compared(tmp_path), 2).strong
-    assert scaling is not None
+    scaling = at(compared(tmp_path), 2).scalings["strong"]
     assert (scaling.speedup, scaling.efficiency) == pytest.approx((1.9, 0.95))
     assert scaling.base == "1 rank, 2 devices"
 
@@ -150,8 +146,7 @@ def test_a_baseline_of_another_mode_is_the_fastest(tmp_path: Path) -> None:
     """A slower baseline would flatter the speedup."""
     modes = (("dp", 1, 1, 100.0), ("single", 1, 1, 200.0), ("ps", 1, 1, 50.0))
     write_modes(tmp_path, *modes, ("ddp", 2, 2, 300.0))
-    scaling = at(compared(tmp_path), 2).strong
-    assert scaling is not None
+    scaling = at(compared(tmp_path), 2).scalings["strong"]
     assert (scaling.speedup, scaling.base) == (pytest.approx(1.5), "single, 1 rank")
 
 
@@ -159,11 +154,9 @@ def test_the_baseline_is_the_mean_of_all_on_the_fewest_devices(tmp_path: Path) -
     """Here one process with two devices, and two processes with one each."""
     modes = (("ddp_mp", 1, 2, 100.0), ("ddp_mp", 2, 2, 300.0), ("ddp_mp", 4, 4, 400.0))
     write_modes(tmp_path, *modes)
-    scalings = [at(compared(tmp_path), world_size).strong for world_size in (1, 2, 4)]
-    assert [scaling and scaling.speedup for scaling in scalings] == pytest.approx([0.5, 1.5, 2.0])
-    assert [scaling and scaling.efficiency for scaling in scalings] == pytest.approx(
-        [0.5, 1.5, 1.0]
-    )
+    scalings = [at(compared(tmp_path), size).scalings["strong"] for size in (1, 2, 4)]
+    assert [scaling.speedup for scaling in scalings] == pytest.approx([0.5, 1.5, 2.0])
+    assert [scaling.efficiency for scaling in scalings] == pytest.approx([0.5, 1.5, 1.0])
 
 
 def test_runs_on_one_and_on_four_gpus_are_different_settings(tmp_path: Path) -> None:
@@ -171,9 +164,8 @@ def test_runs_on_one_and_on_four_gpus_are_different_settings(tmp_path: Path) -> 
     write_modes(tmp_path / "one", ("dp", 1, 1, 1000.0))
     write_modes(tmp_path / "four", ("dp", 1, 4, 2000.0))
     one, four = compared(tmp_path).rows
-    assert (one.num_devices, four.num_devices) == (1, 4)
-    assert four.strong is not None
-    assert four.strong.efficiency == pytest.approx(0.5)
+    assert (one.runs[0].num_devices, four.runs[0].num_devices) == (1, 4)
+    assert four.scalings["strong"].efficiency == pytest.approx(0.5)
 
 
 def test_parallel_jobs_have_no_speedup_unless_asked_for(tmp_path: Path) -> None:
@@ -181,9 +173,10 @@ def test_parallel_jobs_have_no_speedup_unless_asked_for(tmp_path: Path) -> None:
     record = {"parallel_jobs": True}
     write_scaling(tmp_path, {1: 200.0, 2: 300.0}, batches=STRONG, record=record)
     write_scaling(tmp_path, {4: 500.0}, batches=STRONG)
-    assert [row.strong for row in compared(tmp_path).rows] == [None, None, None]
-    scalings = [row.strong for row in compared(tmp_path, include_parallel_jobs=True).rows]
-    assert [scaling and scaling.speedup for scaling in scalings] == pytest.approx([1.0, 1.5, 2.5])
+    assert [row.scalings for row in compared(tmp_path).rows] == [{}, {}, {}]
+    rows = compared(tmp_path, include_parallel_jobs=True).rows
+    scalings = [row.scalings["strong"] for row in rows]
+    assert [scaling.speedup for scaling in scalings] == pytest.approx([1.0, 1.5, 2.5])
 
 
 def test_seeds_are_one_row_with_mean_and_standard_deviation(tmp_path: Path) -> None:
@@ -192,13 +185,13 @@ def test_seeds_are_one_row_with_mean_and_standard_deviation(tmp_path: Path) -> N
         lines = lines_of([1.0, 100.0 + 10 * seed], eval__accuracy=[0.1, accuracy])
         write_run(tmp_path / str(seed), config={"seed": seed}, lines=lines)
     (only,) = compared(tmp_path).rows
-    accuracy, speed = only.metrics["eval/accuracy"], only.samples_per_s
+    accuracy, speed = only.stats["eval/accuracy"], only.stats["perf/samples_per_s"]
     assert accuracy.mean == pytest.approx(0.93)
     assert accuracy.sd == pytest.approx(math.sqrt((0.03**2 + 0.01**2 + 0.04**2) / 2))
     assert (accuracy.count, speed) == (3, Stat(110.0, pytest.approx(10.0), 3))
     each = compared(tmp_path, each=True)
     assert [row.setting["seed"] for row in each.rows] == [0, 1, 2]
-    assert each.rows[2].metrics["eval/accuracy"] == Stat(0.97, None, 1)
+    assert each.rows[2].stats["eval/accuracy"] == Stat(0.97, None, 1)
 
 
 def test_a_key_has_a_column_unless_another_key_implies_it(tmp_path: Path) -> None:
@@ -236,9 +229,9 @@ def test_time_to_target_is_the_time_of_the_first_line_that_reached_it(tmp_path: 
         lines = lines_of([1.0] * 3, losses=[2.0, 1.0, 0.5], eval__accuracy=accuracies)
         write_run(tmp_path / str(seed), config={"seed": seed}, lines=lines)
     (only,) = compared(tmp_path, target=Target("eval/accuracy", 0.9)).rows
-    assert only.time_to_target_s == Stat(2.5, pytest.approx(math.sqrt(0.5)), 2)
+    assert only.stats["time_to_target_s"] == Stat(2.5, pytest.approx(math.sqrt(0.5)), 2)
     (only,) = compared(tmp_path, target=Target("train/loss", 0.7)).rows
-    assert only.time_to_target_s == Stat(3.0, 0.0, 3)
+    assert only.stats["time_to_target_s"] == Stat(3.0, 0.0, 3)
     with pytest.raises(UserError, match=r"eval/f1.*metric of no run; use one of eval/accuracy"):
         compared(tmp_path, target=Target("eval/f1", 0.9))
 
@@ -318,7 +311,7 @@ def test_a_key_that_repeats_another_is_named_with_it(tmp_path: Path) -> None:
 def test_many_settings_are_not_repeated_in_each_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of runs that have little in common, what differs and the metrics come first, once."""
+    """What tells the settings apart and the metrics come first; each other key is there once."""
     monkeypatch.setenv("COLUMNS", "100")
     for number in range(3):
         keys = {f"model.a_long_name_{key}": number * 10 + key for key in range(12)}
@@ -328,8 +321,10 @@ def test_many_settings_are_not_repeated_in_each_block(
     assert text.count("a_long_name_7") == 1
     table = text.partition("\n\ncolumns:")[0]
     assert max(map(len, table.splitlines()[2:])) <= 100
-    assert table.index("model.a_long_name_11") < table.index("eval/accuracy")
-    assert table.index("eval/accuracy") < table.index("samples/s")
+    assert "ddp, 1 rank, model.a_long_name_0 20  " in table
+    order = ("setting", "eval/accuracy", "a_long_name_10", "a_long_name_11", "samples/s")
+    places = [table.index(word) for word in order]
+    assert places == sorted(places)
 
 
 def test_the_metrics_are_those_of_the_step_that_is_exported(tmp_path: Path) -> None:
@@ -340,14 +335,16 @@ def test_the_metrics_are_those_of_the_step_that_is_exported(tmp_path: Path) -> N
     comparison = compared(tmp_path)
     notes = [note for note in comparison.notes if "of its best step" in note.sentence]
     assert [note.folder.name for note in notes] == ["0", "1"]
-    assert as_text(comparison).count("of its best step") == 1
+    text = as_text(comparison)
+    assert text.count("of its best step") == 1
+    assert f"  2 runs ({tmp_path / '0'}, {tmp_path / '1'}): losses and metrics of its best" in text
 
 
 def test_a_run_with_one_line_has_only_its_warm_up(tmp_path: Path) -> None:
     """It has no speed, and a note with the fix."""
     write_run(tmp_path / "short", lines=lines_of([100.0]))
     comparison = compared(tmp_path)
-    assert comparison.rows[0].samples_per_s is None
+    assert "perf/samples_per_s" not in comparison.rows[0].stats
     (note,) = comparison.notes
     assert "lower train.log_every_steps" in note.sentence
 
@@ -386,7 +383,7 @@ def test_a_loop_of_ones_own_has_the_settings_that_it_used(tmp_path: Path) -> Non
     assert comparison.keys == ("parallelism.name", "world_size", "loop.latent")
     assert "model.name" not in comparison.same
     assert (comparison.same["task"], comparison.same["dataset.name"]) == ("mine.train", "digits")
-    assert [row.metrics["d/loss"].mean for row in comparison.rows] == [0.5, 0.5]
+    assert [row.stats["d/loss"].mean for row in comparison.rows] == [0.5, 0.5]
     assert "d/loss" in as_text(comparison)
     write_run(tmp_path / "train", config={"train.epochs": 10}, lines=lines_of([1.0, 2.0]))
     mixed = compared(tmp_path)
@@ -453,8 +450,8 @@ def test_the_best_end_of_an_own_metric_is_in_run_json(
     )
     assert comparison.best is not None
     assert comparison.best.value.mean == best
-    times = [row.time_to_target_s for row in comparison.rows if row.time_to_target_s]
-    assert min(stat.mean for stat in times) == reached_s
+    times = [row.stats.get("time_to_target_s") for row in comparison.rows]
+    assert min(stat.mean for stat in times if stat) == reached_s
 
 
 def test_an_own_metric_is_a_column_and_splits_no_row(tmp_path: Path) -> None:

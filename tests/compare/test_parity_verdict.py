@@ -10,8 +10,8 @@ import torch
 from generated_runs import SINGLE, lines_of, write_run
 
 from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.formats import as_text
 from ddp_runner.compare.parity import Parity
-from ddp_runner.compare.render.tables import as_text
 from ddp_runner.compare.runs import read_runs
 
 NUM_STEPS = 60

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.compare.analysis import Comparison, compare
-from ddp_runner.compare.render.tables import as_text
+from ddp_runner.compare.formats import as_text
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.compare.speedup import num_buckets
 from ddp_runner.dist_env import DistEnv
@@ -93,7 +93,7 @@ def test_a_step_is_predicted_from_its_parts_and_the_all_reduce(tmp_path: Path) -
     comparison = compared(tmp_path)
     (fit,) = comparison.all_reduces
     assert (fit.latency_us, fit.gb_per_s) == pytest.approx((100, 2.0))
-    assert [row.world_size for row in comparison.rows] == [1, 2]  # the benchmark has no row
+    assert [row.runs[0].world_size for row in comparison.rows] == [1, 2]  # the benchmark has no row
     (base, row) = comparison.rows
     assert base.predicted == {}
     prediction = row.predicted["strong"]
@@ -248,7 +248,7 @@ def test_equal_batches_per_rank_predict_equal_computing(tmp_path: Path) -> None:
     write_step(tmp_path / "two", 6400.0, parts, world_size=2, batch__global_size=128)
     write_benchmark(tmp_path / "benchmark", world_size=2, latency_us=0, gb_per_s=4 * 2**20 / 4e6)
     row = compared(tmp_path).rows[1]
-    assert row.strong is None
+    assert row.scalings.keys() == {"weak"}
     assert row.predicted["weak"].speedup == pytest.approx(2 * 16 / 20)
 
 
@@ -282,4 +282,4 @@ def test_benchmarks_alone_are_rows(tmp_path: Path) -> None:
     """If there are no training runs, the benchmarks are compared."""
     write_benchmark(tmp_path / "two", world_size=2, latency_us=100, gb_per_s=2.0)
     write_benchmark(tmp_path / "four", world_size=4, latency_us=100, gb_per_s=2.0)
-    assert [row.world_size for row in compared(tmp_path).rows] == [2, 4]
+    assert [row.runs[0].world_size for row in compared(tmp_path).rows] == [2, 4]

@@ -16,14 +16,14 @@ from browser import browser_path, browser_tab
 from generated_runs import SINGLE, lines_of, write_run
 from html_pages import Element, read_page
 
+from ddp_runner.compare import report as report_page
 from ddp_runner.compare.__main__ import run
 from ddp_runner.compare.analysis import compare
-from ddp_runner.compare.render.columns import columns
-from ddp_runner.compare.render.report import page as report_page
-from ddp_runner.compare.render.report.curves import SIZE, curves, thinned
+from ddp_runner.compare.columns import results_table
+from ddp_runner.compare.curves import SIZE, curves, thinned
 from ddp_runner.compare.runs import read_run, read_runs
 
-STYLE = (Path(report_page.__file__).parent / "page.css").read_text(encoding="utf-8")
+STYLE = (Path(report_page.__file__).parent / "templates" / "page.css").read_text(encoding="utf-8")
 # Each would end or begin something in HTML, CSS, a script, a template, mathtext or a terminal.
 HOSTILE = (
     "<script>alert(1)</script>\"'</style></title></svg><img src=https://evil.example/x "
@@ -109,7 +109,7 @@ def test_the_table_holds_the_comparison(outputs: Path, written: Path) -> None:
     page = read_page(written)
     comparison = compare(read_runs([outputs]))
     (table,) = page.all("table", id="results")
-    shown = columns(comparison)
+    shown = results_table(comparison).columns
     heads = table.all("th", scope="col")
     assert [head.text for head in heads] == ["#", *(column.title for column in shown)]
     more = ["more" in head.attributes.get("class", "").split() for head in heads]
@@ -518,3 +518,20 @@ def test_filters_find_what_is_shown(tmp_path: Path) -> None:
         for place in range(1, len(names) + 1):
             menu.select_option(index=place)
             assert count.text_content() == "1 of 6"
+
+
+@pytest.mark.full
+@pytest.mark.browser
+def test_the_metrics_of_unlike_runs_are_on_the_first_screen(tmp_path: Path) -> None:
+    """However many keys differ; those come after the metrics."""
+    outputs = tmp_path / "outputs"
+    for number in range(8):
+        keys = {f"model.a_long_name_{key}": number * 12 + key for key in range(12)}
+        lines = lines_of([1.0, 2.0], eval__loss=[0.5, 0.25], eval__accuracy=[0.5, 0.75])
+        write_run(outputs / str(number), config=keys, lines=lines)
+    with browser_tab(browser_path(), width=1280, height=900) as tab:
+        tab.goto(report(outputs).as_uri())
+        for metric in ("eval/accuracy", "eval/loss", "train/loss"):
+            box = tab.locator("#results thead th", has_text=metric).bounding_box()
+            assert box["x"] + box["width"] <= 1280
+            assert box["y"] + box["height"] <= 900

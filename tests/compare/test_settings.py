@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ddp_runner.compare.settings import labels, varied_keys
+from ddp_runner.compare.settings import labels, telling_keys, varied_keys
 
 LONG = "x" * 60  # so that a label with it is too long
 
@@ -15,6 +15,15 @@ def test_a_long_label_has_only_the_keys_that_tell_the_settings_apart() -> None:
     assert labels(settings) == [f"2 ranks, a {a}, b {b}" for a in (0, 1) for b in (0, 1)]
     short = [one | {"notes": "x"} for one in settings]
     assert labels(short)[0] == "2 ranks, notes x, a 0, b 0, c 0"
+
+
+def test_a_long_label_takes_the_keys_that_tell_most_apart() -> None:
+    """Not the first ones, and none for what a setting does not have."""
+    values = {"model.name": LONG, "a": 0, "b": 0, "lr": 0.1, "width": None}
+    settings = [{**values, "a": lr > 0.2, "lr": lr, "width": width} for lr, width in (
+        (0.1, None), (0.2, None), (0.3, None), (0.3, 8))]  # fmt: skip
+    assert telling_keys(settings) == ("lr", "width")
+    assert labels(settings) == ["lr 0.1", "lr 0.2", "lr 0.3", "lr 0.3, width 8"]
 
 
 def test_what_a_mode_takes_from_the_run_is_no_column_of_its_own() -> None:

@@ -25,7 +25,7 @@ from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, save
 from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.resume import resumed_overrides, with_resumed
 from ddp_runner.compare.analysis import compare
-from ddp_runner.compare.render.tables import FORMATS
+from ddp_runner.compare.formats import FORMATS
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve

@@ -23,7 +23,7 @@ for (const table of all("table.sortable")) {
         // What is missing comes last, up or down.
         if (x === undefined || y === undefined) return (x === undefined) - (y === undefined);
         const numbers = Number(x) - Number(y);
-        return sign * (isNumber && !Number.isNaN(numbers) ? numbers : x.localeCompare(y));
+        return sign * (isNumber && !Number.isNaN(numbers) ? numbers : x.localeCompare(y, undefined, { numeric: true }));
       });
       body.append(...rows);
     });

@@ -2,27 +2,17 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ddp_runner.compare.render.columns import digits, percent
-from ddp_runner.compare.render.report.curves import curves
-from ddp_runner.compare.render.report.tables import NumberedRun
-from ddp_runner.compare.render.report.views import (
-    Cell,
-    Table,
-    date_text,
-    duration_text,
-    records_table,
-    setting_text,
-    text_of,
-    value_cell,
-    value_table,
-)
+from ddp_runner.compare.curves import curves
 from ddp_runner.compare.run import Run, is_finite
 from ddp_runner.compare.speedup import REST
+from ddp_runner.compare.table import Table, digits, percent, setting_text, text_of, values_table
 from ddp_runner.files import LOADER, open_file
 from ddp_runner.metric_names import LINE_FIELDS, StepPart, headlines
 from ddp_runner.tracking.run_card import repeating_command
@@ -45,48 +35,85 @@ RECORDS = {
 }
 
 
-def details(one: NumberedRun, *, num_points: int, has_config: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Card:
+    """A run and how the report refers to it."""
+
+    run: Run
+    number: str  # 3 for the only run of the third row, 3.2 for its second, s1 for one in no row
+    label: str = ""  # its setting in a few words; empty: it is in no row
+    anchor: str = ""  # the id of its details in the page; empty: it has none
+
+    @property
+    def name(self) -> str:
+        """Its folder without the folders above."""
+        return self.run.folder.resolve().name or str(self.run.folder)
+
+    @property
+    def title(self) -> str:
+        """Its number and name."""
+        return f"{self.number} {self.name}"
+
+
+def details(card: Card, *, num_points: int, has_config: bool) -> dict[str, Any]:
     """Return what the template shows of a run, whatever its files hold; what is empty is left out.
 
     Args:
-        one: The run; one that cannot be compared has what could be read of it.
+        card: The run; one that cannot be compared has what could be read of it.
         num_points: Most points of a curve.
         has_config: Whether to list the whole config.
     """
-    run, record = one.run, one.run.record
+    run, record = card.run, card.run.record
     last = _last_values(run)
-    tables = (records_table(title, _list(record.get(name))) for name, title in RECORDS.items())
+    tables = (_records_table(title, _list(record.get(name))) for name, title in RECORDS.items())
     overrides = _overrides(run.folder)
     words = repeating_command(record, overrides) if overrides is not None else None
     stopped = record.get("stopped_early")
-    warnings = [text_of(warning) for warning in _list(record.get("warnings"))]
-    warnings += [f"stopped early: {text_of(stopped)}"] if stopped else []
-    config = run.config.items() if has_config else ()
+    stops = [f"stopped early: {text_of(stopped)}"] if stopped else []
     return {
-        "anchor": one.anchor,
-        "number": one.number,
-        "name": one.name,
-        "folder": str(run.folder),
+        "card": card,
         "status": text_of(record.get("status") or "unknown"),
-        "label": text_of(one.row.label) if one.row else "",  # its setting
         "reason": text_of(run.reason or ""),  # why it did not complete, or cannot be compared
-        "headline": tuple((name, digits(last[name])) for name in headlines(last)[:4]),
-        "tags": tuple(text_of(tag) for tag in _list(record.get("tags"))),
+        "headline": [(name, digits(last[name])) for name in headlines(last)[:4]],
+        "tags": [text_of(tag) for tag in _list(record.get("tags"))],
         "notes": text_of(record.get("notes") or ""),
-        "remarks": (*warnings, *map(text_of, run.notes)),
+        "remarks": [*map(text_of, _list(record.get("warnings"))), *stops, *run.notes],
         "command": shlex.join(words or ()),  # that repeats it
         # Of its last command, which does not repeat it.
         "last_keys": "" if words else "\n".join(overrides or ()),
         "times": _times(run),
-        "facts": tuple(_facts(record)),
+        "facts": [*_facts(record)],
         "last_values": _values(run, last),
-        "curves": tuple(curves(run, num_points=num_points)),
-        "parts": tuple(_parts(run)),
+        "curves": curves(run, num_points=num_points),
+        "parts": [*_parts(run)],
         "confusion": _confusion(record.get("confusion_matrix")),
-        "records": tuple(table for table in tables if table is not None),
-        "config": tuple((key, setting_text(value)) for key, value in config),
+        "records": [table for table in tables if table is not None],
+        "config": [(key, setting_text(value)) for key, value in run.config.items() if has_config],
         "traceback": _end_of(RunDir(run.folder).failure, run.folder, MAX_TRACEBACK),
     }
+
+
+def date_text(seconds: Any) -> str:
+    """Return a time since the epoch as a date in UTC, which means the same to every reader."""
+    if not is_finite(seconds) or not 0 <= seconds < 253_402_300_800:  # the year 10000
+        return text_of(seconds)
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted names."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    items = (flat(item, f"{name}.{key}" if name else str(key)) for key, item in value.items())
+    return {key: leaf for found in items for key, leaf in found.items()}
+
+
+def _duration_text(seconds: float) -> str:
+    """Return a duration as a reader would say it: 12.3 s, 4 min 10 s, 2 h 5 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if seconds < 120:
+        return f"{digits(seconds)} s"
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def _list(value: Any) -> list[Any]:
@@ -97,31 +124,22 @@ def _facts(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield every field of run.json that has no place of its own, and the versions."""
     for key, value in record.items():
         if key not in ELSEWHERE and value not in (None, "", [], {}):
+            is_time = key.endswith("_s") and is_finite(value) and not isinstance(value, bool)
             name = key.replace("num_", "number of ").replace("_", " ")
-            yield name, duration_text(value) if _is_time(key, value) else text_of(value)
+            yield name, _duration_text(value) if is_time else text_of(value)
     if versions := record.get("versions"):
         yield "versions", text_of(versions)
 
 
-def _is_time(key: str, value: Any) -> bool:
-    return key.endswith("_s") and is_finite(value) and not isinstance(value, bool)
-
-
 def _times(run: Run) -> Table:
     sessions = run.sessions or [run.record]
-
-    def seconds(name: str) -> list[Cell]:
-        return [value_cell(one.get(name), number=duration_text) for one in sessions]
-
-    return value_table(
-        "Sessions",
-        {
-            "session": [*range(1, len(sessions) + 1)],
-            "started": [date_text(one.get("started_at")) for one in sessions],
-            "start-up": seconds("startup_s"),
-            "whole": seconds("wall_s"),
-        },
-    )
+    columns = {
+        "session": [*range(1, len(sessions) + 1)],
+        "started": [date_text(one.get("started_at")) for one in sessions],
+        "start-up": [one.get("startup_s") for one in sessions],
+        "whole": [one.get("wall_s") for one in sessions],
+    }
+    return values_table("Sessions", columns, show=dict.fromkeys(columns, _duration_text))
 
 
 def _last_values(run: Run) -> dict[str, float]:
@@ -139,20 +157,26 @@ def _last_values(run: Run) -> dict[str, float]:
 
 def _values(run: Run, last: Mapping[str, float]) -> Table | None:
     """Return the last, lowest and highest value of each metric, and the result of a speed."""
-    if not last:
-        return None
     names = [*dict.fromkeys((*headlines(last), *sorted(last)))]
     logged = {name: run.values(name) for name in names}
-    speeds = {name: run.result(name) if name.startswith("perf/") else None for name in names}
     columns: dict[str, Sequence[Any]] = {
         "metric": names,
         "last": [last[name] for name in names],
         "lowest": [min(logged[name], default=None) for name in names],
         "highest": [max(logged[name], default=None) for name in names],
     }
-    if any(speed is not None for speed in speeds.values()):
-        columns["without warm-up"] = [speeds[name] for name in names]
-    return value_table("Metrics", columns)
+    speeds = [run.result(name) if name.startswith("perf/") else None for name in names]
+    if any(speed is not None for speed in speeds):
+        columns["without warm-up"] = speeds
+    return values_table("Metrics", columns) if names else None
+
+
+def _records_table(name: str, records: Sequence[Any]) -> Table | None:
+    """Return the table of mappings that have about the same fields; None if there is nothing."""
+    lines = [flat(record) for record in records if isinstance(record, Mapping)]
+    titles = dict.fromkeys(title for line in lines for title in line)
+    columns = {title: [line.get(title) for line in lines] for title in titles}
+    return values_table(name, columns) if titles else None
 
 
 def _parts(run: Run) -> Iterator[dict[str, Any]]:
@@ -179,10 +203,9 @@ def _confusion(counts: Any) -> list[list[tuple[int, int]]]:
         isinstance(row, list) and len(row) == size and all(isinstance(n, int) for n in row)
         for row in counts
     )
-    if not is_square:
-        return []
     return [
-        [(count, min(9, max(0, 10 * count // (sum(row) or 1)))) for count in row] for row in counts
+        [(count, min(9, max(0, 10 * count // (sum(row) or 1)))) for count in row]
+        for row in (counts if is_square else ())
     ]
 
 

@@ -1,18 +1,20 @@
 """The curves of one run's metrics, as paths of small charts."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
-from ddp_runner.compare.render.columns import digits
 from ddp_runner.compare.run import Run
+from ddp_runner.compare.table import digits
 from ddp_runner.metric_names import LINE_FIELDS, headlines
 
 SIZE = 10_000  # of a chart, in the units of its path: readings have four digits
 MAX_DOTTED = 40  # points of a curve that are marked
 LOG_FROM = 50  # highest divided by lowest value from which a logarithmic scale shows more
 
-Point = tuple[float, float | None]  # None: the value is not finite
+Point = tuple[float, float]  # step and value; nan: the value is not finite
 
 
 @dataclass(frozen=True)
@@ -50,30 +52,31 @@ def thinned(points: Sequence[Point], num_points: int) -> list[Point]:
     kept: list[Point] = []
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
-        known = [point for point in stretch if point[1] is not None]
-        ends = {min(known, key=_value), max(known, key=_value)} if known else set()
-        gaps = [point for point in stretch if point[1] is None]
-        kept += sorted({*ends, *gaps[:1]}, key=lambda point: point[0])
+        known = [point for point in stretch if not math.isnan(point[1])]
+        ends = {min(known, key=itemgetter(1)), max(known, key=itemgetter(1))} if known else set()
+        gaps = [point for point in stretch if math.isnan(point[1])]
+        kept += sorted((*ends, *gaps[:1]), key=itemgetter(0))
     return kept
 
 
 def _curve(run: Run, name: str, num_points: int) -> Curve | None:
-    points = [(line["step"] or 0.0, line[name]) for line in run.lines if name in line]
-    values = [value for _, value in points if value is not None]
+    found = [(line["step"] or 0.0, line[name]) for line in run.lines if name in line]
+    points = [(step, math.nan if value is None else value) for step, value in found]
+    values = run.values(name)
     if len(values) < 2 or min(values) == max(values):
         return None
     low, high, first, last = min(values), max(values), points[0][0], points[-1][0]
     is_log = low > 0 and high / low >= LOG_FROM
     bottom, top = (math.log(low), math.log(high)) if is_log else (low, high)
 
-    def place(point: Point) -> str:
-        step, value = point[0], _value(point)
+    def place(step: float, value: float) -> str:
         across = (step - first) / ((last - first) or 1)
         up = ((math.log(value) if is_log else value) - bottom) / ((top - bottom) or 1)
         return f"{round(SIZE * across)},{round(SIZE * (1 - up))}"
 
     shown = thinned(points, num_points)
-    parts = [[place(point) for point in part] for part in _unbroken(shown)]
+    stretches = groupby(shown, key=lambda point: math.isnan(point[1]))
+    parts = [[place(*point) for point in part] for is_gap, part in stretches if not is_gap]
     is_dotted = len(shown) <= MAX_DOTTED
     return Curve(
         name=name,
@@ -86,21 +89,3 @@ def _curve(run: Run, name: str, num_points: int) -> Curve | None:
         high=high,
         is_log=is_log,
     )
-
-
-def _unbroken(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """Yield the stretches between values that are not finite."""
-    part: list[Point] = []
-    for point in points:
-        if point[1] is not None:
-            part.append(point)
-        elif part:
-            yield part
-            part = []
-    if part:
-        yield part
-
-
-def _value(point: Point) -> float:
-    assert point[1] is not None, "a point without a value has no place"
-    return point[1]

@@ -1,15 +1,17 @@
-"""How plots look: their colours, and a legend beside the axes.
+"""How plots look: their colours, their lines and bars, and a legend beside the axes.
 
 Without pyplot there is no global state and no need for a display. matplotlib is imported only when
 a plot is drawn.
 """
 
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.compare.render.columns import cut
+from ddp_runner.compare.table import cut, digits
+from ddp_runner.errors import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,8 +24,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY, TEXT = "#6e6e6e", "#333333"
 MAX_GREY = 100  # lines behind the coloured ones
 MAX_MARKED = 30  # points of a line with markers
-MAX_LABEL = 120  # characters
-LABEL_WIDTH = 30  # characters
+MAX_LABEL, LABEL_WIDTH = 120, 30  # characters
+MIN_NUMBERED = 0.07 / 1.2  # share of the axes; shorter parts of a bar have no number
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -52,6 +54,30 @@ class Line:
     doubtful: Sequence[float] = ()  # the xs of hollow points
 
 
+def draw_bars(
+    axes: "Axes",
+    bars: Mapping[float, Mapping[str, float]],
+    colours: Mapping[str, str],
+    height: float,
+    word: str = "",
+) -> None:
+    """Draw bars at their places. With a `word` they are pale, and their parts have no numbers."""
+    starts = [0.0] * len(bars)
+    for name, colour in colours.items():
+        lengths = [max(0.0, parts.get(name, 0.0)) for parts in bars.values()]
+        drawn = axes.barh([*bars], lengths, height, starts, color=colour, edgecolor="white")
+        drawn.set_label("" if word else printable(name))
+        least = math.inf if word else MIN_NUMBERED * axes.get_xlim()[1]
+        numbers = [digits(length) if length > least else "" for length in lengths]
+        axes.bar_label(drawn, numbers, label_type="center", color="white")
+        for bar in drawn.patches if word else ():
+            bar.set_alpha(0.45)
+        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+    for (place, parts), start in zip(bars.items(), starts, strict=True):
+        text = f"  {digits(sum(parts.values()))} ms{word}"
+        axes.text(start, place, text, va="center", color=TEXT, fontsize=8 if word else None)
+
+
 def new_figure(
     title: str, *, num_panels: int = 1, height: float = 5.0
 ) -> tuple["Figure", list["Axes"]]:
@@ -64,58 +90,40 @@ def new_figure(
     return figure, list(figure.subplots(1, num_panels, squeeze=False)[0])
 
 
-def draw_lines(
-    axes: "Axes",
-    lines: Sequence[Line],
-    *,
-    first: str,
-    xlabel: str,
-    ideal: Sequence[Line] = (),
-) -> None:
-    """Draw lines, and a legend to the right of the axes.
+def draw_lines(axes: "Axes", lines: Sequence[Line], *, first: str, xlabel: str) -> None:
+    """Draw the first lines in colour and the others in grey, and a legend to the right.
 
-    Args:
-        axes: Axes whose scale is already set.
-        lines: The first lines are in colour, the others in grey.
-        first: What distinguishes the first lines, for example `fastest`.
-        xlabel: Label of the horizontal axis.
-        ideal: Dashed lines behind the others.
+    `first` is what distinguishes the first lines, for example `fastest`.
     """
     for line in lines[len(COLOURS) :][:MAX_GREY]:
         axes.plot(line.xs, line.ys, color=GREY, alpha=0.3, linewidth=0.8)
-    for index, line in enumerate(ideal):
-        name = None if index else line.name
-        axes.plot(line.xs, line.ys, color=GREY, linestyle="--", linewidth=1.5, label=name)
-    coloured = [*zip(lines, COLOURS, strict=False)]
-    for index, (line, colour) in enumerate(coloured):
+    coloured = lines[: len(COLOURS)]
+    for index, line in enumerate(coloured):
+        colour, marker = COLOURS[index], MARKERS[index]
         # An earlier line is thicker, so that it stays visible below a later line that coincides.
         thicker = 0.4 * (len(coloured) - 1 - index)
-        _draw_line(axes, line, colour, MARKERS[index], thicker)
+        axes.plot(
+            line.xs,
+            line.ys,
+            color=colour,
+            label=wrapped(line.name),
+            marker=marker if len(line.xs) <= MAX_MARKED else None,
+            linewidth=2.0 + thicker,
+            markersize=6 + thicker,
+        )
+        if line.predicted:
+            axes.plot(line.xs, line.predicted, color=colour, linestyle=":", linewidth=2)
+        if line.errors:
+            axes.errorbar(line.xs, line.ys, line.errors, color=colour, fmt="none", capsize=4)
+        for x, y in zip(line.xs, line.ys, strict=True):
+            if x in line.doubtful:
+                axes.plot([x], [y], marker, color=colour, mfc="white", ms=9)
+        if line.low:
+            axes.fill_between(line.xs, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     is_full = len(lines) > len(COLOURS)
     note = f"\n(the {len(COLOURS)} {first} of {len(lines)} in colour)" if is_full else ""
     axes.set_xlabel(xlabel + note)
-
-
-def _draw_line(axes: "Axes", line: Line, colour: str, marker: str, thicker: float) -> None:
-    axes.plot(
-        line.xs,
-        line.ys,
-        color=colour,
-        label=wrapped(line.name),
-        marker=marker if len(line.xs) <= MAX_MARKED else None,
-        linewidth=2.0 + thicker,
-        markersize=6 + thicker,
-    )
-    if line.predicted:
-        axes.plot(line.xs, line.predicted, color=colour, linestyle=":", linewidth=2)
-    if line.errors:
-        axes.errorbar(line.xs, line.ys, line.errors, color=colour, fmt="none", capsize=4)
-    for x, y in zip(line.xs, line.ys, strict=True):
-        if x in line.doubtful:
-            axes.plot([x], [y], marker, color=colour, mfc="white", ms=9)
-    if line.low:
-        axes.fill_between(line.xs, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
 
 
 def wrapped(name: str) -> str:

@@ -1,0 +1,208 @@
+"""A comparison as text, Markdown, CSV and JSON."""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from shutil import get_terminal_size
+from typing import Any
+
+from ddp_runner.compare.analysis import Comparison, RunNote
+from ddp_runner.compare.columns import results_table
+from ddp_runner.compare.run import Run, Stat
+from ddp_runner.compare.settings import ALWAYS_SHOWN, label
+from ddp_runner.compare.table import Column, Table, cut, digits
+from ddp_runner.errors import counted, listed, printable
+from ddp_runner.files import in_csv, in_markdown, json_safe
+from ddp_runner.host.streams import line_width, wrapped
+from ddp_runner.tracking.run_dir import RunDir
+
+WIDTH = 120  # characters, without a terminal
+MAX_LINES = 20  # in lists for people
+MAX_CELL = 200  # characters of a cell, for people
+NUMBER_WIDTH = 8  # characters that the number of a row, the gaps and an ellipsis take at most
+PARITY_HINTS = (
+    "dropout, and BatchNorm that is not synchronised, differ by rank and break parity",
+    "a training that is about to diverge breaks it by rounding alone: try a smaller optimizer.lr",
+    "a first line long after step 1 hides how the difference began: try train.log_every_steps=1",
+)
+
+
+def as_text(comparison: Comparison) -> str:
+    """Return a table with aligned columns, and lists of remarks below it.
+
+    Columns beyond the width of the terminal follow in further blocks, which repeat the settings.
+    """
+    shown = results_table(comparison)
+    terminal = line_width(sys.stdout)
+    width = terminal or get_terminal_size(fallback=(WIDTH, 0)).columns  # a user may set COLUMNS
+    lines = [shown.name, *_blocks(shown, width=width)]
+    for title, sentences in remarks(comparison, shown):
+        lines += ["", f"{title}:", *(f"  {sentence}" for sentence in sentences)]
+    return wrapped("\n".join(map(printable, lines)), terminal)
+
+
+def _blocks(shown: Table, *, width: int) -> Iterator[str]:
+    """Yield the lines of the table, split between columns into blocks of at most `width`.
+
+    Each block repeats the settings if the table begins with them and they take at most half of the
+    width, else the numbers of the rows.
+    """
+    columns = [column for column in shown.columns if column.is_brief]
+    padded = []
+    for column in columns:
+        texts = _texts(shown, column, most=min(MAX_CELL, width - NUMBER_WIDTH))
+        size = max(map(len, texts))
+        is_text = any(isinstance(value, str) for value in column.values)
+        padded.append([text.ljust(size) if is_text else text.rjust(size) for text in texts])
+    num_keys = next((at for at, one in enumerate(columns) if not one.is_key), len(columns))
+    blocks = [list[list[str]]()]
+    if not 0 < sum(len(texts[0]) + 2 for texts in padded[:num_keys]) <= width / 2:
+        labels = [shown.head, *shown.labels]
+        padded, num_keys = [[one.rjust(len(labels[-1])) for one in labels], *padded], 1
+    keys = padded[:num_keys]
+    for texts in padded[num_keys:]:
+        taken = sum(len(others[0]) + 2 for others in (*keys, *blocks[-1]))
+        if blocks[-1] and taken + len(texts[0]) > width:
+            blocks.append([])
+        blocks[-1].append(texts)
+    for block in blocks if shown.labels else ():
+        yield ""
+        yield from ("  ".join(row).rstrip() for row in zip(*keys, *block, strict=True))
+
+
+def _texts(shown: Table, column: Column, *, most: int = MAX_CELL) -> list[str]:
+    """Return the title and the cells of a column, with so many characters at most."""
+    texts = [shown.text(column, row) for row in range(len(shown.labels))]
+    return [cut(text, most) for text in (column.title, *texts)]
+
+
+def as_markdown(comparison: Comparison) -> str:
+    """Return the same as a Markdown table and lists."""
+    shown = results_table(comparison)
+    columns = [_texts(shown, column) for column in shown.columns if column.is_brief]
+    rows = [[in_markdown(text) for text in row] for row in zip(*columns, strict=True)]
+    rows[1:1] = [["---"] * len(columns)]
+    lines = [in_markdown(shown.name), ""]
+    lines += [f"| {' | '.join(row)} |" for row in rows if shown.labels]
+    for title, sentences in remarks(comparison, shown):
+        lines += ["", f"**{title}**", "", *(f"- {in_markdown(sentence)}" for sentence in sentences)]
+    return "\n".join(map(printable, lines))
+
+
+def as_csv(comparison: Comparison) -> str:
+    """Return every column of every row; standard deviations have columns of their own."""
+    columns: list[list[Any]] = []  # each with its title first
+    for column in results_table(comparison).columns:
+        stats = [value if isinstance(value, Stat) else None for value in column.values]
+        means = [
+            one.mean if one else value for one, value in zip(stats, column.values, strict=True)
+        ]
+        columns.append([column.key, *means])
+        if any(stats):
+            columns.append([f"{column.key}_sd", *(one and one.sd for one in stats)])
+    text = io.StringIO()
+    rows = (map(in_csv, row) for row in zip(*columns, strict=True))
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().rstrip("\n")
+
+
+def as_json(comparison: Comparison) -> str:
+    """Return the whole Comparison; a run is its folder, and null stands for NaN and infinities."""
+    return json.dumps(comparison, default=_json_value, indent=2, allow_nan=False)
+
+
+def _json_value(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, Run):
+        return json_safe({field.name: getattr(value, field.name) for field in fields(value)})
+    return str(value.folder if isinstance(value, Run) else value)  # a path, or a date from YAML
+
+
+FORMATS = {"table": as_text, "markdown": as_markdown, "csv": as_csv, "json": as_json}
+SUFFIXES = {"table": "txt", "markdown": "md", "csv": "csv", "json": "json"}
+
+
+def remarks(comparison: Comparison, shown: Table) -> Iterator[tuple[str, list[str]]]:
+    """Yield the titles and lines of the lists below the table."""
+    if best := comparison.best:
+        count, sd = counted(best.value.count, "run"), best.value.sd
+        spread = "" if sd is None else f" ± {digits(sd)}"
+        exports = [RunDir(run.folder).export for run in best.row.runs]
+        models = listed([str(path) for path in exports if path.is_file()])
+        value = f"{digits(best.value.mean)}{spread} over {count} ({best.row.label})"
+        title = f"best {best.metric} ({best.mode})"
+        yield title, _shortened([value, f"its models: {models or 'none was exported'}"])
+    if lines := [*_step_gaps(comparison)]:
+        title = "step time, measured and predicted, and the parts that differ (ms)"
+        yield title, [cut(line) for line in lines]
+    if lines := [
+        f"{fit.backend}, {counted(fit.world_size, 'rank')}: {fit.latency_us:,.0f} us + bytes / "
+        f"{fit.gb_per_s:.2f} GB/s, from {fit.num_sizes} sizes, median error {fit.error:.0%}"
+        for fit in comparison.all_reduces
+    ]:
+        yield "time of an all-reduce, fitted to task=collectives", [cut(line) for line in lines]
+    if lines := [
+        f"{label(parity.run.setting, ALWAYS_SHOWN)}, seed {parity.run.seed}: {parity.verdict}, "
+        f"compared with {label(parity.reference.setting, ALWAYS_SHOWN)}; difference up to "
+        f"{parity.largest:.1%} ({parity.run.folder})"
+        for parity in comparison.parity
+        if parity.first_break is not None
+    ]:
+        title = f"loss parity broken, {counted(len(lines), 'run')}"
+        yield title, [*_shortened(lines), *PARITY_HINTS]
+    yield from run_remarks(comparison)
+    lines = []
+    if any(len(row.runs) > 1 for row in comparison.rows):
+        over = " and ".join(comparison.over)
+        lines.append(f"±: standard deviation over the runs of a row, its {over}")
+    lines += [f"{one.title}: {one.hint}" for one in shown.columns if one.is_brief and one.hint]
+    if shown.labels:
+        yield "columns", [cut(line) for line in dict.fromkeys(lines)]
+
+
+def run_remarks(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
+    """Yield the titles and lines of the warnings, the notes and the skipped runs, if any."""
+    if comparison.warnings:
+        yield "warnings", _shortened(comparison.warnings)
+    if comparison.notes:
+        yield "notes", _by_sentence(comparison.notes)
+    if skipped := comparison.skipped:
+        yield f"skipped, {counted(len(skipped), 'run')}", _by_sentence(skipped)
+
+
+def _step_gaps(comparison: Comparison) -> Iterator[str]:
+    """Yield by how much each predicted step differs from the measured one, and in which parts."""
+    for row in comparison.rows:
+        for kind, prediction in row.predicted.items():
+            measured, predicted = prediction.measured_ms, prediction.parts_ms
+            total = sum(measured.values())
+            gaps = {part: ms - predicted[part] for part, ms in measured.items()}
+            parts = ", ".join(
+                f"{part} {gap:+.3g}"
+                for part, gap in sorted(gaps.items(), key=lambda item: -abs(item[1]))
+                if abs(gap) >= 0.005 * total
+            )
+            yield (
+                f"{row.label} ({kind}): {digits(total)} ms, predicted "
+                f"{digits(sum(predicted.values()))}; {parts}"
+            )
+
+
+def _by_sentence(notes: Sequence[RunNote]) -> list[str]:
+    """Return a line for each different sentence, with the number and the folders of its runs."""
+    folders: dict[str, list[str]] = {}
+    for note in notes:
+        folders.setdefault(note.sentence, []).append(str(note.folder))
+    lines = []
+    for sentence, names in folders.items():
+        which = listed(names)
+        lines.append(f"{which if len(names) == 1 else f'{len(names)} runs ({which})'}: {sentence}")
+    return _shortened(lines)
+
+
+def _shortened(lines: Sequence[str]) -> list[str]:
+    num_more = len(lines) - MAX_LINES
+    more = [f"and {num_more} more; --format json shows all"] if num_more > 0 else []
+    return [*(cut(line) for line in lines[:MAX_LINES]), *more]

@@ -1,0 +1,153 @@
+"""A table of values, and how its cells read; any value of a run folder as a short text."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ddp_runner.compare.run import Stat, is_finite
+from ddp_runner.errors import in_yaml
+
+NOTHING = "-"  # the text of a cell without a value
+MAX_TEXT = 2000  # characters of a value: one in a run folder may have megabytes
+
+
+def cut(text: str, size: int = MAX_TEXT) -> str:
+    """Return the beginning of a text."""
+    return text if len(text) <= size else f"{text[:size]}…"
+
+
+def digits(value: float) -> str:
+    """Return a number with four significant digits."""
+    size = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.3e}" if size < -5 else f"{value:,.{max(0, min(6, 3 - size))}f}"
+
+
+percent, times = "{:.0%}".format, "{:.2f}x".format
+
+
+def text_of(value: Any) -> str:
+    """Return any value of a file as a short text."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: NOTHING}[value]
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) < 10**15 else str(value)[:MAX_TEXT]
+    if isinstance(value, float):
+        return digits(value) if is_finite(value) else str(value)
+    if isinstance(value, Mapping):
+        return cut(", ".join(f"{key} {text_of(item)}" for key, item in value.items()))
+    is_list = isinstance(value, list | tuple)
+    return cut(", ".join(map(text_of, value)) if is_list else str(value))
+
+
+def setting_text(value: Any) -> str:
+    """Return a value of a config as its YAML would show it, so that it can be typed again."""
+    return cut(repr(value) if isinstance(value, list | dict) else in_yaml(value))
+
+
+def _is_number(value: Any) -> bool:
+    return is_finite(value) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column. Its values are a Stat, a number or any value of a file; None: nothing."""
+
+    key: str  # its name in CSV, with the unit
+    title: str
+    values: Sequence[Any]
+    show: Callable[[Any], str] = text_of  # how its numbers read; in a setting's column, all values
+    hint: str = ""  # what a reader must know
+    is_brief: bool = True  # shown at once; the others in CSV, and in the report on demand
+    is_key: bool = False  # of a setting
+    best: frozenset[int] = frozenset()  # the rows with the best value
+
+    def order(self, row: int) -> float | str | None:
+        """Return what the row is sorted by; None comes last."""
+        value = self.values[row]
+        value = value.mean if isinstance(value, Stat) else value
+        if value is None or _is_number(value):
+            return value if value is None else float(value)
+        return self.text(value).lower()
+
+    def text(self, value: Any) -> str:
+        """Return one of its values as text."""
+        if value is None:
+            return NOTHING
+        return self.show(value) if self.is_key or _is_number(value) else text_of(value)
+
+    @cached_property
+    def is_number(self) -> bool:
+        """Whether it has a number."""
+        return any(isinstance(self.order(row), float) for row in range(len(self.values)))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of values, and what each row is called."""
+
+    name: str  # its headline, or its caption
+    columns: tuple[Column, ...]
+    labels: tuple[str, ...]  # of the rows
+    head: str = "#"  # of the labels
+    links: tuple[str, ...] = ()  # the place in the report to which each label leads
+    num_runs: tuple[int, ...] = ()  # of each row
+
+    def parts(self, column: Column, row: int) -> tuple[str, str]:
+        """Return a cell's value, and its standard deviation and of how many of the runs."""
+        value = column.values[row]
+        if not isinstance(value, Stat):
+            return column.text(value), ""
+        text, spread = column.show(value.mean), []
+        if value.sd is not None and column.show is digits and "e" not in text:
+            decimals = len(text.partition(".")[2])  # as many as the mean has
+            spread.append(f"± {value.sd:,.{decimals}f}")
+        elif value.sd is not None:
+            spread.append(f"± {column.show(value.sd)}")
+        if self.num_runs and value.count < self.num_runs[row]:
+            spread.append(f"({value.count} of {self.num_runs[row]})")
+        return text, " ".join(spread)
+
+    def text(self, column: Column, row: int) -> str:
+        """Return a cell as one text."""
+        return " ".join(filter(None, self.parts(column, row)))
+
+
+def values_table(
+    name: str,
+    columns: Mapping[str, Sequence[Any]],
+    *,
+    show: Mapping[str, Callable[[Any], str]] | None = None,
+    links: Sequence[str] = (),
+) -> Table:
+    """Return a table of columns by their titles; the first one labels the rows.
+
+    `show` has how the numbers of a column read, by its title.
+    """
+    (head, labels), *others = columns.items()
+    made = [Column(key, key, values, (show or {}).get(key, text_of)) for key, values in others]
+    return Table(name, tuple(made), tuple(map(text_of, labels)), head=head, links=tuple(links))
+
+
+def without_same(shown: Table) -> tuple[Table, list[tuple[str, str]]]:
+    """Return a table without the columns that are equal in all rows, and those as pairs.
+
+    A table of one row has nothing to tell apart and stays whole.
+    """
+    if len(shown.labels) < 2:
+        return shown, []
+    texts = [{shown.text(one, row) for row in range(len(shown.labels))} for one in shown.columns]
+    both = [*zip(shown.columns, texts, strict=True)]
+    same = [(one.title, found.pop()) for one, found in both if len(found) == 1]
+    columns = tuple(one for one, found in both if len(found) > 1)
+    return replace(shown, columns=columns), [pair for pair in same if pair[1] != NOTHING]
+
+
+def transposed(shown: Table, *, head: str) -> Table:
+    """Return a table whose columns are the rows of another one, all as text."""
+    columns = tuple(
+        Column(label, label, [shown.text(column, row) for column in shown.columns])
+        for row, label in enumerate(shown.labels)
+    )
+    return Table(shown.name, columns, tuple(column.title for column in shown.columns), head=head)
