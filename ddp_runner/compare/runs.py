@@ -8,7 +8,6 @@ import os
 import re
 import reprlib
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +20,8 @@ from ddp_runner.config.schema import leaves
 from ddp_runner.errors import UserError, listed, one_line
 from ddp_runner.files import is_missing, read_file, read_yaml
 from ddp_runner.job import Status
-from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS
+from ddp_runner.tracking.alive import LOST, standing
+from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS, RunDir
 from ddp_runner.tracking.run_record import RunRecord, read_run_record
 
 REQUIRED = {"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
@@ -151,11 +151,11 @@ def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
     """Return why a run is not completed or not usable; None if it is."""
     status, error = record.get("status"), record.get("error")
     if status == Status.RUNNING:
-        lines = folder / METRICS_FILE
-        written = (lines if lines.exists() else folder / RUN_RECORD).stat().st_mtime
-        minutes = int(time.time() - written) // 60
+        found = standing(RunDir(folder))
+        minutes = int(found.seen_s or 0.0) // 60
         age = f"{minutes} min ago" if minutes > 0 else "less than a minute ago"
-        return f"still running, or killed; last write {age}"
+        is_lost = found.status == LOST
+        return f"{'killed' if is_lost else f'still {found.status}'}; last sign of life {age}"
     if status in (Status.FAILED, Status.PREEMPTED):
         sentence = error.get("sentence") if isinstance(error, dict) else None
         return f"{status}: {sentence or 'at step ' + str(record.get('step', 0))}"

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ddp_runner.compare.formats import FORMATS
 from ddp_runner.compare.runs import read_runs, with_what_is_there
 from ddp_runner.errors import UserError
 
+HERE = socket.gethostname()
 ERROR = {"rank": 1, "kind": "crash", "sentence": "rank 1 raised RuntimeError: no"}
 HUGE = int("9" * 400)  # larger than any float
 
@@ -24,7 +26,8 @@ HUGE = int("9" * 400)  # larger than any float
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"status": "running"}, "still running, or killed; last write less than a minute ago"),
+        ({"status": "running"}, "still starting; last sign of life less than a minute ago"),
+        ({"status": "running", "host": HERE}, "killed; last sign of life less than a minute ago"),
         ({"status": "failed", "error": ERROR}, "failed: rank 1 raised RuntimeError: no"),
         ({"status": "failed", "error": "text"}, "failed: at step 20"),
         ({"status": "preempted", "step": 20}, "preempted: at step 20"),
