@@ -1,10 +1,8 @@
-"""Reads a composed config: as the schema's object, its overrides, and its secrets. Torch-free."""
+"""Reads a composed config: as the schema's object, and its overrides. Torch-free."""
 
-import os
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from functools import cache, reduce
 from io import StringIO
 from operator import getitem
@@ -12,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.resolvers import oc
 
+from ddp_runner.config.fields import walk
 from ddp_runner.config.schema import RUNNER_KEYS, Config
-from ddp_runner.config.secrets import Place, Secrets
 from ddp_runner.errors import UserError, one_line, os_errors
 from ddp_runner.files import yaml_text
-
-LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
 
 
 def to_config(raw: DictConfig) -> Config:
@@ -36,23 +31,15 @@ def to_config(raw: DictConfig) -> Config:
             )
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
     assert isinstance(config, Config)
-    _validate_texts(config)
+    for one in walk(config):  # OmegaConf lets lists and mappings into lists of texts
+        texts = one.value if one.kind in (list[str], list[str] | None) else None
+        for index, text in enumerate(texts or ()):
+            if not isinstance(text, str):
+                shown = str(text).replace("'", "")
+                raise UserError(
+                    f"{one.name}[{index}] ({shown}) must be a text; write {one.name}=[ONE,OTHER]"
+                )
     return config
-
-
-def _validate_texts(config: Any, prefix: str = "") -> None:
-    """Reject lists and mappings in lists of texts: OmegaConf lets them in."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if is_dataclass(value):
-            _validate_texts(value, f"{prefix}{field.name}.")
-        elif field.type in (list[str], list[str] | None):
-            for index, text in enumerate(value or ()):
-                if not isinstance(text, str):
-                    key, shown = prefix + field.name, str(text).replace("'", "")
-                    raise UserError(
-                        f"{key}[{index}] ({shown}) must be a text; write {key}=[ONE,OTHER]"
-                    )
 
 
 def frozen_config(path: Path) -> DictConfig:
@@ -115,49 +102,3 @@ def as_written(overrides: Any) -> list[str]:
 def chosen_keys(overrides: Sequence[str]) -> list[str]:
     """Return the keys that the command line gives."""
     return [override.partition("=")[0].lstrip("+~") for override in overrides]
-
-
-def find_secrets(raw: DictConfig) -> Secrets:
-    """Return the values that a composed config reads from the environment.
-
-    Every interpolation is resolved once more while ``oc.env`` is watched: a value may come through
-    other keys, in a longer text, in a list, or through other resolvers.
-    """
-    read, values, written = list[str](), dict[str, str](), dict[Place, str]()
-
-    def watched(name: str, *default: Any) -> str | None:
-        read.append(name)
-        value = os.environ.get(name, "")
-        if len(value) >= LEAST_LENGTH and not re.fullmatch(r"[\d.eE+-]+", value):
-            values[value] = f"${{oc.env:{name}}}"
-        return oc.env(name, *default)
-
-    OmegaConf.register_new_resolver("oc.env", watched, replace=True)
-    try:
-        for place, text in texts(OmegaConf.to_container(raw, resolve=False)):
-            if "${" not in text:
-                continue
-            read.clear()
-            # What cannot be resolved is reported when the config is resolved.
-            with suppress(Exception):
-                value = reduce(getitem, place, raw)
-                if OmegaConf.is_config(value):
-                    OmegaConf.to_container(value, resolve=True)
-            if read:
-                written[place] = text
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-    longest_first = sorted(values, key=len, reverse=True)
-    return Secrets(written, {value: values[value] for value in longest_first})
-
-
-def texts(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
-    """Yield each text of a plain config, and where it stands."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from texts(value, (*place, key))
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            yield from texts(value, (*place, index))
-    elif isinstance(tree, str | bytes):
-        yield place, str(tree)

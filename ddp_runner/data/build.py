@@ -10,8 +10,9 @@ from typing import Any
 
 from filelock import FileLock
 
+from ddp_runner.config.identity import leaves
 from ddp_runner.config.instantiate import find, make
-from ddp_runner.config.schema import Config, leaves
+from ddp_runner.config.schema import Config
 from ddp_runner.config.signatures import source_file
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource

@@ -6,8 +6,9 @@ from pathlib import Path
 from configs import compose_raw
 
 from ddp_runner.cli.compose import register
+from ddp_runner.config.identity import leaves
 from ddp_runner.config.keys import all_keys, help_text, page
-from ddp_runner.config.schema import Config, leaves
+from ddp_runner.config.schema import Config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
 

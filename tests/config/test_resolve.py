@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from configs import config_error, resolved
 
-from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.config.sections import LaunchConfig, meeting_place
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware

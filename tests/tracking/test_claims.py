@@ -10,7 +10,8 @@ import pytest
 from configs import resolved
 from run_folders import record
 
-from ddp_runner.config.schema import Config, work_hash
+from ddp_runner.config.identity import work_hash
+from ddp_runner.config.schema import Config
 from ddp_runner.config.secrets import Secrets
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError

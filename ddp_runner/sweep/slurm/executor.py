@@ -11,8 +11,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ddp_runner.config.schema import AUTO, Config, RunConfig
-from ddp_runner.config.values import validate_values
+from ddp_runner.config.schema import Config, RunConfig
+from ddp_runner.config.sections import AUTO
+from ddp_runner.config.validate import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
 from ddp_runner.job import Job, Outcome, Status

@@ -5,8 +5,7 @@ Each pair was tried with torch 2.15: only what fails, or is wrong silently, is r
 
 from collections.abc import Mapping
 
-from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import Config, mode_needs
+from ddp_runner.config.schema import Config, has_own_loop, mode_needs
 from ddp_runner.errors import UserError, in_yaml
 
 COMM_HOOKS = ("bf16", "fp16")
