@@ -32,6 +32,12 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
 
 
+def test_the_page_has_the_range_of_a_number() -> None:
+    """It stands beside the key, for the page as for the error."""
+    rows = [line for line in page().splitlines() if line.startswith("| `launch.join_timeout_s`")]
+    assert "number of seconds, 1 or greater, 31536000 or less" in rows[0]
+
+
 def test_help_has_the_keys() -> None:
     """With type and default, and the meaning below."""
     assert "train.epochs=10  (whole number)\n    passes over the training set\n" in help_text()

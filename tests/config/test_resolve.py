@@ -184,6 +184,12 @@ INVALID = [
      "checkpoint.load_best=true evaluates the model of task=train, and task is mine.train; leave "
      "it out: your function loads and evaluates what it wants"),
     ("train.precision=int8", "train.precision (int8) must be one of fp32, tf32, bf16, fp16"),
+    ("train.precision=fp61",
+     "train.precision (fp61) must be one of fp32, tf32, bf16, fp16; did you mean fp16?"),
+    (f"parallelism=fsdp parallelism.num_replicas={10**30}",
+     f"parallelism.num_replicas ({10**30}) must be {2**63 - 1} or less"),
+    ("parallelism=fsdp parallelism.num_replicas=two",
+     "parallelism.num_replicas (two) must be a number"),
     ("train.precision=fp16", "train.precision=fp16 needs a GPU; on a CPU write bf16"),
     ("checkpoint.mode=best", "checkpoint.mode (best) must be one of max, min"),
     ("backend.name=tcp",
