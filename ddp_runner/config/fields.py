@@ -17,7 +17,7 @@ MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
 
 @dataclass(frozen=True)
 class Rule:
-    """What a key means, and what its value must be. A key that may be null accepts null."""
+    """What a key means, and what its value must be."""
 
     doc: str = ""
     unit: str | None = None
@@ -99,9 +99,7 @@ def validate_value(name: str, value: Any, rule: Rule) -> None:
             hint = f"; did you mean {meant}?" if meant else ""
             among = "among" if isinstance(value, list) else "one of"
             raise UserError(f"{name} ({in_yaml(item)}) must be {among} {', '.join(known)}{hint}")
-    if value is None:
-        return
-    if (rule.above, rule.least, rule.most) != (None, None, None):
+    if value is not None and (rule.above, rule.least, rule.most) != (None, None, None):
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UserError(f"{name} ({in_yaml(value)}) must be a number")
         if rule.above is not None and not value > rule.above:

@@ -106,7 +106,9 @@ class ModeNeeds:
     model_ranks: int | None = key(
         1, "ranks that compute the same samples together; null: all", above=0
     )
-    num_servers: int = key(0, "ranks that hold parameters and compute no gradients", least=0)
+    num_servers: int = key(
+        0, "ranks that hold parameters and compute no gradients", least=0, most=1
+    )
     splits_parameters: bool = key(False, "each rank holds a part of each parameter")
     data_parallel: bool = key(False, "one rank drives all GPUs of its machine")
 

@@ -1,4 +1,7 @@
-"""What each task needs of a config, and which keys it does not read. Torch-free."""
+"""What each task needs of a config, and which keys it does not read. Torch-free.
+
+Each function that validates raises a UserError for the first rule that is broken.
+"""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -50,11 +53,7 @@ _TRAIN_IN_OWN_LOOP = ("train.deterministic", "train.num_threads")  # all that th
 
 
 def validate_task(config: Config, *, chosen: Collection[str]) -> None:
-    """Reject keys that do not fit the task.
-
-    Raises:
-        UserError: a rule is broken.
-    """
+    """Reject keys that do not fit the task."""
     _validate_collectives(config)
     _validate_own_loop(config)
     _validate_inference(config, chosen=chosen)
@@ -77,11 +76,7 @@ def _validate_collectives(config: Config) -> None:
 
 
 def _validate_own_loop(config: Config) -> None:
-    """Reject keys that do not fit the user's own loop, and arguments for it without such a task.
-
-    Raises:
-        UserError: a rule is broken.
-    """
+    """Reject keys that do not fit the user's own loop, and arguments for it without such a task."""
     task, checkpoint = config.task, config.checkpoint
     if not has_own_loop(task):
         if config.loop:
@@ -126,11 +121,7 @@ def _validate_own_loop(config: Config) -> None:
 
 
 def _validate_inference(config: Config, *, chosen: Collection[str]) -> None:
-    """Reject keys that do not fit the task.
-
-    Raises:
-        UserError: a rule is broken.
-    """
+    """Reject keys that do not fit the task."""
     task, own = config.task, config.inference
     if task in INFERENCE and own.run is None and config.resume in (None, AUTO):
         raise UserError(f"task={task} takes the model of a run; write resume=RUN, or resume=last")

@@ -48,7 +48,9 @@ def validate_values(config: Config) -> None:
     for group in LIST_GROUPS:
         _validate_named(group, getattr(config, group))
     for key in walk(config):
-        validate_value(key.name, key.value, key.rule)
+        may_be_null = plain_kind(key.kind) is not key.kind
+        if key.value is not None or not may_be_null:
+            validate_value(key.name, key.value, key.rule)
     groups = {group: getattr(config, group) for group in (*RUNNER_KEYS, *LIST_GROUPS, "loop")}
     own = {key: value for key, value in groups["parallelism"].items() if key != "needs"}
     tree = groups | {"parallelism": own, "params": {"groups": config.params.groups}}
