@@ -1,4 +1,4 @@
-"""What must hold for each mode of parallelism and the rest of a config. Torch-free.
+"""What each mode of parallelism needs of the rest of a config. Torch-free.
 
 Each pair was tried with torch 2.15: only what fails, or is wrong silently, is rejected, by a
 UserError for the first rule that is broken.
@@ -66,7 +66,7 @@ def validate_mode(config: Config) -> None:
     if needs.data_parallel and config.train.compile:
         raise UserError(
             f"train.compile=true does not work with parallelism={name}, which copies the model to "
-            "the GPUs anew in each step; leave it out, or write parallelism=ddp"
+            "the GPUs in each step; leave it out, or write parallelism=ddp"
         )
     if needs.splits_parameters and config.train.precision == "fp16":
         raise UserError(

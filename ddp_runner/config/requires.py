@@ -3,7 +3,7 @@
 A YAML says so in its block ``requires``, which no constructor gets::
 
     requires:
-      packages: {datasets: hf} # each with the extra of ddp-runner that brings it
+      packages: {datasets: hf} # with the extra of ddp-runner that brings it; null: itself
       files: [path] # keys that hold a file, or a list of files, under data_root
       folders: [folder] # likewise folders; one that the dataset downloads need not exist yet
       when: # blocks that hold for one value of a key
@@ -106,16 +106,15 @@ def _is_block(block: Any) -> bool:
     return (
         {*block} <= {"packages", "files", "folders", "when", "if"}
         and isinstance(packages, Mapping)
-        and all(NAME.fullmatch(str(word)) for pair in packages.items() for word in pair)
+        and all(NAME.fullmatch(f"{name}{extra or ''}") for name, extra in packages.items())
         and all(isinstance(one, list) for one in lists)
         and all(_is_block(one) and isinstance(one.get("if"), Mapping) for one in when)
     )
 
 
-def _validate_package(label: str, package: str, extra: str) -> None:
+def _validate_package(label: str, package: str, extra: str | None) -> None:
     spec = importlib.util.find_spec(package)
     # A folder of that name, as W&B leaves one, is found as a package without a file.
     if spec is None or spec.origin is None:
-        raise UserError(
-            f"{label} needs {package}, which is not installed; pip install 'ddp-runner[{extra}]'"
-        )
+        wanted = f"'ddp-runner[{extra}]'" if extra else package
+        raise UserError(f"{label} needs {package}, which is not installed; pip install {wanted}")

@@ -201,7 +201,7 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
         )
     if dataset.get("prepare") and folder is None:
         raise UserError(
-            "dataset.prepare=true needs dataset.folder, to prepare anew what has changed; name the "
+            "dataset.prepare=true needs dataset.folder, to see when its files change; name the "
             "folder under data_root that the samples come from"
         )
 

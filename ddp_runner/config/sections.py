@@ -128,7 +128,7 @@ class InferenceConfig:
     split: str = key("eval", "of the dataset; all: of both", choices=("eval", "train", "all"))
     format: str = key(
         "csv",
-        "of the predictions",
+        "of the predictions; parquet needs pyarrow",
         choices=("csv", "parquet"),
         packages={"parquet": ("pyarrow", "parquet")},
     )

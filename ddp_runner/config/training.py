@@ -141,8 +141,8 @@ class CheckpointConfig:
     load_best: bool = key(False, "at the end load the best checkpoint and evaluate it once more")
     export: list[str] = key(
         [],
-        "at the end write the best model for other programs, too: model.onnx, model.pt2; "
-        "model.safetensors is always written",
+        "at the end write the best model for other programs, too, as [onnx]: to model.onnx, "
+        "model.pt2; model.safetensors is always written",
         choices=EXPORTS,
         packages={"onnx": ("onnxscript", "onnx")},
     )

@@ -50,6 +50,8 @@ def planned(*words: str) -> None:
     [
         ("packages: {nowhere: mine}",
          "dataset=own needs nowhere, which is not installed; pip install 'ddp-runner[mine]'"),
+        ("packages: {nowhere: null}",
+         "dataset=own needs nowhere, which is not installed; pip install nowhere"),
         ("files: [seed]", "dataset.seed (0): there is no file "),
         ("folders: [name]", "dataset.name (own): there is no folder "),
         ("when: [{if: {seed: 0}, packages: {nowhere: mine}}]", "dataset.seed=0 needs nowhere, "),

@@ -233,7 +233,7 @@ INVALID = [
      "does; turn one of them off"),
     ("parallelism=dp train.compile=true",
      "train.compile=true does not work with parallelism=dp, which copies the model to the GPUs "
-     "anew in each step; leave it out, or write parallelism=ddp"),
+     "in each step; leave it out, or write parallelism=ddp"),
     ("dataset.augmentation._target_={}", "dataset.augmentation._target_ ({}) must be a text"),
     ("+parallelism.needs=3",
      "parallelism.needs (3) is a group of keys; write parallelism.needs.KEY=VALUE"),
