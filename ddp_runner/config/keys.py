@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
-from ddp_runner.config.fields import KINDS, Key, Rule, plain_kind, walk
+from ddp_runner.config.fields import KINDS, Key, plain_kind, walk
 from ddp_runner.config.schema import Config
 
 KIND_WORDS = {
@@ -35,8 +35,7 @@ class KeyText:
     """One key of the config, in words."""
 
     name: str  # dotted
-    kind: str  # as --help shows it
-    values: str  # with the range of a number
+    kind: str  # with what its value may be
     default: str
     meaning: str
 
@@ -45,7 +44,7 @@ def all_keys() -> Iterator[KeyText]:
     """Yield the keys of the schema in its order, without the groups that are chosen by name."""
     for key in walk(Config()):
         default = json.dumps(key.value).replace('"', "")
-        yield KeyText(key.name, _kind(key), _kind(key, _range(key.rule)), default, key.rule.doc)
+        yield KeyText(key.name, _kind(key), default, key.rule.doc)
 
 
 def help_text() -> str:
@@ -69,25 +68,21 @@ def page() -> str:
         lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in keys:
             meaning = key.meaning.replace("|", "\\|")
-            lines.append(f"| `{key.name}` | {key.values} | `{key.default}` | {meaning} |")
+            lines.append(f"| `{key.name}` | {key.kind} | `{key.default}` | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _kind(key: Key, limits: str = "") -> str:
-    """Return the words for a key's type, with its unit or the words to choose from, and limits."""
+def _kind(key: Key) -> str:
+    """Return the words for a key's type, with its unit, its range, or the words to choose from."""
     plain, rule = plain_kind(key.kind), key.rule
-    words = rule.kind or KIND_WORDS[plain]
-    words += f" of {rule.unit}" if rule.unit else ""
-    words += f": {', '.join(one for one in rule.choices if one)}" if rule.choices else ""
-    return words + limits + (" or null" if plain is not key.kind else "")
-
-
-def _range(rule: Rule) -> str:
-    """Return what a number must be, as an addition to its type."""
-    above = f" greater than {rule.above}" if rule.above is not None else ""
-    least = f", {rule.least} or greater" if rule.least is not None else ""
-    return above + least + (f", {rule.most} or less" if rule.most is not None else "")
+    choices = f": {' or '.join(filter(None, rule.choices))}" if rule.choices else ""
+    words = [(rule.kind or KIND_WORDS[plain]) + (f" of {rule.unit}" if rule.unit else "") + choices]
+    words += [f"greater than {rule.above}"] if rule.above is not None else []
+    words += [f"{rule.least} or greater"] if rule.least is not None else []
+    words += [f"{rule.most} or less"] if rule.most is not None else []
+    words += ["or null"] if plain is not key.kind else []
+    return ", ".join(words)
 
 
 if __name__ == "__main__":

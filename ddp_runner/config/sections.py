@@ -43,7 +43,9 @@ class LaunchConfig:
     nnodes: int = key(1, "number of machines", above=0)
     nproc_per_node: int | None = key(None, "ranks per machine; null: world_size / nnodes", above=0)
     node_rank: int | None = key(
-        None, "this machine's number; ranks follow it, 0 hosts the rendezvous; null: any", least=0
+        None,
+        "this machine's number, which orders the ranks; 0 hosts the rendezvous; null: HOST does",
+        least=0,
     )
     rdzv_endpoint: str | None = key(
         None,

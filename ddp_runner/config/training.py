@@ -70,7 +70,9 @@ class BatchConfig:
         None, "samples of one evaluation step of one rank; null: per_rank", above=0
     )
     count: str = key(
-        "samples", "what divides the loss; train.step counts tokens", choices=("samples", "tokens")
+        "samples",
+        "what the loss is divided by; the training step counts tokens",
+        choices=("samples", "tokens"),
     )
 
 
@@ -101,7 +103,9 @@ class TrainConfig:
     epochs: int = key(10, "passes over the training set", above=0)
     max_steps: int | None = key(None, "steps of the whole run; null: by train.epochs", above=0)
     log_every_steps: int = key(10, "optimizer steps between two lines of metrics", above=0)
-    eval_every_epochs: int = key(1, "between evaluations, and one at the end; 0: never", least=0)
+    eval_every_epochs: int = key(
+        1, "epochs between two evaluations; one at the end; 0: never", least=0
+    )
     eval_every_steps: int | None = key(None, "steps between two more evaluations", above=0)
     precision: str = key(
         "fp32",
@@ -110,8 +114,10 @@ class TrainConfig:
         choices=("fp32", "tf32", "bf16", "fp16"),
     )
     grad_accum_steps: int = key(1, "micro-steps of one optimizer step", above=0)
-    clip_norm: float | None = key(None, "largest L2 norm of the whole gradient", above=0)
-    clip_value: float | None = key(None, "largest absolute value of a gradient", above=0)
+    clip_norm: float | None = key(
+        None, "largest L2 norm of the gradient; null: no clipping", above=0
+    )
+    clip_value: float | None = key(None, "largest value of a gradient; null: no clipping", above=0)
     compile: bool = key(False, "torch.compile the model, inside its parallel wrapper")
     activation_checkpointing: bool = key(
         False, "keep only the inputs of each of model.blocks; the backward computes the rest again"
@@ -120,7 +126,7 @@ class TrainConfig:
     profile: Any | None = key(
         None,
         "trace these optimizer steps into profile/: a number of them, after 5 steps of warm-up, or "
-        "the first and the last, as in 20-25",
+        "the first and the last, as in 20-25; null: none",
         kind="whole number or a word",
         check=traced_steps,
     )
@@ -166,7 +172,7 @@ class EmaConfig:
     """A moving average of the weights, beside those that are trained."""
 
     decay: float | None = key(
-        None, "part of the average that a step keeps, such as 0.999", check=_validate_decay
+        None, "part of it that a step keeps, such as 0.999; null: none", check=_validate_decay
     )
     evaluate: bool = key(True, "evaluate and export the average in place of the trained weights")
 
@@ -183,4 +189,6 @@ class EarlyStopConfig:
     monitor: str | None = key(None, "a metric of evaluations, as eval/loss; null: never stop")
     patience: int = key(3, "evaluations in a row without an improvement that end it", above=0)
     min_delta: float = key(0.0, "least change of the metric that is an improvement", least=0)
-    mode: str | None = key(None, "which is best; null: as known", choices=(None, "max", "min"))
+    mode: str | None = key(
+        None, "which value is best; null: as is known of the metric", choices=(None, "max", "min")
+    )

@@ -39,5 +39,8 @@ def test_the_page_has_the_range_of_a_number() -> None:
 
 
 def test_help_has_the_keys() -> None:
-    """With type and default, and the meaning below."""
-    assert "train.epochs=10  (whole number)\n    passes over the training set\n" in help_text()
+    """With type, range and default, and the meaning below."""
+    assert (
+        "train.epochs=10  (whole number, greater than 0)\n    passes over the training set\n"
+        in help_text()
+    )
