@@ -23,8 +23,9 @@ def to_config(raw: DictConfig) -> Config:
     Raises:
         UserError: a key is not in the schema, or a list of texts holds something else.
     """
+    known = {field.name for field in fields(Config)}
     for key in map(str, raw):
-        if key not in {field.name for field in fields(Config)}:
+        if key not in known:
             raise UserError(
                 f"{key} is not a key of the config; see --help for all keys, and put your own "
                 f"under user, as in user.{key}"

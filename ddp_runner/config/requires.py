@@ -83,10 +83,9 @@ def _validate_block(
                     f"{owner}.{name} ({path}): there is no file {(root / str(path)).absolute()}; "
                     "give a path under data_root, or an absolute one"
                 )
-    downloads = any(key.endswith("download") and value is True for key, value in leaves(keys))
     for name in block.get("folders", ()):
         path = keys.get(name)
-        if path is not None and not downloads and not (root / str(path)).exists():
+        if path is not None and not ((root / str(path)).exists() or _downloads(keys)):
             raise UserError(
                 f"{owner}.{name} ({path}): there is no folder {(root / str(path)).absolute()}; "
                 "give one under data_root"
@@ -95,6 +94,11 @@ def _validate_block(
         for name, value in inner["if"].items():
             if keys.get(name) == value:
                 _validate_block(owner, f"{owner}.{name}={in_yaml(value)}", keys, inner, root)
+
+
+def _downloads(keys: Mapping[str, Any]) -> bool:
+    found = (value for key, value in leaves(keys) if key.rpartition(".")[2] == "download")
+    return any(value is True for value in found)
 
 
 def _is_block(block: Any) -> bool:

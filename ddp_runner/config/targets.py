@@ -68,8 +68,9 @@ def validate_targets(config: Config) -> None:
                 f"{key} still holds an interpolation (${{) after the config was resolved; write it "
                 "without a backslash before the $, or leave it out"
             )
-    needed = [package_of(name) for name in foreign_targets(tree).values()]
-    for key, name in _named(tree):
+    named = list(_named(tree))
+    needed = [package_of(name) for _, name in named if _is_foreign(name)]
+    for key, name in named:
         validate_name(name, key=key, allowed=config.allowed_targets, needed=needed)
 
 
