@@ -31,10 +31,9 @@ from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
 from ddp_runner.cli.said_again import said_again
 from ddp_runner.config.keys import help_text
-from ddp_runner.config.load import as_written, chosen_keys, to_config
+from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import LIST_GROUPS, Config, has_own_loop
-from ddp_runner.config.secrets import find_secrets
 from ddp_runner.config.sections import AUTO, INFERENCE
 from ddp_runner.config.task_rules import unused_note
 from ddp_runner.dist_env import DistEnv

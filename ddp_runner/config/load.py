@@ -1,5 +1,7 @@
-"""Reads a composed config: as the schema's object, and its overrides. Torch-free."""
+"""Reads a composed config: as the schema's object, its overrides, and its secrets. Torch-free."""
 
+import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -10,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
 
 from ddp_runner.config.fields import walk
 from ddp_runner.config.schema import RUNNER_KEYS, Config
+from ddp_runner.config.secrets import Place, Secrets, texts
 from ddp_runner.errors import UserError, one_line, os_errors
 from ddp_runner.files import yaml_text
+
+LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
 
 
 def to_config(raw: DictConfig) -> Config:
@@ -103,3 +109,37 @@ def as_written(overrides: Any) -> list[str]:
 def chosen_keys(overrides: Sequence[str]) -> list[str]:
     """Return the keys that the command line gives."""
     return [override.partition("=")[0].lstrip("+~") for override in overrides]
+
+
+def find_secrets(raw: DictConfig) -> Secrets:
+    """Return the values that a composed config reads from the environment.
+
+    Every interpolation is resolved once more while ``oc.env`` is watched: a value may come through
+    other keys, in a longer text, in a list, or through other resolvers.
+    """
+    read, values, written = list[str](), dict[str, str](), dict[Place, str]()
+
+    def watched(name: str, *default: Any) -> str | None:
+        read.append(name)
+        value = os.environ.get(name, "")
+        if len(value) >= LEAST_LENGTH and not re.fullmatch(r"[\d.eE+-]+", value):
+            values[value] = f"${{oc.env:{name}}}"
+        return oc.env(name, *default)
+
+    OmegaConf.register_new_resolver("oc.env", watched, replace=True)
+    try:
+        for place, text in texts(OmegaConf.to_container(raw, resolve=False)):
+            if "${" not in text:
+                continue
+            read.clear()
+            # What cannot be resolved is reported when the config is resolved.
+            with suppress(Exception):
+                value = reduce(getitem, place, raw)
+                if OmegaConf.is_config(value):
+                    OmegaConf.to_container(value, resolve=True)
+            if read:
+                written[place] = text
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    longest_first = sorted(values, key=len, reverse=True)
+    return Secrets(written, {value: values[value] for value in longest_first})

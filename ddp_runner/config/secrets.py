@@ -6,7 +6,6 @@ texts must not carry this environment's variables away, nor make this machine as
 Torch-free.
 """
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,12 +16,8 @@ from itertools import takewhile
 from operator import getitem
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.resolvers import oc
-
 from ddp_runner.config.schema import RunConfig
 
-LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
 # An address: of a scheme, or HOST:PORT. A range such as train[100:200] is none.
 ADDRESS = re.compile(
     r"://|^(?:\S*@)?(?:[a-z][\w.-]*|\d+(?:\.\d+){3}|\[[\da-f:.]+\]):\d{1,5}(?=/|$)", re.IGNORECASE
@@ -82,40 +77,6 @@ class Secrets:
         """Return an argument of an error; if its text holds a value, the text without it."""
         shown = str(argument)
         return argument if (hidden := self.hide(shown)) == shown else hidden
-
-
-def find_secrets(raw: DictConfig) -> Secrets:
-    """Return the values that a composed config reads from the environment.
-
-    Every interpolation is resolved once more while ``oc.env`` is watched: a value may come through
-    other keys, in a longer text, in a list, or through other resolvers.
-    """
-    read, values, written = list[str](), dict[str, str](), dict[Place, str]()
-
-    def watched(name: str, *default: Any) -> str | None:
-        read.append(name)
-        value = os.environ.get(name, "")
-        if len(value) >= LEAST_LENGTH and not re.fullmatch(r"[\d.eE+-]+", value):
-            values[value] = f"${{oc.env:{name}}}"
-        return oc.env(name, *default)
-
-    OmegaConf.register_new_resolver("oc.env", watched, replace=True)
-    try:
-        for place, text in texts(OmegaConf.to_container(raw, resolve=False)):
-            if "${" not in text:
-                continue
-            read.clear()
-            # What cannot be resolved is reported when the config is resolved.
-            with suppress(Exception):
-                value = reduce(getitem, place, raw)
-                if OmegaConf.is_config(value):
-                    OmegaConf.to_container(value, resolve=True)
-            if read:
-                written[place] = text
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-    longest_first = sorted(values, key=len, reverse=True)
-    return Secrets(written, {value: values[value] for value in longest_first})
 
 
 def foreign_keys(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

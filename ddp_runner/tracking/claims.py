@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.config.identity import OF_RANKS, flatten, leaves, work_hash
-from ddp_runner.config.resolve import resolve_batch
+from ddp_runner.config.ranks import resolve_batch
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.sections import AUTO
 from ddp_runner.dist_env import DistEnv, continues

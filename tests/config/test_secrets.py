@@ -14,9 +14,8 @@ from run_folders import record
 
 from ddp_runner.cli.compose import register
 from ddp_runner.cli.resume import with_resumed
-from ddp_runner.config.load import chosen_keys, to_config
+from ddp_runner.config.load import chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.secrets import find_secrets
 from ddp_runner.data.sources.offline import RandomRegression
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
