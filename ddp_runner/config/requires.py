@@ -3,7 +3,7 @@
 A YAML says so in its block ``requires``, which no constructor gets::
 
     requires:
-      packages: {datasets: hf} # with the extra of ddp-runner that brings it; null: itself
+      packages: {datasets: hf} # with the extra of ddp-runner that brings it; null: none does
       files: [path] # keys that hold a file, or a list of files, under data_root
       folders: [folder] # likewise folders; one that the dataset downloads need not exist yet
       when: # blocks that hold for one value of a key
@@ -120,5 +120,6 @@ def _validate_package(label: str, package: str, extra: str | None) -> None:
     spec = importlib.util.find_spec(package)
     # A folder of that name, as W&B leaves one, is found as a package without a file.
     if spec is None or spec.origin is None:
-        wanted = f"'ddp-runner[{extra}]'" if extra else package
-        raise UserError(f"{label} needs {package}, which is not installed; pip install {wanted}")
+        # A command to copy names our own extras alone: the block may come with somebody's run.
+        fix = f"pip install 'ddp-runner[{extra}]'" if extra else "install it, if you trust it"
+        raise UserError(f"{label} needs {package}, which is not installed; {fix}")

@@ -23,8 +23,8 @@ from ddp_runner.seeds import seed_all
 
 # Keys of a TorchDataset that prepared samples do not follow from: how they are loaded and changed.
 NO_FACTS = {
-    *("name", "folder", "eval_fraction", "split_seed", "num_classes", "shuffle", "prepare"),
-    *("mean", "std", "augmentation", "channels", "height", "width"),
+    *("name", "requires", "folder", "eval_fraction", "split_seed", "num_classes", "shuffle"),
+    *("prepare", "mean", "std", "augmentation", "channels", "height", "width"),
     *("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "shuffle_buffer"),
 }
 DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache

@@ -14,6 +14,8 @@ from ddp_runner.config.identity import UNCOUNTED, config_hash, only_used
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.keys import all_keys
 from ddp_runner.config.schema import LIST_GROUPS
+from ddp_runner.data.build import build_source
+from ddp_runner.data.sources.torch_dataset import TorchDataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.toy import ToyModel
@@ -51,7 +53,7 @@ def planned(*words: str) -> None:
         ("packages: {nowhere: mine}",
          "dataset=own needs nowhere, which is not installed; pip install 'ddp-runner[mine]'"),
         ("packages: {nowhere: null}",
-         "dataset=own needs nowhere, which is not installed; pip install nowhere"),
+         "dataset=own needs nowhere, which is not installed; install it, if you trust it"),
         ("files: [seed]", "dataset.seed (0): there is no file "),
         ("folders: [name]", "dataset.name (own): there is no folder "),
         ("when: [{if: {seed: 0}, packages: {nowhere: mine}}]", "dataset.seed=0 needs nowhere, "),
@@ -108,6 +110,9 @@ def test_no_constructor_gets_the_block_and_it_is_no_part_of_the_work() -> None:
     assert make("metrics.mae", {"_target_": "ddp_runner.metrics.shipped.MAE", **block})
     with_block, _ = resolved("model=toy", "+model.requires.packages.torch=mine")
     assert with_block.model["requires"] == block["requires"]
+    prepared = build_source(resolved("dataset=mnist")[0])
+    assert isinstance(prepared, TorchDataset)
+    assert "requires" not in prepared.facts  # by which prepared samples are found again
     assert config_hash(with_block) == config_hash(resolved("model=toy")[0])
     shown = {f"{owner}.requires.files": ["path"] for owner in ("dataset", "trackers.mlflow")}
     assert only_used(shown | {"model.requirements": 1}, uses=None) == {"model.requirements": 1}
