@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddp_runner.collectives.measurement import prepare, summarize, time_calls
 from ddp_runner.collectives.operations import Variant
-from ddp_runner.config.schema import CollectivesConfig
+from ddp_runner.config.sections import CollectivesConfig
 from ddp_runner.distributed import gather_objects
 
 

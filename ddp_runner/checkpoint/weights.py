@@ -21,8 +21,8 @@ from ddp_runner.checkpoint.store import (
     load_checkpoint,
     newest_first,
 )
-from ddp_runner.config.inference import Asked
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.sections import Asked
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, os_errors

@@ -36,7 +36,7 @@ from ddp_runner.cli.hydra_adapter import (
     run_hydra,
 )
 from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.config.schema import AUTO
+from ddp_runner.config.sections import AUTO
 from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect

@@ -11,8 +11,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_runner.cli.hydra_adapter import compose_config, literal
+from ddp_runner.config.identity import leaves
 from ddp_runner.config.load import chosen_keys
-from ddp_runner.config.schema import AUTO, LIST_GROUPS, RUNNER_KEYS, leaves
+from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
+from ddp_runner.config.sections import AUTO
 from ddp_runner.errors import listed
 
 GROUPS = (*RUNNER_KEYS, "backend", *LIST_GROUPS)
@@ -73,7 +75,7 @@ def replace_targets(raw: DictConfig, words: Sequence[str], *, folders: Sequence[
         node = OmegaConf.select(raw, owner)
         if before in (None, node._target_):
             continue
-        kept = {*RUNNER_KEYS.get(owner, ()), "name", "_target_"}
+        kept = {*RUNNER_KEYS.get(owner, ()), "name", "_target_"} - {"requires"}
         with open_dict(node):
             for name in [str(one) for one in node]:
                 if name not in kept and not any(_is_in(one, f"{owner}.{name}") for one in given):

@@ -30,13 +30,12 @@ from ddp_runner.cli.hydra_adapter import (
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
 from ddp_runner.cli.said_again import said_again
-from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.keys import help_text
 from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
-from ddp_runner.config.own_loop import has_own_loop
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import AUTO, LIST_GROUPS, Config
-from ddp_runner.config.unused import unused_note
+from ddp_runner.config.schema import LIST_GROUPS, Config, has_own_loop
+from ddp_runner.config.sections import AUTO, INFERENCE
+from ddp_runner.config.task_rules import unused_note
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
@@ -156,7 +155,7 @@ def plan_at(
                 chosen=chosen_keys(overrides),
                 env=place.env,
             )
-            validate_files(config, env=place.env)
+            validate_files(config, env=place.env, is_here=place.env is env)
         choices = _choices(node, config)
         return Job(
             config=config,

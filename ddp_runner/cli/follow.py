@@ -10,7 +10,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_runner.config.load import texts
+from ddp_runner.config.secrets import texts
 
 
 def follow_again(frozen: DictConfig, own: Any, unresolved: Mapping[str, Any]) -> None:

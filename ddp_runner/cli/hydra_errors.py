@@ -17,7 +17,8 @@ from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, Validation
 
 from ddp_runner.cli.command_line import group_folders, known_keys, nearest_key, taken_keys
 from ddp_runner.cli.hydra_adapter import OWN_GROUPS
-from ddp_runner.config.schema import CONFIG_DIR, KINDS, LIST_GROUPS, Config
+from ddp_runner.config.fields import KINDS
+from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, Config
 from ddp_runner.errors import UserError, in_yaml
 
 OURS = "ddp_runner"

@@ -14,11 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.cli.follow import follow_again
 from ddp_runner.cli.hydra_adapter import quoted
 from ddp_runner.cli.said_again import validate_said_again
-from ddp_runner.config.allowed_targets import given_targets
-from ddp_runner.config.inference import INFERENCE
 from ddp_runner.config.load import chosen_keys, forced, frozen_config
-from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import AUTO, CONFIG_DIR, RUNNER_KEYS
+from ddp_runner.config.schema import CONFIG_DIR, RUNNER_KEYS, has_own_loop
+from ddp_runner.config.sections import AUTO, INFERENCE
+from ddp_runner.config.targets import given_targets
 from ddp_runner.errors import UserError
 from ddp_runner.files import is_missing, read_yaml
 from ddp_runner.tracking.outputs import newest_run

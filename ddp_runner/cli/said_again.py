@@ -9,9 +9,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.hydra_adapter import literal
-from ddp_runner.config.allowed_targets import given_packages
-from ddp_runner.config.foreign import foreign_keys
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.secrets import foreign_keys
+from ddp_runner.config.targets import given_packages
 from ddp_runner.errors import UserError
 
 OF_COMMAND = ("allowed_targets", "launch", "sweep", "trackers")  # a resume takes none of a run's

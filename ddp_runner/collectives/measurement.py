@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_runner.collectives.operations import OPERATIONS, PERIOD, REDUCTIONS, Variant
-from ddp_runner.config.measuring import CollectivesConfig
+from ddp_runner.config.sections import CollectivesConfig
 from ddp_runner.device import synchronize
 from ddp_runner.distributed import gather_objects
 

@@ -11,7 +11,7 @@ from ddp_runner.collectives.measurement import (
     unsupported_reason,
 )
 from ddp_runner.collectives.operations import OPERATIONS, Variant
-from ddp_runner.config.measuring import OPS, CollectivesConfig
+from ddp_runner.config.sections import OPS, CollectivesConfig
 from ddp_runner.distributed import gather_objects
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, note_start

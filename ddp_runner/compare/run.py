@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ddp_runner.compare.settings import Setting
-from ddp_runner.config.own_loop import only_used
+from ddp_runner.config.identity import only_used
 from ddp_runner.metric_names import is_lower_better
 
 # The seed, over which a row averages, and keys that change neither the work nor its speed.

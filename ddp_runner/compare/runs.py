@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from ddp_runner import __version__
 from ddp_runner.compare.run import Run, best_step, is_finite
-from ddp_runner.config.schema import leaves
+from ddp_runner.config.identity import leaves
 from ddp_runner.errors import UserError, listed, one_line
 from ddp_runner.files import is_missing, read_file, read_yaml
 from ddp_runner.job import Status

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import RUNNER_KEYS
+from ddp_runner.config.schema import RUNNER_KEYS, has_own_loop
 from ddp_runner.errors import UserError, counted, nearest, printable
 
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if all runs agree

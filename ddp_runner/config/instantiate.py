@@ -11,9 +11,10 @@ from importlib import import_module
 from types import UnionType
 from typing import Any, get_args
 
-from ddp_runner.config.allowed_targets import TORCH, is_inside, validate_name
-from ddp_runner.config.schema import RUNNER_KEYS
+from ddp_runner.config.identity import is_inside
+from ddp_runner.config.schema import RUNNER_KEYS, runner_keys
 from ddp_runner.config.signatures import ANY, unknown_key
+from ddp_runner.config.targets import TORCH, validate_name
 from ddp_runner.errors import UserError, nearest, one_line, typed
 
 
@@ -38,7 +39,7 @@ def make(
         UserError: the target may not be named, cannot be imported, does not take the keys, or
             builds another kind of object.
     """
-    keys = {key: value for key, value in settings.items() if key not in RUNNER_KEYS.get(group, ())}
+    keys = {key: value for key, value in settings.items() if key not in runner_keys(group)}
     named = f"{group}={settings.get('name')}" if group in RUNNER_KEYS else group
     if "_target_" not in keys:
         raise UserError(f"{named} has no _target_; name the class or function that builds it")
@@ -75,7 +76,7 @@ def complete(
     target, known = settings.get("_target_"), keywords(factory)
     takes_any = ANY in known
     for key in settings:
-        if not (takes_any or key in known or key == "name" or key.startswith("_")):
+        if not (takes_any or key in {*known, *runner_keys(group)} or key.startswith("_")):
             raise unknown_key(key, group, target=target, known=known - offered.keys())
     taken = {key: value for key, value in offered.items() if takes_any or key in known}
     call = functools.partial(factory, *arguments, **taken)
@@ -100,17 +101,15 @@ def make_function(
     name_key = f"{key}._target_" if has_keys else key
     target = find(settings.get("_target_"), key=name_key, allowed=allowed)
     known = keywords(target)
-    for name in settings.keys() - known - {"_target_", "_partial_"}:
-        if ANY not in known:
-            raise unknown_key(str(name), key, target=settings["_target_"], known=known)
-    given = {name: compute() for name, compute in offered.items() if name in known}
     # Hydra's users write _partial_ beside a function; here it is one in any case.
     own = {name: one for name, one in settings.items() if name not in ("_target_", "_partial_")}
+    for name in own:
+        if not known & {name, ANY}:
+            raise unknown_key(str(name), key, target=settings["_target_"], known=known)
+    given = {name: compute() for name, compute in offered.items() if name in known}
     found = functools.partial(target, **construct(own, key=key, allowed=allowed), **given)
     if isinstance(target, type):
-        hint = (
-            f"its keys are {', '.join(own)}" if own else f"a keyword is added by +{key}.KEY=VALUE"
-        )
+        hint = f"its keys are {', '.join(own)}" if own else f"add a keyword by +{key}.KEY=VALUE"
         found = _report_errors(found, f"{key} ({settings['_target_']})", kind=None, hint=hint)
     if not callable(found):
         raise UserError(

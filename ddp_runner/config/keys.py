@@ -1,21 +1,25 @@
-"""The plain keys of the config with type, default and meaning: what --help and docs/keys.md show.
+"""The plain keys of the config with type, default and meaning: --help and docs/keys.md.
 
-The one source is the schema: its fields, and the comment that each has beside or above it.
+The one source is the schema: see ``fields``.
 """
 
 import inspect
 import json
-import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
-from ddp_runner.config.schema import KINDS, RUNNER_KEYS, Config
+from ddp_runner.config.fields import KINDS, Key, plain_kind, walk
+from ddp_runner.config.schema import Config
 
-FIELD = re.compile(r"    (?P<name>\w+): (?P<kind>[^=#]+) = [^#]*(?:# (?P<meaning>.*))?")
-COMMENT = re.compile(r"    # (?P<text>.*)")
+KIND_WORDS = {
+    **{kind: words.removeprefix("a ") for kind, words in KINDS.items()},
+    list[str]: "list of texts",
+    list[dict[str, Any]]: "list of mappings",
+    dict[str, Any]: "keys of your own",
+}
 HEADER = """# Every key
 
 Write a key on the command line, as in `train.epochs=3`, or in a YAML of your own. `--help` prints
@@ -27,28 +31,20 @@ This page is made by `python -m ddp_runner.config.keys > docs/keys.md`.
 
 
 @dataclass(frozen=True)
-class Key:
-    """One key of the config."""
+class KeyText:
+    """One key of the config, in words."""
 
     name: str  # dotted
-    kind: str
+    kind: str  # with what its value may be
     default: str
     meaning: str
 
 
-def all_keys(owner: Any = Config, prefix: str = "") -> Iterator[Key]:
+def all_keys() -> Iterator[KeyText]:
     """Yield the keys of the schema in its order, without the groups that are chosen by name."""
-    comments = _comments(owner)
-    for field in fields(owner):
-        name, kind = f"{prefix}{field.name}", field.type
-        if is_dataclass(kind):
-            yield from all_keys(kind, f"{name}.")
-        elif field.name not in RUNNER_KEYS:
-            default = field.default
-            if field.default_factory is not MISSING:
-                default = field.default_factory()
-            text, meaning = comments[field.name]
-            yield Key(name, text, json.dumps(default).replace('"', ""), meaning)
+    for key in walk(Config()):
+        default = json.dumps(key.value).replace('"', "")
+        yield KeyText(key.name, _kind(key), default, key.rule.doc)
 
 
 def help_text() -> str:
@@ -77,24 +73,16 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def _comments(owner: Any) -> dict[str, tuple[str, str]]:
-    """Return the type and the comment of each field of a dataclass, by the field's name."""
-    found, above = dict[str, tuple[str, str]](), list[str]()
-    for line in inspect.getsource(owner).splitlines():
-        if (comment := COMMENT.fullmatch(line)) is not None:
-            above.append(comment["text"])
-        elif (field := FIELD.fullmatch(line)) is not None:
-            kind = field["kind"].replace("list[str]", "list of texts")
-            kind = kind.replace("list[dict[str, Any]]", "list of mappings")
-            kind = kind.replace("dict[str, Any]", "keys of your own")
-            any_kind = "text or mapping" if field["name"] == "step" else "whole number or a word"
-            kind = kind.replace(" | None", " or null").replace("Any", any_kind)
-            for plain, words in KINDS.items():
-                kind = re.sub(rf"\b{plain.__name__}\b", words.removeprefix("a "), kind)
-            meaning = " ".join([*above, field["meaning"] or ""]).strip()
-            found[field["name"]] = kind, meaning
-            above = []
-    return found
+def _kind(key: Key) -> str:
+    """Return the words for a key's type, with its unit, its range, or the words to choose from."""
+    plain, rule = plain_kind(key.kind), key.rule
+    choices = f": {' or '.join(filter(None, rule.choices))}" if rule.choices else ""
+    words = [(rule.kind or KIND_WORDS[plain]) + (f" of {rule.unit}" if rule.unit else "") + choices]
+    words += [f"greater than {rule.above}"] if rule.above is not None else []
+    words += [f"{rule.least} or greater"] if rule.least is not None else []
+    words += [f"{rule.most} or less"] if rule.most is not None else []
+    words += ["or null"] if plain is not key.kind else []
+    return ", ".join(words)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from functools import cache, reduce
 from io import StringIO
 from operator import getitem
@@ -14,8 +14,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
+from ddp_runner.config.fields import walk
 from ddp_runner.config.schema import RUNNER_KEYS, Config
-from ddp_runner.config.secrets import Place, Secrets
+from ddp_runner.config.secrets import Place, Secrets, texts
 from ddp_runner.errors import UserError, one_line, os_errors
 from ddp_runner.files import yaml_text
 
@@ -28,31 +29,24 @@ def to_config(raw: DictConfig) -> Config:
     Raises:
         UserError: a key is not in the schema, or a list of texts holds something else.
     """
+    known = {field.name for field in fields(Config)}
     for key in map(str, raw):
-        if key not in {field.name for field in fields(Config)}:
+        if key not in known:
             raise UserError(
                 f"{key} is not a key of the config; see --help for all keys, and put your own "
                 f"under user, as in user.{key}"
             )
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), raw))
     assert isinstance(config, Config)
-    _validate_texts(config)
+    for one in walk(config):  # OmegaConf lets lists and mappings into lists of texts
+        texts = one.value if one.kind in (list[str], list[str] | None) else None
+        for index, text in enumerate(texts or ()):
+            if not isinstance(text, str):
+                shown = str(text).replace("'", "")
+                raise UserError(
+                    f"{one.name}[{index}] ({shown}) must be a text; write {one.name}=[ONE,OTHER]"
+                )
     return config
-
-
-def _validate_texts(config: Any, prefix: str = "") -> None:
-    """Reject lists and mappings in lists of texts: OmegaConf lets them in."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if is_dataclass(value):
-            _validate_texts(value, f"{prefix}{field.name}.")
-        elif field.type in (list[str], list[str] | None):
-            for index, text in enumerate(value or ()):
-                if not isinstance(text, str):
-                    key, shown = prefix + field.name, str(text).replace("'", "")
-                    raise UserError(
-                        f"{key}[{index}] ({shown}) must be a text; write {key}=[ONE,OTHER]"
-                    )
 
 
 def frozen_config(path: Path) -> DictConfig:
@@ -149,15 +143,3 @@ def find_secrets(raw: DictConfig) -> Secrets:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     longest_first = sorted(values, key=len, reverse=True)
     return Secrets(written, {value: values[value] for value in longest_first})
-
-
-def texts(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
-    """Yield each text of a plain config, and where it stands."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from texts(value, (*place, key))
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            yield from texts(value, (*place, index))
-    elif isinstance(tree, str | bytes):
-        yield place, str(tree)

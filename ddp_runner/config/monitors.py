@@ -1,15 +1,17 @@
 """Which metric a config may monitor, and which end of it is best. Torch-free.
 
 The launcher knows the metrics of every run. A rank learns the others when it tries two samples:
-what the user's metrics and training step return, and whether the dataset has classes.
+what the user's metrics and training step return, and whether the dataset has classes. Each
+function raises a UserError for the first rule that is broken.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ddp_runner.config.fields import Rule, validate_value
 from ddp_runner.config.schema import Config
 from ddp_runner.config.training import TrainConfig
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.errors import UserError
 from ddp_runner.metric_names import CLASS_METRICS, MONITORS, best_end
 
 WORST = {
@@ -31,11 +33,7 @@ class KnownMetrics:
 
 
 def validate_monitors(config: Config) -> None:
-    """Reject a monitored metric that no run of this config has, and the wrong end of one.
-
-    Raises:
-        UserError: a rule is broken.
-    """
+    """Reject a monitored metric that no run of this config has, and the wrong end of one."""
     if config.checkpoint.load_best and config.checkpoint.monitor is None:
         raise UserError(
             "checkpoint.load_best=true needs checkpoint.monitor, the metric that tells which is "
@@ -46,11 +44,8 @@ def validate_monitors(config: Config) -> None:
         if group in OF_EVALUATIONS:
             known = [name for name in known if name.startswith("eval/")]
         is_own = monitor not in MONITORS and _may_be_own(config, monitor, group)
-        if monitor not in known and not is_own:
-            meant = nearest(monitor, known)
-            hint = f"; did you mean {meant}?" if meant else ""
-            raise UserError(f"{group}.monitor ({monitor}) must be one of {', '.join(known)}{hint}")
-        if not is_own:  # else a rank knows the end
+        if not is_own:  # else a rank knows the metric, and its end
+            validate_value(f"{group}.monitor", monitor, Rule(choices=tuple(known)))
             _validate_end(group, monitor, mode, best_end(monitor))
         is_evaluated = config.train.eval_every_epochs or config.train.eval_every_steps
         if monitor.startswith("eval/") and not is_evaluated:
@@ -61,11 +56,7 @@ def validate_monitors(config: Config) -> None:
 
 
 def validate_known(config: Config, known: KnownMetrics) -> None:
-    """Reject a monitored metric that the run turns out not to have, and the wrong end of one.
-
-    Raises:
-        UserError: a rule is broken.
-    """
+    """Reject a monitored metric that the run turns out not to have, and the wrong end of one."""
     always = set(MONITORS) - set(CLASS_METRICS)
     for group, monitor, mode in _monitored(config):
         later = any(f"{monitor}_".startswith(f"eval/{name}_") for name in known.unknown)

@@ -1,6 +1,9 @@
 """Values that a config reads from the environment (``oc.env``): used by a run, never written down.
 
-Whatever writes a config to a file writes ``Secrets.written``. Torch-free.
+Whatever writes a config to a file writes ``Secrets.written``. And a run's own config may do some
+things only if the present command says them again, since a run folder may come from anybody: its
+texts must not carry this environment's variables away, nor make this machine ask a server.
+Torch-free.
 """
 
 import re
@@ -8,10 +11,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
+from functools import reduce
+from itertools import takewhile
+from operator import getitem
 from typing import Any
 
 from ddp_runner.config.schema import RunConfig
 
+# An address: of a scheme, or HOST:PORT. A range such as train[100:200] is none.
+ADDRESS = re.compile(
+    r"://|^(?:\S*@)?(?:[a-z][\w.-]*|\d+(?:\.\d+){3}|\[[\da-f:.]+\]):\d{1,5}(?=/|$)", re.IGNORECASE
+)
+WORDS = ("name", "notes", "resume", "tags")  # they lead nowhere
 Place = tuple[str | int, ...]  # keys, and positions in lists, from the config's root on
 
 
@@ -66,3 +77,35 @@ class Secrets:
         """Return an argument of an error; if its text holds a value, the text without it."""
         shown = str(argument)
         return argument if (hidden := self.hide(shown)) == shown else hidden
+
+
+def foreign_keys(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a run's config that have an interpolation or an address, and their values.
+
+    A frozen config has interpolations only where the environment is read: see ``Secrets.written``.
+
+    Args:
+        config: of the run, its interpolations unresolved.
+        own: what the present command composes, likewise; texts that stand there, too, are left out.
+    """
+    tree: Any = config
+    known, found = dict(texts(own)), dict[str, Any]()
+    for place, text in texts(config):
+        parts = [text, *(str(one) for one in place)]
+        is_address = place[0] not in WORDS and any(map(ADDRESS.search, parts))
+        if (is_address or any("${" in one for one in parts)) and known.get(place) != text:
+            key = list(takewhile(lambda one: re.fullmatch(r"[^\W\d]\w*", str(one)), place))
+            found[".".join(map(str, key))] = reduce(getitem, key, tree)
+    return found
+
+
+def texts(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
+    """Yield each text of a plain config, and where it stands."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from texts(value, (*place, key))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from texts(value, (*place, index))
+    elif isinstance(tree, str | bytes):
+        yield place, str(tree)

@@ -11,8 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import PACKAGE, RUNNER_KEYS, Config
+from ddp_runner.config.schema import (
+    LIST_GROUPS,
+    PACKAGE,
+    RUNNER_KEYS,
+    Config,
+    has_own_loop,
+    runner_keys,
+)
 from ddp_runner.errors import UserError, nearest
 
 ANY = "**"  # in a set of keywords: it takes any
@@ -37,7 +43,7 @@ def validate_keywords(config: Config) -> None:
     Raises:
         UserError: a key or a name is wrong.
     """
-    for group in (*RUNNER_KEYS, "metrics", "trackers"):
+    for group in (*RUNNER_KEYS, *LIST_GROUPS):
         _validate_tree(getattr(config, group), group)
     loss = config.model.get("loss")
     if isinstance(loss, str):
@@ -74,8 +80,9 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
     if known is None or ANY in known:
         return
     known |= READ.get(key.partition(".")[0], set())
+    read = {"name", *runner_keys(key)}
     for name in settings:
-        if not (name in known | {"name", *RUNNER_KEYS.get(key, ())} or name.startswith("_")):
+        if not (name in known | read or name.startswith("_")):
             raise unknown_key(name, key, target=target, known=known - GIVEN.get(key, set()))
 
 

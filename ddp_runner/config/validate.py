@@ -1,204 +1,150 @@
-"""What must hold between the keys of a config. Torch-free: an invalid config is reported at once.
+"""What each value of a config must be by itself: of its kind, in its range, known. Torch-free.
 
-Each message names the key, its value and the fix. What a value must be by itself is in ``values``.
+The rules of the schema's keys stand beside its fields; here are those of the groups, whose keys
+come from YAMLs. What must hold between several keys is in ``rules``.
 """
 
-import math
-from collections.abc import Collection
-from pathlib import Path
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
-from ddp_runner.config.inference import INFERENCE, SAMPLE
-from ddp_runner.config.monitors import validate_monitors
-from ddp_runner.config.own_loop import has_own_loop, validate_own_loop
-from ddp_runner.config.schema import Config, RunConfig, num_shares
-from ddp_runner.config.validate_inference import validate_inference
-from ddp_runner.config.validate_modes import validate_mode, validate_servers
-from ddp_runner.dist_env import DistEnv
-from ddp_runner.errors import UserError
+import yaml
 
-OFFLINE = "ddp_runner.data.sources.offline."
+from ddp_runner.config.fields import KINDS, Rule, plain_kind, validate_kind, validate_value, walk
+from ddp_runner.config.identity import leaves
+from ddp_runner.config.schema import (
+    CONFIG_DIR,
+    GROUP_KEYS,
+    LIST_GROUPS,
+    RUNNER_KEYS,
+    Config,
+    ModeNeeds,
+    mode_needs,
+)
+from ddp_runner.errors import UserError, in_yaml, nearest
+from ddp_runner.metric_names import LISTED
 
-
-def validate_config(config: Config, *, chosen: Collection[str]) -> None:
-    """Reject keys that do not fit each other, on however many ranks.
-
-    `chosen` holds the keys given on the command line.
-
-    Raises:
-        UserError: a rule is broken.
-    """
-    needs_data = config.task != SAMPLE and config.data_root != "data"
-    if needs_data and not Path(config.data_root).is_dir():
-        raise UserError(
-            f"data_root ({config.data_root}) is not a folder; give one that holds the datasets, "
-            "or dataset=digits, which needs none"
-        )
-    if config.resume is not None and "model.weights" in chosen:
-        raise UserError(
-            f"resume={config.resume} goes on with that run's own weights; leave model.weights "
-            "out, or start a run of its own without resume"
-        )
-    asked = config.collectives
-    if asked.min_bytes > asked.max_bytes:
-        raise UserError(
-            f"collectives.min_bytes ({asked.min_bytes}) is greater than collectives.max_bytes "
-            f"({asked.max_bytes}); give both, the smaller as min_bytes"
-        )
-    validate_own_loop(config)
-    validate_inference(config, chosen=chosen)
-    if not has_own_loop(config.task):
-        if config.task not in INFERENCE:  # they monitor nothing, and may evaluate other data
-            validate_monitors(config)
-        _validate_optimizing(config)
-        _validate_model(config)
-    validate_servers(config)
+ANYTHING = Rule()  # but a number that no library takes
+OF_OPTIMIZER = re.compile(r"params\.groups\.\d+\.")  # its keys have the rules of the optimizer's
+ANY_KIND = ("name", "requires", "needs", "loss", "reshard_after_forward")  # checked elsewhere
 
 
-def validate_ranks(config: Config, env: DistEnv | None) -> None:
-    """Reject keys that do not fit the ranks, whose number and backend are filled in.
+def validate_values(config: Config) -> None:
+    """Reject a value that no run can use, whatever the other keys are.
 
-    `env` holds this rank's facts if the ranks run already.
+    What the user wrote comes first: a mode's needs may follow from its other keys.
 
     Raises:
-        UserError: a rule is broken.
+        UserError: a value is infinite, of another kind, out of its range, or an unknown word.
     """
-    if config.task == "collectives" and config.world_size < 2:
-        raise UserError(
-            "task=collectives measures what ranks send each other, world_size is "
-            f"{config.world_size}; write world_size=2 or more"
-        )
-    _validate_init_method(config, env)
-    validate_mode(config)
-    # A rank validates the datasets whose samples are not known yet.
-    name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
-    is_offline = config.dataset["_target_"].startswith(OFFLINE)
-    if is_offline and config.task in ("train", "check") and isinstance(samples, int):
-        ranks = num_shares(config.parallelism, config.world_size)
-        validate_num_samples(name, samples, ranks=ranks)
+    for group in RUNNER_KEYS:
+        if not isinstance(getattr(config, group).get("_target_"), str):
+            raise UserError(
+                f"{group} has no _target_, the name of what is built; choose an option, as in "
+                f"{group}=NAME: see --help"
+            )
+    for group in LIST_GROUPS:
+        _validate_named(group, getattr(config, group))
+    for key in walk(config):
+        may_be_null = plain_kind(key.kind) is not key.kind
+        if key.value is not None or not may_be_null:
+            validate_value(key.name, key.value, key.rule)
+    groups = {group: getattr(config, group) for group in (*RUNNER_KEYS, *LIST_GROUPS, "loop")}
+    own = {key: value for key, value in groups["parallelism"].items() if key != "needs"}
+    tree = groups | {"parallelism": own, "params": {"groups": config.params.groups}}
+    for name, value in leaves(tree):
+        rule = GROUP_KEYS.get(OF_OPTIMIZER.sub("optimizer.", name), ANYTHING)
+        validate_value(name, value, rule)
+    for group in RUNNER_KEYS:
+        _validate_kinds(group, groups[group], _usual(group, groups[group]))
+    validate_kind("dataset.shuffle", config.dataset.get("shuffle", True), bool)
+    for name, keys in config.trackers.items():
+        usual = _yaml_values("trackers", str(name)).get(name, {})
+        _validate_kinds(f"trackers.{name}", keys, {"wait_s": 10.0, **usual})
+    _validate_needs(config.parallelism.get("needs", {}))
 
 
-def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
-    """Reject a dataset with fewer samples than ranks.
+def _validate_needs(needs: Any) -> None:
+    if not isinstance(needs, Mapping):
+        raise _not_a_group("parallelism.needs", needs)
+    known = {field.name: field for field in fields(ModeNeeds)}
+    for name, value in needs.items():
+        if name not in known:
+            meant = nearest(str(name), known, cutoff=0.0)
+            raise UserError(f"parallelism.needs.{name} does not exist; did you mean {meant}?")
+        kind = plain_kind(known[name].type)
+        if value is not None or kind is known[name].type:  # null: any, or all
+            validate_kind(f"parallelism.needs.{name}", value, kind)
+    for key in walk(mode_needs({"needs": needs}), "parallelism.needs."):
+        validate_value(key.name, key.value, key.rule)
 
-    Raises:
-        UserError: some ranks would have no sample.
-    """
-    if count < ranks:
-        raise UserError(
-            f"dataset={name} has {count} training samples and world_size is {ranks}; use "
-            f"world_size={count} or less"
-        )
 
-
-def validate_scheduler(config: RunConfig) -> None:
-    """Reject what would not begin, or not end, in the run. The config has its batch filled in.
-
-    Raises:
-        UserError: a rule is broken.
-    """
-    if config.task in INFERENCE:
+def _validate_kinds(key: str, value: Any, usual: Any) -> None:
+    """Reject a value of another kind than its YAML has; a group's keys one by one."""
+    if isinstance(usual, Mapping):
+        if not isinstance(value, Mapping):
+            raise _not_a_group(key, value)
+        for name, default in usual.items():
+            inner = value.get(name, default)
+            # What an option inherits may be null for another that inherits the same.
+            is_left_out = inner is None and (isinstance(default, Mapping) or "defaults" in usual)
+            if name not in ANY_KIND and not is_left_out:
+                _validate_kinds(f"{key}.{name}", inner, default)
         return
-    warmup, steps = config.scheduler.get("warmup_steps"), known_steps(config)
-    if isinstance(warmup, int) and steps is not None and warmup > steps:
-        raise UserError(
-            f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "
-            "shorten the warm-up or train longer"
-        )
-
-
-def known_steps(config: RunConfig) -> int | None:
-    """Return the optimizer steps of a run; None if only its data, or its GPU, can tell."""
-    steps, samples = config.train.max_steps, config.dataset.get("num_samples")
-    if steps is None and isinstance(samples, int):
-        steps = config.train.epochs * math.ceil(samples / config.batch.global_size)
-    return steps
-
-
-def _validate_optimizing(config: Config) -> None:
-    """Reject keys of clipping, parameter groups and averaged weights that do not fit each other.
-
-    What depends on the parameters or the optimizer's class is validated by a rank.
-    """
-    train, optimizer = config.train, config.optimizer
-    if optimizer["_target_"] == "torch.optim.LBFGS" and not has_own_loop(config.task):
-        raise UserError(
-            f"optimizer={optimizer.get('name')} (torch.optim.LBFGS) computes the loss several "
-            "times in a step, and a run computes it once; write a loop of your own, as in "
-            "docs/your_own_loop.md#lbfgs, or optimizer=adamw"
-        )
-    if train.clip_norm is not None and train.clip_value is not None:
-        raise UserError(
-            f"train.clip_norm ({train.clip_norm:g}) and train.clip_value ({train.clip_value:g}) "
-            "exclude each other; write train.clip_norm=null or train.clip_value=null"
-        )
-    for index, group in enumerate(config.params.groups):
-        _validate_group(f"params.groups.{index}", group)
-    decay = config.ema.decay
-    if decay is not None and not 0 <= decay < 1:
-        raise UserError(f"ema.decay ({decay:g}) must be 0 or greater and less than 1; write 0.999")
-
-
-def _validate_group(key: str, group: dict[str, Any]) -> None:
-    pattern, others = group.get("match"), [name for name in group if name != "match"]
-    if not isinstance(pattern, str) or not pattern:
-        raise UserError(
-            f"{key}.match ({pattern}) must be a pattern of parameter names; write "
-            "params.groups=[{match:head.*,lr:0.01}]"
-        )
-    if not others:
-        raise UserError(
-            f"{key} (match: {pattern}) changes no key of the optimizer; add one, such as lr, or "
-            "leave the group out"
-        )
-    if "params" in others:
-        raise UserError(f"{key}.params is filled by the pattern {key}.match; leave it out")
-
-
-def _validate_model(config: Config) -> None:
-    """Reject a model with other channels, fewer classes or other tokens than the dataset.
-
-    The model's keys follow the dataset's, so they differ only if the user sets one of them.
-    """
-    model, dataset = config.model, config.dataset
-    wanted, given = model.get("in_channels"), dataset.get("channels")
-    if None not in (wanted, given) and wanted != given:
-        raise UserError(
-            f"model.in_channels ({wanted}) differs from dataset.channels ({given}); leave it out: "
-            "it follows the dataset"
-        )
-    wanted, given = model.get("num_classes"), dataset.get("num_classes")
-    if isinstance(wanted, int) and isinstance(given, int) and wanted < given:
-        raise UserError(
-            f"model.num_classes ({wanted}) is less than dataset.num_classes ({given}); leave it "
-            "out: it follows the dataset"
-        )
-    pretrained = model.get("pretrained")
-    if pretrained is not None and dataset.get("tokenizer", "") is None:
-        raise UserError(
-            f"model.pretrained ({pretrained}) knows only its own tokens; leave out "
-            "dataset.tokenizer, which follows it, or name its folder"
-        )
-
-
-def _validate_init_method(config: Config, env: DistEnv | None) -> None:
-    """Reject an address that not all machines, or not all restarts, could use."""
-    asked, launch = config.launch.init_method, config.launch
-    if asked is None:
+    kind = type(usual)
+    if kind not in KINDS or str(usual).startswith(("${", "???")):
         return
-    if not asked.startswith(("tcp://", "file://")):
-        raise UserError(
-            f"launch.init_method ({asked}) must begin with tcp:// or file://; write "
-            "tcp://HOST:PORT or file:///PATH"
-        )
-    is_file, is_alone = asked.startswith("file://"), env is None and launch.nnodes == 1
-    if is_file and not is_alone and not asked.startswith("file:///"):
-        raise UserError(
-            f"launch.init_method ({asked}) names a file of this machine's launcher; on several "
-            "machines, or under another launcher, write file:///PATH, in a folder that all share"
-        )
-    if is_file and launch.nnodes > 1 and launch.max_restarts:
-        raise UserError(
-            f"launch.init_method ({asked}) serves one start and launch.max_restarts is "
-            f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"
-        )
+    if kind is float and isinstance(value, list):
+        return  # such as a number per channel: the target checks how many
+    validate_kind(key, value, kind)
+    if kind in (int, float) and usual >= 0 > value:
+        raise UserError(f"{key} ({value}) must be 0 or greater")
+
+
+def _not_a_group(key: str, value: Any) -> UserError:
+    return UserError(f"{key} ({in_yaml(value)}) is a group of keys; write {key}.KEY=VALUE")
+
+
+def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
+    """Reject an option of `metrics` or `trackers` without a name that keys can have, or a class."""
+    word = group.removesuffix("s")
+    for name, keys in options.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
+            raise UserError(
+                f"{group}.{name}: the name of a {word} is letters, digits and _; write "
+                f"{group}.{re.sub(r'[^A-Za-z0-9_]', '_', f'_{name}').strip('_') or 'mine'}"
+            )
+        if f"eval/{name}" in LISTED and group == "metrics":
+            raise UserError(
+                f"metrics.{name}: eval/{name} is a metric of every evaluation; give yours another "
+                f"name, such as metrics.own_{name}"
+            )
+        if not isinstance(keys, Mapping) or not isinstance(keys.get("_target_"), str):
+            raise UserError(
+                f"{group}.{name} has no _target_, the class of the {word}; write {group}=[{name}] "
+                f"for one that has a YAML, or +{group}.{name}._target_=my_package.Mine"
+            )
+
+
+def _usual(group: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of the YAML that a group's option has, or inherits in a user's YAML."""
+    usual = _yaml_values(group, str(keys.get("name")))
+    if not usual and keys.keys() >= {"prepare", "shuffle_buffer"}:
+        return {"defaults": [], **_yaml_values("dataset", "torch_dataset")}
+    return usual
+
+
+@lru_cache
+def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
+    """Return the keys of an option's YAML; nothing for a user's option."""
+    path = CONFIG_DIR / group / f"{option}.yaml"
+    if not re.fullmatch(r"\w+", option) or not path.is_file():
+        return {}
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    own: dict[str, Any] = content.get(group, content)
+    for base in content.get("defaults", ()):
+        if isinstance(base, str):  # another option of the group
+            own = {**_yaml_values(group, base), **own}
+    return own

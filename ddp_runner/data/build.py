@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.identity import leaves
 from ddp_runner.config.instantiate import find, make
-from ddp_runner.config.schema import Config, leaves
+from ddp_runner.config.schema import Config
 from ddp_runner.config.signatures import source_file
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset, Source, TensorSource
@@ -20,8 +21,8 @@ from ddp_runner.seeds import seed_all
 
 # Keys of a TorchDataset that prepared samples do not follow from: how they are loaded and changed.
 NO_FACTS = {
-    *("name", "folder", "eval_fraction", "split_seed", "num_classes", "shuffle", "prepare"),
-    *("mean", "std", "augmentation", "channels", "height", "width"),
+    *("name", "requires", "folder", "eval_fraction", "split_seed", "num_classes", "shuffle"),
+    *("prepare", "mean", "std", "augmentation", "channels", "height", "width"),
     *("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "shuffle_buffer"),
 }
 DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache

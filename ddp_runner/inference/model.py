@@ -12,13 +12,11 @@ from torch import nn
 
 from ddp_runner.checkpoint.model_file import fitting_tensors, load_tensors
 from ddp_runner.checkpoint.weights import Weights, find_weights
-from ddp_runner.config.allowed_targets import validate_targets
-from ddp_runner.config.foreign import foreign_keys
-from ddp_runner.config.inference import Asked
 from ddp_runner.config.load import frozen_config, to_config
-from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import Config
-from ddp_runner.config.validate_inference import validate_weights
+from ddp_runner.config.schema import Config, has_own_loop
+from ddp_runner.config.secrets import foreign_keys
+from ddp_runner.config.sections import Asked, validate_weights
+from ddp_runner.config.targets import validate_targets
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.splits import Split
 from ddp_runner.data.trees import inputs_of, taking

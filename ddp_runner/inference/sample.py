@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.config.inference import InferenceConfig
+from ddp_runner.config.sections import InferenceConfig
 from ddp_runner.data.text_tokenizer import Characters, TextTokenizer
 from ddp_runner.data.trees import shape_of, taking
 from ddp_runner.errors import UserError, printable

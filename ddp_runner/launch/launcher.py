@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import work_hash
+from ddp_runner.config.identity import work_hash
+from ddp_runner.config.schema import has_own_loop
 from ddp_runner.dist_env import prints_errors
 from ddp_runner.errors import UserError
 from ddp_runner.host.processes import adopt_orphans, start_fork_server

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from ddp_runner import __version__
-from ddp_runner.config.launching import LaunchConfig
+from ddp_runner.config.sections import LaunchConfig
 from ddp_runner.errors import UserError
 from ddp_runner.host.patience import patiently
 from ddp_runner.launch.machine import Machine, rank_order, validate_equal

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_runner.config.launching import LaunchConfig, meeting_place
+from ddp_runner.config.sections import LaunchConfig, meeting_place
 from ddp_runner.errors import UserError
 from ddp_runner.host.network import is_here
 from ddp_runner.host.patience import patiently

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ddp_runner.config.launching import LaunchConfig
+from ddp_runner.config.sections import LaunchConfig
 from ddp_runner.errors import listed
 from ddp_runner.host.patience import StoppedError, patiently
 from ddp_runner.job import Failure

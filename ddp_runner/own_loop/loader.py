@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ddp_runner.config.validate import validate_num_samples
+from ddp_runner.config.rules import validate_num_samples
 from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import MicroPlan, NumberedSplit

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
-from ddp_runner.config.profiling import WARMUP_STEPS, traced_steps
+from ddp_runner.config.training import WARMUP_STEPS, traced_steps
 from ddp_runner.host.accelerators import CUDA
 
 NUM_ROWS = 40  # operators in a rank's table

@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 from omegaconf import OmegaConf
 
 from ddp_runner.config.load import find_secrets, to_config
-from ddp_runner.config.schema import Batch, RunConfig
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.training import Batch
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job

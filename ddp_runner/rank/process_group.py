@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from ddp_runner.config.schema import BackendConfig
+from ddp_runner.config.sections import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.host.accelerators import FOR_CPU

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_runner.config.allowed_targets import validate_targets
+from ddp_runner.config.identity import config_hash, digest, flatten, work_hash
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.schema import RunConfig, config_hash, digest, flatten, mode_needs, work_hash
+from ddp_runner.config.schema import RunConfig, mode_needs
+from ddp_runner.config.targets import validate_targets
 from ddp_runner.device import open_devices
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (

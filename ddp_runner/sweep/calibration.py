@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ddp_runner.config.measuring import CollectivesConfig
-from ddp_runner.config.schema import digest
+from ddp_runner.config.identity import digest
+from ddp_runner.config.sections import CollectivesConfig
 from ddp_runner.job import Job
 
 # Few calls per size, but many sizes: latency and bandwidth are fitted over the sizes.

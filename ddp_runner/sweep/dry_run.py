@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from ddp_runner.config.rules import known_steps
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.config.validate import known_steps
 from ddp_runner.errors import counted, printable
 from ddp_runner.host.streams import wrapped
 from ddp_runner.job import Job, Status

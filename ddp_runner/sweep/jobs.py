@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
-from ddp_runner.config.schema import SweepConfig
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import (
     EXIT_COMPLETED,

@@ -13,7 +13,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.load import to_config
-from ddp_runner.config.schema import Config, SweepConfig
+from ddp_runner.config.schema import Config
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.host.streams import line_width
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job, Outcome, Status

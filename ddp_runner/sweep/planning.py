@@ -9,7 +9,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ddp_runner.config.schema import Config, config_hash, digest
+from ddp_runner.config.identity import config_hash, digest
+from ddp_runner.config.schema import Config
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.sweep.executor import Executor, Place

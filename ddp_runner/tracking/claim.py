@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.identity import OF_RANKS, flatten, leaves, work_hash
 from ddp_runner.config.ranks import resolve_batch
-from ddp_runner.config.schema import AUTO, OF_RANKS, RunConfig, flatten, leaves, work_hash
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.sections import AUTO
 from ddp_runner.dist_env import DistEnv, continues
 from ddp_runner.errors import UserError, listed
 from ddp_runner.files import read_yaml

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_runner.config.inference import INFERENCE
-from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.schema import RunConfig, has_own_loop
+from ddp_runner.config.sections import INFERENCE
 from ddp_runner.dist_env import prints_errors
 from ddp_runner.errors import UserError, listed, os_errors, printable
 from ddp_runner.files import safe_name

@@ -13,9 +13,9 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from ddp_runner.config.measuring import OPS
-from ddp_runner.config.own_loop import has_own_loop, only_used
-from ddp_runner.config.schema import leaves
+from ddp_runner.config.identity import leaves, only_used
+from ddp_runner.config.schema import has_own_loop
+from ddp_runner.config.sections import OPS
 from ddp_runner.files import LOADER, read_yaml
 from ddp_runner.metric_names import LISTED, METRICS
 from ddp_runner.tracking.run_card import run_card
@@ -30,7 +30,7 @@ TUNED = re.compile(
 # The keys of these groups that are not: they say where data are, or follow from the data.
 UNTUNED = re.compile(
     r".*(_target_|_partial_|loss|folder|path|weights|pretrained|tokenizer|text|label|encoding"
-    r"|delimiter|mean|std|num_classes|channels|log_every_steps|eval_every_(epochs|steps))"
+    r"|requires\..*|delimiter|mean|std|num_classes|channels|log_every_steps|eval_every_(epochs|steps))"
 )
 # The keys that the HParams tab shows first in a run that no sweep varies.
 FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")

@@ -11,9 +11,9 @@ from torch import nn
 from ddp_runner.checkpoint.optimizer_state import settings_of
 from ddp_runner.checkpoint.weights import Weights, starting_weights
 from ddp_runner.config.instantiate import make, make_function
+from ddp_runner.config.rules import validate_num_samples
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import TrainConfig
-from ddp_runner.config.validate import validate_num_samples
 from ddp_runner.data.batches import Batches, NumberedBatches
 from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset

@@ -19,8 +19,9 @@ import ddp_runner.cli.app
 import ddp_runner.sweep.local
 from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.config.identity import leaves
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import Config, leaves
+from ddp_runner.config.schema import Config
 from ddp_runner.host.hardware import Hardware
 
 OWN = {

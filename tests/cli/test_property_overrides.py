@@ -36,9 +36,10 @@ from ddp_runner.cli.command_line import dotted_keys
 from ddp_runner.cli.compose import register, validate_files
 from ddp_runner.cli.hydra_adapter import ROOT_CONFIG
 from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.config.identity import leaves
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import CONFIG_DIR, Config, leaves
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job, Outcome
 from ddp_runner.launch import machines_launcher

@@ -19,8 +19,7 @@ from ddp_runner.collectives.measurement import (
 )
 from ddp_runner.collectives.operations import OPERATIONS, REDUCTIONS, Variant
 from ddp_runner.collectives.task import message_sizes, variants
-from ddp_runner.config.measuring import DTYPES, OPS, REDUCE_OPS, CollectivesConfig
-from ddp_runner.config.schema import BackendConfig
+from ddp_runner.config.sections import DTYPES, OPS, REDUCE_OPS, BackendConfig, CollectivesConfig
 from ddp_runner.dist_env import DistEnv
 
 EVERYTHING = CollectivesConfig(reduce_ops=list(REDUCE_OPS), dtypes=list(DTYPES))

@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 from tiers import first_of
 
 from ddp_runner.checkpoint.manifest import MANIFEST, manifest_text
-from ddp_runner.config.allowed_targets import OWN, TORCH, TORCH_LOSS_NAMES, validate_targets
 from ddp_runner.config.instantiate import construct, find, make
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
+from ddp_runner.config.targets import OWN, TORCH, TORCH_LOSS_NAMES, validate_targets
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.inference.notebook import load, read_runs

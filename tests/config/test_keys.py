@@ -6,8 +6,9 @@ from pathlib import Path
 from configs import compose_raw
 
 from ddp_runner.cli.compose import register
+from ddp_runner.config.identity import leaves
 from ddp_runner.config.keys import all_keys, help_text, page
-from ddp_runner.config.schema import Config, leaves
+from ddp_runner.config.schema import Config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
 
@@ -31,6 +32,15 @@ def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
 
 
+def test_the_page_has_the_range_of_a_number() -> None:
+    """It stands beside the key, for the page as for the error."""
+    rows = [line for line in page().splitlines() if line.startswith("| `launch.join_timeout_s`")]
+    assert "number of seconds, 1 or greater, 31536000 or less" in rows[0]
+
+
 def test_help_has_the_keys() -> None:
-    """With type and default, and the meaning below."""
-    assert "train.epochs=10  (whole number)\n    passes over the training set\n" in help_text()
+    """With type, range and default, and the meaning below."""
+    assert (
+        "train.epochs=10  (whole number, greater than 0)\n    passes over the training set\n"
+        in help_text()
+    )

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from configs import config_error, resolved
 
-from ddp_runner.config.profiling import traced_steps, validate_profile
-from ddp_runner.config.schema import config_hash, work_hash
+from ddp_runner.config.identity import config_hash, work_hash
+from ddp_runner.config.task_rules import validate_profile
+from ddp_runner.config.training import traced_steps
 from ddp_runner.errors import UserError
 
 TOY = ("model=toy", "dataset.num_samples=64", "batch.global_size=8", "world_size=2")

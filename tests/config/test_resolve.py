@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from configs import config_error, resolved
 
-from ddp_runner.config.launching import LaunchConfig, meeting_place
 from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.config.sections import LaunchConfig, meeting_place
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
@@ -184,6 +184,12 @@ INVALID = [
      "checkpoint.load_best=true evaluates the model of task=train, and task is mine.train; leave "
      "it out: your function loads and evaluates what it wants"),
     ("train.precision=int8", "train.precision (int8) must be one of fp32, tf32, bf16, fp16"),
+    ("train.precision=fp61",
+     "train.precision (fp61) must be one of fp32, tf32, bf16, fp16; did you mean fp16?"),
+    (f"parallelism=fsdp parallelism.num_replicas={10**30}",
+     f"parallelism.num_replicas ({10**30}) must be {2**63 - 1} or less"),
+    ("parallelism=fsdp parallelism.num_replicas=two",
+     "parallelism.num_replicas (two) must be a number"),
     ("train.precision=fp16", "train.precision=fp16 needs a GPU; on a CPU write bf16"),
     ("checkpoint.mode=best", "checkpoint.mode (best) must be one of max, min"),
     ("backend.name=tcp",
@@ -227,7 +233,7 @@ INVALID = [
      "does; turn one of them off"),
     ("parallelism=dp train.compile=true",
      "train.compile=true does not work with parallelism=dp, which copies the model to the GPUs "
-     "anew in each step; leave it out, or write parallelism=ddp"),
+     "in each step; leave it out, or write parallelism=ddp"),
     ("dataset.augmentation._target_={}", "dataset.augmentation._target_ ({}) must be a text"),
     ("+parallelism.needs=3",
      "parallelism.needs (3) is a group of keys; write parallelism.needs.KEY=VALUE"),

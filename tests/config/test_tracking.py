@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from configs import config_error, resolved
 
-from ddp_runner.config.schema import config_hash, work_hash
-from ddp_runner.config.tracking import validate_servers
+from ddp_runner.config.identity import config_hash, work_hash
+from ddp_runner.config.rules import validate_trackers
 
 
 def test_tags_notes_and_trackers_change_no_identity() -> None:
@@ -95,10 +95,10 @@ def test_mlflow_needs_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     uri = "trackers.mlflow.tracking_uri"
     assert config_error("trackers=[mlflow]", f"{uri}=a:secret@127.0.0.1:5000") == error
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://a:secret@127.0.0.1:5000")
-    validate_servers(resolved("trackers=[mlflow]")[0])
+    validate_trackers(resolved("trackers=[mlflow]")[0])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "127.0.0.1:5000")
     assert config_error("trackers=[mlflow]") == error
-    validate_servers(resolved("trackers=[mlflow]", f"{uri}=https://mlflow.example")[0])
+    validate_trackers(resolved("trackers=[mlflow]", f"{uri}=https://mlflow.example")[0])
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])

@@ -9,7 +9,7 @@ from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, plan
 from ddp_runner.config.keys import all_keys
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
-from ddp_runner.config.unused import _UNUSED, _UNUSED_IN_OWN_LOOP, unused_note
+from ddp_runner.config.task_rules import _UNUSED, _UNUSED_IN_OWN_LOOP, unused_note
 from ddp_runner.tracking.run_dir import RunDir
 
 OWN = ("task=own_loops.run_function", "allowed_targets=[own_loops]", "world_size=1")

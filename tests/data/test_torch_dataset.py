@@ -239,7 +239,7 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
         (
             "Numbers",
             {"folder": "null"},
-            "needs dataset.folder, to prepare anew what has changed; name the",
+            "needs dataset.folder, to see when its files change; name the",
         ),
         ("Numbers", {"eval_fraction": 1.5, "eval": "null"}, r"\(1.5\) must be between 0 and 1"),
         ("Numbers", {"eval": "null"}, "dataset.eval has no _target_"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from configs import resolved
 
-from ddp_runner.config.schema import SweepConfig
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.sweep.jobs import Batch

@@ -28,7 +28,7 @@ from typing import Any
 
 from warm import WarmProcess, receive, send
 
-from ddp_runner.config.schema import BackendConfig
+from ddp_runner.config.sections import BackendConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.processes import die_with_parent
 

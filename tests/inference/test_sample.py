@@ -15,7 +15,7 @@ from run_folders import metrics, record
 from torch import Tensor, nn
 
 import ddp_runner
-from ddp_runner.config.inference import InferenceConfig
+from ddp_runner.config.sections import InferenceConfig
 from ddp_runner.data.text_tokenizer import build_text_tokenizer
 from ddp_runner.errors import UserError
 from ddp_runner.inference.sample import choose, encoded_prompt, sampled

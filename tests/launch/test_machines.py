@@ -14,7 +14,7 @@ from tiers import first_of
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from ddp_runner import __version__
-from ddp_runner.config.launching import LaunchConfig
+from ddp_runner.config.sections import LaunchConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Failure
 from ddp_runner.launch import reports

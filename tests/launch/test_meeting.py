@@ -9,7 +9,7 @@ import psutil
 import pytest
 from commands import free_port
 
-from ddp_runner.config.launching import LaunchConfig
+from ddp_runner.config.sections import LaunchConfig
 from ddp_runner.errors import UserError
 from ddp_runner.launch import meeting
 from ddp_runner.launch.meeting import Meeting, open_meeting

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.elastic.rendezvous as rdzv
 
-from ddp_runner.config.launching import LaunchConfig
+from ddp_runner.config.sections import LaunchConfig
 from ddp_runner.errors import UserError
 from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.meeting import Meeting

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ddp_runner.config.schema import BackendConfig
+from ddp_runner.config.sections import BackendConfig
 from ddp_runner.dist_env import DistEnv, dist_env
 from ddp_runner.errors import UserError
 from ddp_runner.rank import process_group as module

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddp_runner.collectives import operations
 from ddp_runner.collectives.operations import OPERATIONS
-from ddp_runner.config.measuring import OPS
+from ddp_runner.config.sections import OPS
 
 pytestmark = pytest.mark.full
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from configs import resolved
 
-from ddp_runner.config.schema import SweepConfig
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import __main__ as sweep

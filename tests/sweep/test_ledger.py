@@ -24,7 +24,7 @@ from tiers import first_of
 
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs
-from ddp_runner.config.schema import SweepConfig
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep.jobs import Batch, recorded, run_jobs
 from ddp_runner.sweep.ledger import INVALID, JOURNAL, LEDGER, Entry, Ledger

@@ -11,7 +11,7 @@ from configs import resolved
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import compose
-from ddp_runner.config.schema import SweepConfig
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.sweep import multirun
 from ddp_runner.sweep.jobs import Batch, run_jobs

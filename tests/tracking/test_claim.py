@@ -10,7 +10,7 @@ import pytest
 from configs import resolved
 from run_folders import record
 
-from ddp_runner.config.schema import work_hash
+from ddp_runner.config.identity import work_hash
 from ddp_runner.config.secrets import Secrets
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError

@@ -8,7 +8,8 @@ import pytest
 import torch
 from configs import resolved
 
-from ddp_runner.config.schema import Config, config_hash, work_hash
+from ddp_runner.config.identity import config_hash, work_hash
+from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.start_block import (

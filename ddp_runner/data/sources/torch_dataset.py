@@ -44,7 +44,7 @@ class TorchDataset:
     Each is anything with ``__len__`` and ``__getitem__``, or a stream: a torch ``IterableDataset``,
     or anything with ``__iter__`` alone. A sample may be any tree of tensors and numbers, or
     whatever `collate_fn` makes a batch of. Prepared samples are pairs of tensors or numbers. What
-    the keys exclude of each other is validated before ranks start: ``cli/preflight.py``.
+    the keys exclude of each other is validated before ranks start: ``config/rules.py``.
     """
 
     name: str

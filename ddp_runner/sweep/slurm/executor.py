@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.schema import AUTO, Config, RunConfig
-from ddp_runner.config.values import validate_values
+from ddp_runner.config.schema import Config, RunConfig
+from ddp_runner.config.sections import AUTO
+from ddp_runner.config.validate import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
 from ddp_runner.files import READER_S, locked

@@ -11,7 +11,9 @@ from typing import Any, get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_runner.config.schema import AUTO, KINDS, Config, mode_needs
+from ddp_runner.config.fields import KINDS
+from ddp_runner.config.schema import Config, mode_needs
+from ddp_runner.config.sections import AUTO
 from ddp_runner.errors import UserError, in_yaml
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.executor import Shape

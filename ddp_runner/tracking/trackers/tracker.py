@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ddp_runner.config.schema import leaves
+from ddp_runner.config.identity import leaves, only_used
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TrackedRun:
     @property
     def parameters(self) -> dict[str, Any]:
         """The config's dotted keys with their values."""
-        return dict(leaves(self.config))
+        return only_used(dict(leaves(self.config)), uses=None)
 
     def place_of(self, path: Path) -> str:
         """Return the name of a file in the tracker; pictures keep their folders, images/NAME."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_runner.config.schema import digest
+from ddp_runner.config.identity import digest
 from ddp_runner.errors import UserError, os_errors
 from ddp_runner.job import Status
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun

@@ -11,7 +11,7 @@ import pytest
 from fake_slurm import SETTINGS, Queue, three_jobs
 from sweeps import statuses
 
-from ddp_runner.config.schema import SweepConfig
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.sweep.jobs import Batch

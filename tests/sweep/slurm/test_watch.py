@@ -9,7 +9,7 @@ import pytest
 from fake_slurm import Queue, three_jobs
 from sweeps import statuses, table_row
 
-from ddp_runner.config.schema import SweepConfig
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.sweep.jobs import Batch
 from ddp_runner.sweep.results import WATCHED, sweep_table
 from ddp_runner.sweep.slurm import watch as slurm_watch

@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import LIST_GROUPS, PACKAGE, RUNNER_KEYS, Config, leaves
+from ddp_runner.config.identity import is_inside, leaves
+from ddp_runner.config.schema import LIST_GROUPS, PACKAGE, RUNNER_KEYS, Config, has_own_loop
 from ddp_runner.errors import UserError, nearest
 
 # Modules of this package that a config may name parts of, and what a part is in each.
@@ -68,8 +68,9 @@ def validate_targets(config: Config) -> None:
                 f"{key} still holds an interpolation (${{) after the config was resolved; write it "
                 "without a backslash before the $, or leave it out"
             )
-    needed = [package_of(name) for name in foreign_targets(tree).values()]
-    for key, name in _named(tree):
+    named = list(_named(tree))
+    needed = [package_of(name) for _, name in named if _is_foreign(name)]
+    for key, name in named:
         validate_name(name, key=key, allowed=config.allowed_targets, needed=needed)
 
 
@@ -179,11 +180,6 @@ def validate_name(
     if last not in _defined(module):
         meant = nearest(name, _parts(), cutoff=0.0)
         raise UserError(f"{key} ({name}) is not a part of ddp_runner; did you mean {meant}?")
-
-
-def is_inside(name: str, packages: Collection[str]) -> bool:
-    """Return whether a dotted name is one of these packages or modules, or is inside one."""
-    return any(f"{name}.".startswith(f"{one.rstrip('.')}.") for one in packages)
 
 
 def _parts() -> list[str]:

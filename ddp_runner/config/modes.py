@@ -1,33 +1,24 @@
-"""What must hold for each mode of parallelism and the rest of a config. Torch-free.
+"""What each mode of parallelism needs of the rest of a config. Torch-free.
 
-Each pair was tried with torch 2.15: only what fails, or is wrong silently, is rejected.
+Each pair was tried with torch 2.15: only what fails, or is wrong silently, is rejected, by a
+UserError for the first rule that is broken.
 """
 
 from collections.abc import Mapping
 
-from ddp_runner.config.own_loop import has_own_loop
-from ddp_runner.config.schema import Config, mode_needs
+from ddp_runner.config.schema import Config, has_own_loop, mode_needs
 from ddp_runner.errors import UserError, in_yaml
 
 COMM_HOOKS = ("bf16", "fp16")
 
 
 def validate_servers(config: Config) -> None:
-    """Reject keys that do not fit a mode with a server, on however many ranks.
-
-    Raises:
-        UserError: a rule is broken.
-    """
+    """Reject keys that do not fit a mode with a server, on however many ranks."""
     mode, name = config.parallelism, config.parallelism.get("name")
-    num_servers = mode_needs(mode).num_servers
-    if not num_servers:
+    if not mode_needs(mode).num_servers:
         return
     if config.task == "check":
         raise UserError(f"task=check compares equal ranks, not parallelism={name}; write ddp")
-    if num_servers != 1:
-        raise UserError(
-            f"parallelism.needs.num_servers ({num_servers}) must be 1; there is one server"
-        )
     if mode.get("mode") not in ("sync", "async"):
         raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
     if config.train.precision == "fp16":
@@ -38,9 +29,6 @@ def validate_mode(config: Config) -> None:
     """Reject keys of a mode that do not fit each other, the ranks, the model or the device.
 
     `config` has its backend and its number of ranks filled in.
-
-    Raises:
-        UserError: a rule is broken.
     """
     mode, name, model = config.parallelism, config.parallelism.get("name"), config.model.get("name")
     needs, ranks, stages = mode_needs(mode), config.world_size, config.model.get("num_stages") or 1
@@ -78,7 +66,7 @@ def validate_mode(config: Config) -> None:
     if needs.data_parallel and config.train.compile:
         raise UserError(
             f"train.compile=true does not work with parallelism={name}, which copies the model to "
-            "the GPUs anew in each step; leave it out, or write parallelism=ddp"
+            "the GPUs in each step; leave it out, or write parallelism=ddp"
         )
     if needs.splits_parameters and config.train.precision == "fp16":
         raise UserError(

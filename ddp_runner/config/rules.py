@@ -1,0 +1,260 @@
+"""What must hold between the keys of a config. Torch-free: an invalid config is reported at once.
+
+Each message names the key, its value and the fix. What a value must be by itself is in ``fields``
+and ``validate``; what a task or a mode of parallelism needs is in ``task_rules`` and ``modes``.
+Each function raises a UserError for the first rule that is broken.
+"""
+
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.config.modes import validate_mode, validate_servers
+from ddp_runner.config.monitors import validate_monitors
+from ddp_runner.config.schema import Config, RunConfig, has_own_loop, num_shares
+from ddp_runner.config.sections import INFERENCE, SAMPLE
+from ddp_runner.config.task_rules import validate_task
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
+
+OFFLINE = "ddp_runner.data.sources.offline."  # datasets that are generated or bundled
+MLFLOW = "ddp_runner.tracking.trackers.mlflow.MLflow"
+MOST_CHARACTERS = 64  # of a tag: W&B's limit
+RESERVED = ("mlflow.", "ddp_runner.", "version.")  # MLflow's own tags, and our tracker's
+
+
+def validate_config(config: Config, *, chosen: Collection[str]) -> None:
+    """Reject keys that do not fit each other, on however many ranks.
+
+    `chosen` holds the keys given on the command line.
+    """
+    if config.task != SAMPLE and config.data_root != "data" and not Path(config.data_root).is_dir():
+        raise UserError(
+            f"data_root ({config.data_root}) is not a folder; give one that holds the datasets, "
+            "or dataset=digits, which needs none"
+        )
+    if config.resume is not None and "model.weights" in chosen:
+        raise UserError(
+            f"resume={config.resume} continues with that run's own weights; leave model.weights "
+            "out, or start a run of its own without resume"
+        )
+    _validate_tags(config.tags)
+    validate_task(config, chosen=chosen)
+    if not has_own_loop(config.task):
+        if config.task not in INFERENCE:  # they monitor nothing, and may evaluate other data
+            validate_monitors(config)
+        _validate_optimizing(config)
+        _validate_model(config)
+    _validate_dataset(config.dataset)
+    validate_servers(config)
+
+
+def validate_ranks(config: Config, env: DistEnv | None) -> None:
+    """Reject keys that do not fit the ranks, whose number and backend are filled in.
+
+    `env` holds this rank's facts if the ranks run already.
+    """
+    if config.task == "collectives" and config.world_size < 2:
+        raise UserError(
+            "task=collectives measures what ranks send each other, world_size is "
+            f"{config.world_size}; write world_size=2 or more"
+        )
+    _validate_init_method(config, env)
+    validate_mode(config)
+    # A rank validates the datasets whose samples are not known yet.
+    name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
+    is_offline = config.dataset["_target_"].startswith(OFFLINE)
+    if is_offline and config.task in ("train", "check") and isinstance(samples, int):
+        ranks = num_shares(config.parallelism, config.world_size)
+        validate_num_samples(name, samples, ranks=ranks)
+
+
+def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
+    """Reject a dataset with fewer samples than ranks.
+
+    Raises:
+        UserError: some ranks would have no sample.
+    """
+    if count < ranks:
+        raise UserError(
+            f"dataset={name} has {count} training samples and world_size is {ranks}; use "
+            f"world_size={count} or less"
+        )
+
+
+def validate_scheduler(config: RunConfig) -> None:
+    """Reject what would not begin, or not end, in the run. The config has its batch filled in."""
+    if config.task in INFERENCE:
+        return
+    warmup, steps = config.scheduler.get("warmup_steps"), known_steps(config)
+    if isinstance(warmup, int) and steps is not None and warmup > steps:
+        raise UserError(
+            f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "
+            "shorten the warm-up or train longer"
+        )
+
+
+def known_steps(config: RunConfig) -> int | None:
+    """Return the optimizer steps of a run; None if only its data, or its GPU, can tell."""
+    steps, samples = config.train.max_steps, config.dataset.get("num_samples")
+    if steps is None and isinstance(samples, int):
+        steps = config.train.epochs * math.ceil(samples / config.batch.global_size)
+    return steps
+
+
+def _validate_optimizing(config: Config) -> None:
+    """Reject keys of clipping, parameter groups and averaged weights that do not fit each other.
+
+    What depends on the parameters or the optimizer's class is validated by a rank.
+    """
+    train, optimizer = config.train, config.optimizer
+    if optimizer["_target_"] == "torch.optim.LBFGS":
+        raise UserError(
+            f"optimizer={optimizer.get('name')} (torch.optim.LBFGS) computes the loss several "
+            "times in a step, and a run computes it once; write a loop of your own, as in "
+            "docs/your_own_loop.md#lbfgs, or optimizer=adamw"
+        )
+    if train.clip_norm is not None and train.clip_value is not None:
+        raise UserError(
+            f"train.clip_norm ({train.clip_norm:g}) and train.clip_value ({train.clip_value:g}) "
+            "exclude each other; write train.clip_norm=null or train.clip_value=null"
+        )
+    for index, group in enumerate(config.params.groups):
+        _validate_group(f"params.groups.{index}", group)
+
+
+def _validate_group(key: str, group: dict[str, Any]) -> None:
+    pattern, others = group.get("match"), [name for name in group if name != "match"]
+    if not isinstance(pattern, str) or not pattern:
+        raise UserError(
+            f"{key}.match ({pattern}) must be a pattern of parameter names; write "
+            "params.groups=[{match:head.*,lr:0.01}]"
+        )
+    if not others:
+        raise UserError(
+            f"{key} (match: {pattern}) changes no key of the optimizer; add one, such as lr, or "
+            "leave the group out"
+        )
+    if "params" in others:
+        raise UserError(f"{key}.params is filled by the pattern {key}.match; leave it out")
+
+
+def _validate_model(config: Config) -> None:
+    """Reject a model with other channels, fewer classes or other tokens than the dataset.
+
+    The model's keys follow the dataset's, so they differ only if the user sets one of them.
+    """
+    model, dataset = config.model, config.dataset
+    wanted, given = model.get("in_channels"), dataset.get("channels")
+    if None not in (wanted, given) and wanted != given:
+        raise UserError(
+            f"model.in_channels ({wanted}) differs from dataset.channels ({given}); leave it out: "
+            "it follows the dataset"
+        )
+    wanted, given = model.get("num_classes"), dataset.get("num_classes")
+    if isinstance(wanted, int) and isinstance(given, int) and wanted < given:
+        raise UserError(
+            f"model.num_classes ({wanted}) is less than dataset.num_classes ({given}); leave it "
+            "out: it follows the dataset"
+        )
+    pretrained = model.get("pretrained")
+    if pretrained is not None and dataset.get("tokenizer", "") is None:
+        raise UserError(
+            f"model.pretrained ({pretrained}) knows only its own tokens; leave out "
+            "dataset.tokenizer, which follows it, or name its folder"
+        )
+
+
+def _validate_dataset(dataset: Mapping[str, Any]) -> None:
+    """Reject keys of a dataset that exclude each other, whichever dataset has them."""
+    if "data_files" in dataset and not isinstance(path := dataset.get("path"), str):
+        raise UserError(
+            f"dataset.path ({path}) must name a dataset; write a folder under data_root, a name of "
+            "the hub, or dataset.path=csv with dataset.data_files"
+        )
+    if not dataset.keys() >= {"prepare", "shuffle_buffer"}:
+        return  # neither a TorchDataset nor a subclass
+    channels, mean = dataset.get("channels"), dataset.get("mean")
+    for key in ("mean", "std"):
+        value = dataset.get(key)
+        if isinstance(value, list) and len(value) != (channels or len(value)):
+            raise UserError(
+                f"dataset.{key} ({value}) must be one number, or one for each of dataset.channels "
+                f"({channels})"
+            )
+    changes = dataset.get("augmentation")
+    if changes is not None and (mean is None or not isinstance(changes, Mapping)):
+        raise UserError(
+            f"dataset.augmentation ({changes}) must be a mapping with a _target_, of pictures that "
+            "dataset.mean and dataset.std normalise; write dataset.mean=0 dataset.std=1"
+        )
+    fraction, folder = dataset.get("eval_fraction"), dataset.get("folder")
+    if fraction is not None and not 0 < fraction < 1:
+        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1; use 0.1")
+    if fraction is not None and dataset.get("eval") is not None:
+        raise UserError(
+            f"dataset.eval_fraction ({fraction}) is a part of dataset.train, and there is a "
+            "dataset.eval; write dataset.eval=null, or leave the fraction out"
+        )
+    if dataset.get("prepare") and folder is None:
+        raise UserError(
+            "dataset.prepare=true needs dataset.folder, to see when its files change; name the "
+            "folder under data_root that the samples come from"
+        )
+
+
+def _validate_tags(tags: list[str]) -> None:
+    """Reject tags that no run can be found by."""
+    for tag in tags:
+        if not re.fullmatch(rf"[\w.:/-][\w .:/-]{{0,{MOST_CHARACTERS - 1}}}", tag) or (
+            tag.startswith(RESERVED) or not {"", ".", ".."}.isdisjoint(tag.split("/"))
+        ):
+            raise UserError(
+                f"tags ({tag}): a tag is up to {MOST_CHARACTERS} letters, digits and any of . _ - "
+                f": / and spaces, begins with none of {', '.join(RESERVED)}, and has words between "
+                "its slashes; write tags=[baseline,lr-study]"
+            )
+    if len(set(tags)) < len(tags):
+        raise UserError(f"tags ({', '.join(tags)}) names one twice; leave one out")
+
+
+def validate_trackers(config: Config) -> None:
+    """Reject MLflow without a server: its own default needs the whole package, with SQLAlchemy.
+
+    Raises:
+        UserError: it says what to write.
+    """
+    for name, keys in config.trackers.items():
+        uri = keys.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        is_mlflow = keys["_target_"] == MLFLOW
+        if is_mlflow and "://" not in uri and uri != "databricks":  # it may have a password
+            raise UserError(
+                f"trackers.{name}.tracking_uri, or else the variable MLFLOW_TRACKING_URI, "
+                f"must name a server; write trackers.{name}.tracking_uri=http://HOST:PORT"
+            )
+
+
+def _validate_init_method(config: Config, env: DistEnv | None) -> None:
+    """Reject an address that not all machines, or not all restarts, could use."""
+    asked, launch = config.launch.init_method, config.launch
+    if asked is None:
+        return
+    if not asked.startswith(("tcp://", "file://")):
+        raise UserError(
+            f"launch.init_method ({asked}) must begin with tcp:// or file://; write "
+            "tcp://HOST:PORT or file:///PATH"
+        )
+    is_file, is_alone = asked.startswith("file://"), env is None and launch.nnodes == 1
+    if is_file and not is_alone and not asked.startswith("file:///"):
+        raise UserError(
+            f"launch.init_method ({asked}) names a file of this machine's launcher; on several "
+            "machines, or under another launcher, write file:///PATH, in a folder that all share"
+        )
+    if is_file and launch.nnodes > 1 and launch.max_restarts:
+        raise UserError(
+            f"launch.init_method ({asked}) serves one start and launch.max_restarts is "
+            f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"
+        )
