@@ -49,14 +49,7 @@ def claim_run(job: Job, *, marks: Sequence[str], stack: ExitStack) -> Claim:
     if job.wire is not None and job.config.launch.nnodes == 1:
         assert job.run_dir is not None
         return Claim(RunDir(job.run_dir), None)
-    begun = job.begun_in
-    if begun is not None and not RunDir(begun).record.exists():
-        raise UserError(
-            f"the run is in {begun} on a machine that has left, and {socket.gethostname()} does "
-            "not see that folder; start that machine again, or put the folder on a shared disk"
-        )
-    asked_path = begun or job.run_dir
-    asked = RunDir(asked_path) if asked_path else None
+    asked = RunDir(job.run_dir) if job.run_dir else None
     work, config = work_hash(job.config), job.config
     own = take_own(config, asked=asked, marks=marks, stack=stack)
     if asked and not own:
