@@ -4,26 +4,23 @@ Each machine runs its ranks as a run on one machine does. They learn who they ar
 launchers' store, as under torchrun. When ranks fail, the machines tell each other why: all name the
 failure that came first, and all start again or all end.
 
-Torch's own agent would do less with as much code. It says why ranks failed only after the last
-restart and for one of them, it waits 30 s for a rank that does not answer SIGTERM, and it does not
-wait for a checkpoint.
+Torch's own agent would not do: it says why ranks failed only after the last restart, it waits 30 s
+for a rank that does not answer SIGTERM, and it waits for no checkpoint.
 """
 
 import json
 import math
 import signal
-import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 from ddp_runner.config.launching import LaunchConfig, meeting_place
-from ddp_runner.errors import UserError, listed
+from ddp_runner.errors import UserError
 from ddp_runner.host.patience import StoppedError, patiently
 from ddp_runner.host.processes import adopt_orphans
 from ddp_runner.host.temp_folder import temp_folder
@@ -60,17 +57,8 @@ def run_on_machines(job: Job) -> Outcome:
     sees_run = job.run_dir is not None and RunDir(job.run_dir).record.exists()
     num_ranks = None if job.lacks_run else job.config.world_size // launch.nnodes
     meeting = Meeting(launch, num_ranks=num_ranks, sees_run=sees_run)
-    with (
-        tempfile.TemporaryDirectory(
-            prefix="job-", dir=temp_folder(), ignore_cleanup_errors=True
-        ) as temp,
-        stop.handled(),
-    ):
-        try:
-            with suppress(StoppedError):
-                result = _attempts(replace(job, temp=Path(temp)), meeting, stop, attempts)
-        finally:
-            meeting.close()
+    with stop.handled(), closing(meeting), suppress(StoppedError):
+        result = _attempts(replace(job, temp=temp_folder()), meeting, stop, attempts)
     run_dir = next(reversed(claimed()), None)
     if isinstance(result, Failure):
         return Outcome(Status.FAILED, EXIT_FAILED, run_dir, result)
@@ -89,7 +77,7 @@ def _attempts(
 ) -> dict[str, Any] | Failure:
     """Return the first rank's result, or the failure that came first in the last attempt."""
     launch = job.config.launch
-    for attempt in count():
+    while True:
         try:
             group = meeting.join(lambda: stop.is_asked)
         except UserError as error:
@@ -99,20 +87,19 @@ def _attempts(
             return Failure(rank=-1, kind="machine", sentence=sentence)
         attempts.append(ranks := Ranks(job, stop))
         peers = Peers(group, launch)
-        first = group.place * group.num_ranks
         try:
             ranks.start(
                 [
                     rank_environ(
                         rank,
                         job.config,
-                        attempt=attempt,
+                        attempt=len(job.earlier),
                         run_id=launch.rdzv_id,
                         local_world_size=group.num_ranks,
                         node_rank=group.place,
                         address=meeting_place(launch),
                     )
-                    for rank in range(first, first + group.num_ranks)
+                    for rank in group.ranks(group.place)
                 ]
             )
             failure = _watched(ranks, peers, timeout_s=job.config.backend.timeout_s)
@@ -120,13 +107,12 @@ def _attempts(
             ranks.end()
         if failure is None:
             peers.leave()
-            return dict(ranks.results[first])
+            return dict(ranks.results[min(ranks.results)])
         failure = peers.first_failure(failure)
         is_final = failure.kind == "user" or failure.rank < 0  # it recurs; nowhere to meet
-        if is_final or attempt >= launch.max_restarts:
+        if is_final or len(job.earlier) >= launch.max_restarts:
             return failure
         job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
-    raise AssertionError("an attempt is the last")
 
 
 def _watched(ranks: Ranks, peers: "Peers", *, timeout_s: float) -> Failure | None:
@@ -135,7 +121,8 @@ def _watched(ranks: Ranks, peers: "Peers", *, timeout_s: float) -> Failure | Non
     while True:
         lost = ranks.poll(POLL_S)
         if lost or peers.failures:
-            return ranks.failed(lost, peers_waited_in_vain=peers.waited_too_long)
+            timed_out = any(one.is_timeout for one in list(peers.failures.values()))
+            return ranks.failed(lost, peers_waited_in_vain=timed_out)
         if late_at == math.inf and (ranks.results or peers.ended):
             late_at = time.monotonic() + timeout_s
         if not ranks.all_ended():
@@ -146,25 +133,22 @@ def _watched(ranks: Ranks, peers: "Peers", *, timeout_s: float) -> Failure | Non
 
 
 class Peers:
-    """What the machines of one attempt tell each other as their ranks end.
+    """What the machines of one attempt tell each other as their ranks end, through their store.
 
-    Through the store, which may block for minutes if its machine is gone: threads look at it.
+    The store may block for minutes if its machine is gone, so each look at it is in a thread.
     """
 
     def __init__(self, group: Group, launch: LaunchConfig) -> None:
         self.failures: dict[int, Failure] = {}  # of other machines, by place
         self.ended = set[int]()  # the machines whose ranks have ended well
         self._group, self._launch = group, launch
+        # How long a machine may take to end its ranks: one of them may be saving.
+        self._longest_s = ENDING_S + SAVING_FACTOR * launch.shutdown_timeout_s
         self._others = set(range(len(group.hosts))) - {group.place}
         self._ended_at: float | None = None  # when the ranks of this machine had ended well
         self._seen_at = time.monotonic()  # the last time that the store answered
         self._closed = Event()
         Thread(target=self._watch, name="machines-watch", daemon=True).start()
-
-    @property
-    def waited_too_long(self) -> bool:
-        """Whether a rank of another machine timed out, perhaps waiting for one of this machine."""
-        return any(one.is_timeout for one in list(self.failures.values()))
 
     def all_ended(self, *, limit_s: float) -> bool | None:
         """Return whether all ranks of the run have ended well, as this machine's have; None: wait.
@@ -177,9 +161,13 @@ class Peers:
             self._ended_at = time.monotonic()
         if len(self.ended) == len(self._group.hosts):
             return True
-        if time.monotonic() > self._seen_at + OUT_OF_SIGHT_S:
+        if self._is_out_of_sight:
             return 0 in {self._group.place, *self.ended}
         return True if time.monotonic() > self._ended_at + limit_s else None
+
+    @property
+    def _is_out_of_sight(self) -> bool:
+        return time.monotonic() > self._seen_at + OUT_OF_SIGHT_S
 
     def leave(self) -> None:
         """Leave once the others know that all ranks have ended well."""
@@ -195,15 +183,13 @@ class Peers:
         """
         self._closed.set()
         if own.kind != "user":  # which may name several ranks, or none
-            own = replace(own, sentence=self._with_host(own.sentence, own.rank))
-        begun_at, longest_s = time.monotonic(), self._longest_s + 2 * SILENT_S
+            own = replace(own, sentence=self._group.with_host(own.sentence, own.rank))
+        self._seen_at = time.monotonic()
         try:
             found = patiently(
                 partial(self._exchanged, own),
-                limit_s=longest_s,
-                stop_requested=lambda: (
-                    time.monotonic() > max(begun_at, self._seen_at) + OUT_OF_SIGHT_S
-                ),
+                limit_s=self._longest_s + 2 * SILENT_S,
+                stop_requested=lambda: self._is_out_of_sight,
             )
         except (*LOST, StoppedError):
             if own.kind != "peer":
@@ -218,29 +204,10 @@ class Peers:
         if causes or not silent:
             return min(causes or found.values(), key=lambda one: one.time_ns)
         sentence = (
-            f"{', '.join(map(self._described, silent))} was lost: it was switched off, its "
+            f"{', '.join(map(self._group.described, silent))} was lost: it was switched off, its "
             "launcher was killed, or the network to it is down"
         )
-        return Failure(rank=self._ranks(silent[0])[0], kind="machine", sentence=sentence)
-
-    @property
-    def _longest_s(self) -> float:
-        return ENDING_S + SAVING_FACTOR * self._launch.shutdown_timeout_s
-
-    def _ranks(self, place: int) -> range:
-        num_ranks = self._group.num_ranks
-        return range(place * num_ranks, (place + 1) * num_ranks)
-
-    def _described(self, place: int) -> str:
-        ranks = self._ranks(place)
-        numbers = listed(list(map(str, ranks)))
-        return f"{self._group.hosts[place]} (rank{'s' * (len(ranks) > 1)} {numbers})"
-
-    def _with_host(self, sentence: str, rank: int) -> str:
-        host, name = self._group.hosts[rank // self._group.num_ranks], f"rank {rank}"
-        if name not in sentence:
-            return f"on {host}: {sentence}"
-        return sentence.replace(name, f"{name} on {host}", 1)
+        return Failure(rank=self._group.ranks(silent[0])[0], kind="machine", sentence=sentence)
 
     def _watch(self) -> None:
         while not self._closed.wait(WATCH_S if self._ended_at is None else PAUSE_S):
@@ -283,7 +250,7 @@ class Peers:
         group, deadline = self._group, time.monotonic() + LEAVE_S
         group.store.set(f"left/{group.place}", "")
         awaited = [f"left/{place}" for place in others if place != group.place]
-        while group.serves and awaited and time.monotonic() < deadline:
-            if group.store.check(awaited):
-                return
+        while group.serves and awaited and not group.store.check(awaited):
+            if time.monotonic() > deadline:
+                break
             time.sleep(PAUSE_S)

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from ddp_runner.config.launching import LaunchConfig
-from ddp_runner.errors import UserError, counted
+from ddp_runner.errors import UserError, counted, listed
 from ddp_runner.host.patience import StoppedError, patiently
 from ddp_runner.launch.meeting import STORES, open_store
 
@@ -44,6 +44,22 @@ class Group:
     store: Any  # of this attempt
     serves: bool  # this machine holds the store
 
+    def ranks(self, place: int) -> range:
+        """Return the ranks of a machine."""
+        return range(place * self.num_ranks, (place + 1) * self.num_ranks)
+
+    def described(self, place: int) -> str:
+        """Return a machine's name and ranks, for the user."""
+        numbers = listed(list(map(str, self.ranks(place))))
+        return f"{self.hosts[place]} (rank{'s' * (self.num_ranks > 1)} {numbers})"
+
+    def with_host(self, sentence: str, rank: int) -> str:
+        """Return why a rank failed, with its machine."""
+        host, name = self.hosts[rank // self.num_ranks], f"rank {rank}"
+        if name not in sentence:
+            return f"on {host}: {sentence}"
+        return sentence.replace(name, f"{name} on {host}", 1)
+
 
 class Meeting:
     """Where this machine meets the others, again for each attempt.
@@ -59,7 +75,7 @@ class Meeting:
         self._serves, self._name = False, ""
         self._backend: Backend | None = None
         self._handler: rdzv.RendezvousHandler | None = None
-        self._unreachable = ""  # why the store cannot be reached yet
+        self._unreachable: list[str] = []  # why the store could not be reached, each time
 
     def join(self, stop_requested: Callable[[], bool]) -> Group:
         """Wait until all machines have come, and say what is missing.
@@ -95,7 +111,7 @@ class Meeting:
 
     def _open(self, deadline: float) -> rdzv.RendezvousHandler:
         launch, nnodes = self._launch, self._launch.nnodes
-        store, self._serves = open_store(launch, deadline=deadline, note=self._note)
+        store, self._serves = open_store(launch, deadline=deadline, note=self._unreachable.append)
         before = store.compare_set(f"nnodes/{launch.rdzv_id}", "", str(nnodes)).decode()
         if before != str(nnodes):
             raise UserError(
@@ -119,9 +135,6 @@ class Meeting:
             join_timeout=math.ceil(launch.join_timeout_s),
         )
         return create_handler(store, self._backend, parameters)
-
-    def _note(self, reason: str) -> None:
-        self._unreachable = reason
 
     def _introduced(self, info: rdzv.RendezvousInfo) -> Group | None:
         """Return the machines of an attempt; None: one of them has left meanwhile."""
@@ -154,7 +167,7 @@ class Meeting:
     def _awaited(self) -> str:
         nnodes, endpoint = self._launch.nnodes, self._launch.rdzv_endpoint
         if self._backend is None:
-            reason = f" ({self._unreachable})" if self._unreachable else ""
+            reason = f" ({self._unreachable[-1]})" if self._unreachable else ""
             return f"{endpoint}, where the {nnodes} machines of the run meet{reason}"
         num_here = max(1, len(self._backend.here))  # torch removes this machine at the end
         if num_here >= nnodes:
@@ -168,12 +181,7 @@ class Meeting:
                 f"waited {launch.join_timeout_s:g} s (launch.join_timeout_s) for "
                 f"{self._awaited()}, and they did not come; {again}"
             )
-        if isinstance(error, rdzv.RendezvousGracefulExitError):
-            return (
-                f"the run that meets at {launch.rdzv_endpoint} was over on its other machines "
-                f"before it needed this one; {again}"
-            )
-        if isinstance(error, rdzv.RendezvousClosedError):
+        if isinstance(error, rdzv.RendezvousClosedError | rdzv.RendezvousGracefulExitError):
             return f"the run that meets at {launch.rdzv_endpoint} has ended; {again}"
         return store_is_lost(launch)
 
