@@ -237,7 +237,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
-        monkeypatch.setattr(module, "detect", lambda: LAPTOP)
+        monkeypatch.setattr(module, "detect", lambda **_: LAPTOP)
     monkeypatch.setattr(ddp_runner.sweep.local, "Slots", InTurn)
     monkeypatch.setattr(ddp_runner.launch.launcher, "run_ranks", launched)
     monkeypatch.setattr(machines, "run_on_machines", launched)
