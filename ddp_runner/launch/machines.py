@@ -48,7 +48,6 @@ def run_on_machines(job: Job) -> Outcome:
     attempts: list[Ranks] = []
 
     def claimed() -> list[Path]:
-        """Return the run folder, once it is known."""
         return [one for one in (job.run_dir, *(each.claimed for each in attempts)) if one]
 
     stop = StopRequests(running=claimed)
@@ -65,7 +64,7 @@ def run_on_machines(job: Job) -> Outcome:
     received = stop.received or signal.SIGTERM
     if result is None:  # it was stopped while it waited for other machines
         stop.say(is_training=False)
-        if run_dir is not None and RunDir(run_dir).record.exists():
+        if run_dir is not None:  # another machine may have it
             mark_ended(run_dir)
         return Outcome(Status.PREEMPTED, 128 + received, run_dir)
     exit_code = EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received
@@ -96,7 +95,6 @@ def _attempts(
                         attempt=len(job.earlier),
                         run_id=launch.rdzv_id,
                         local_world_size=group.num_ranks,
-                        node_rank=group.place,
                         address=meeting_place(launch),
                     )
                     for rank in group.ranks(group.place)
@@ -109,9 +107,8 @@ def _attempts(
             peers.leave()
             return dict(ranks.results[min(ranks.results)])
         failure = peers.first_failure(failure)
-        is_final = failure.kind == "user" or failure.rank < 0  # it recurs; nowhere to meet
-        if is_final or len(job.earlier) >= launch.max_restarts:
-            return failure
+        if failure.kind == "user" or failure.rank < 0 or len(job.earlier) >= launch.max_restarts:
+            return failure  # it would recur, or there is nowhere to meet, or no restart is left
         job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
 
 
@@ -142,8 +139,7 @@ class Peers:
         self.failures: dict[int, Failure] = {}  # of other machines, by place
         self.ended = set[int]()  # the machines whose ranks have ended well
         self._group, self._launch = group, launch
-        # How long a machine may take to end its ranks: one of them may be saving.
-        self._longest_s = ENDING_S + SAVING_FACTOR * launch.shutdown_timeout_s
+        self._longest_s = ENDING_S + SAVING_FACTOR * launch.shutdown_timeout_s  # to end ranks
         self._others = set(range(len(group.hosts))) - {group.place}
         self._ended_at: float | None = None  # when the ranks of this machine had ended well
         self._seen_at = time.monotonic()  # the last time that the store answered
@@ -238,8 +234,7 @@ class Peers:
         while True:
             self._look()
             silent = [f"ending/{place}" for place in self._others - self.failures.keys()]
-            is_answered = any(store.check([key]) for key in silent)
-            limit_s = self._longest_s if is_answered else SILENT_S
+            limit_s = self._longest_s if any(store.check([key]) for key in silent) else SILENT_S
             if not silent or time.monotonic() > begun_at + limit_s:
                 self._leave(self.failures)
                 return {self._group.place: own, **self.failures}

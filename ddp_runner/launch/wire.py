@@ -121,18 +121,18 @@ def rank_environ(
     attempt: int,
     run_id: str,
     local_world_size: int,
-    node_rank: int = 0,
     address: tuple[str, int] | None = None,
 ) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank.
 
     The ranks meet at the launchers' store at `address`; without it, at a file.
     """
+    node_rank, local_rank = divmod(rank, local_world_size)
     num_nodes = config.launch.nnodes
     host, port = address or ("localhost", 0)
     variables = {
         "RANK": rank,
-        "LOCAL_RANK": rank - node_rank * local_world_size,
+        "LOCAL_RANK": local_rank,
         "WORLD_SIZE": num_nodes * local_world_size,
         "LOCAL_WORLD_SIZE": local_world_size,
         "GROUP_RANK": node_rank,

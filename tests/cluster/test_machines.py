@@ -204,7 +204,8 @@ def test_an_elastic_run_of_torchrun_continues_when_a_machine_is_lost_and_comes_b
 def test_without_a_shared_disk_a_run_trains_and_resumes_on_both_machines(tmp_path: Path) -> None:
     """The first keeps the run; the second needs no folder, and no key but where they meet.
 
-    Rank 0 follows the folder to the other machine. Each machine's own name is an address of loopback, as Debian sets it.
+    Rank 0 follows the folder to the other machine. Each machine's own name is an address of
+    loopback, as Debian sets it.
     """
     disk = tmp_path / "disk"
     with network(private=disk) as net, ExitStack() as stack:
