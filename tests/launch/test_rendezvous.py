@@ -3,7 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 import torch.distributed as dist
@@ -36,6 +39,9 @@ Start = Callable[[Machine], tuple[Meeting, Future[Group]]]
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Start machines in threads of this process, so all have one host name and process id."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a meeting sets it, too
+    numbers = count()  # of themselves, the first machine would have rank 0
+    in_turn = SimpleNamespace(uuid4=lambda: UUID(int=next(numbers)))
+    monkeypatch.setattr(rendezvous, "uuid", in_turn)
     store, over = STORES.HashStore(), list[bool]()
     meetings: list[Meeting] = []
 

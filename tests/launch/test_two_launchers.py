@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from commands import (
+    CommandResult,
     Started,
     background,
-    error_line,
     free_port,
     rank_processes,
     wait_for,
@@ -21,10 +21,11 @@ from trainings import EQUAL, assert_continued, shared_outputs
 
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 
-# The samples of rank 1 alone are wrong.
+# The samples of rank 1 alone are wrong. It notes how often it has looked at them.
 ODD_DATA = """
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from ddp_runner.data.sources.offline import RandomRegression
 from ddp_runner.errors import UserError
 
@@ -32,6 +33,8 @@ from ddp_runner.errors import UserError
 class Odd(RandomRegression):
     def build(self, *args, **keys):
         if os.environ["RANK"] == "1":
+            with Path(__file__).with_name("looks").open("a") as looks:
+                looks.write("1")
             raise UserError("rank 1 has no data; give it some")
         return super().build(*args, **keys)
 """
@@ -61,6 +64,15 @@ def launchers(
         yield started
 
 
+def errors(end: CommandResult) -> list[str]:
+    """Return a command's error lines, without what torch says of a store that has gone.
+
+    A command silences that before it imports torch, and a warm one comes too late.
+    """
+    assert "Traceback" not in end.stderr
+    return [line for line in end.stderr.splitlines() if line.startswith("error: ")]
+
+
 def saved_run(folder: Path) -> Path:
     """Return the only run once it has a checkpoint."""
     wait_for(lambda: any(checkpoint_steps(run) for run in run_dirs(folder / "outputs")))
@@ -86,7 +98,7 @@ def test_a_machine_may_come_before_the_first_and_a_signal_to_either_saves_both(
         process.send_signal(signal.SIGTERM)
         ends = [wait_for_end(*one) for one in (*first, *second)]
     assert [end.exit_code for end in ends] == [143, 143]
-    assert [end.stderr for end in ends] == ["", ""]
+    assert [errors(end) for end in ends] == [[], []]
     assert "SIGTERM: finishing the step and saving a checkpoint" in ends[1].stdout
     assert ["run  " in end.stdout for end in ends] == [True, False]  # rank 0 prints it
     assert record(run)["status"] == "preempted"
@@ -96,8 +108,13 @@ def test_a_machine_may_come_before_the_first_and_a_signal_to_either_saves_both(
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        pytest.param((["seed=1"], ["seed=2"]), "seed is ", id="all ranks find it"),
-        pytest.param((ODD, ODD), "rank 1 has no data", id="one does", marks=pytest.mark.full),
+        pytest.param((ODD, ODD), "rank 1 has no data", id="one rank finds it"),
+        pytest.param(
+            (["seed=1"], ["seed=2"]),
+            "launched differently: seed is ",
+            id="all do",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_mistake_is_said_once_by_each_machine_and_starts_nothing_again(
@@ -105,9 +122,10 @@ def test_a_mistake_is_said_once_by_each_machine_and_starts_nothing_again(
 ) -> None:
     """Exit code 2, although restarts are left."""
     port = free_port()
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "odd.py").write_text(ODD_DATA)
-    environ = {"PYTHONPATH": str(tmp_path / "odd")}
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "odd.py").write_text(ODD_DATA)
+    environ = {"PYTHONPATH": str(odd)}
     with ExitStack() as stack:
         started = []
         for own in keys:
@@ -115,8 +133,11 @@ def test_a_mistake_is_said_once_by_each_machine_and_starts_nothing_again(
             block = launchers(tmp_path, *command, count=1, port=port, environ=environ)
             started += stack.enter_context(block)
         ends = [wait_for_end(*one) for one in started]
-    assert all(sentence in error_line(end) for end in ends)
-    assert not any("restart" in end.stdout for end in ends)
+    assert [end.exit_code for end in ends] == [2, 2]
+    for end in ends:
+        (error,) = errors(end)
+        assert sentence in error
+    assert [path.read_text() for path in odd.glob("looks")] == (["1"] if ODD in keys else [])
 
 
 @pytest.mark.full
@@ -140,8 +161,9 @@ def test_a_second_signal_ends_a_machine_at_once_and_marks_the_run(tmp_path: Path
 def test_two_of_three_wait_until_they_are_stopped(tmp_path: Path) -> None:
     """Each says how many are missing, and Ctrl-C ends it; nothing is left."""
     with launchers(tmp_path, *EQUAL, "launch.nnodes=3", port=free_port()) as started:
-        for process, folder in started:
+        for _, folder in started:
             wait_for(lambda path=folder / "stdout": "waiting for 1 of 3 mach" in path.read_text())
+        for process, _ in started:
             process.send_signal(signal.SIGINT)
         ends = [wait_for_end(process, folder) for process, folder in started]
     assert [end.exit_code for end in ends] == [130, 130]
