@@ -6,6 +6,7 @@ run, else the one that serves the store.
 """
 
 import json
+import logging
 import math
 import os
 import pickle
@@ -124,6 +125,8 @@ class Meeting:
         self._name = f"{number:010}/{not self._sees_run:d}/{not self._serves:d}/{unique}"
         # Torch would serve one more store, at the address that the name is to it.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if "LOGLEVEL" not in os.environ:  # torch's own warning of a lost store, which we name
+            logging.getLogger(create_handler.__module__).setLevel(logging.CRITICAL)
         self._backend = Backend(store, launch.rdzv_id)
         parameters = rdzv.RendezvousParameters(
             backend=self._backend.name,

@@ -65,11 +65,12 @@ def launchers(
 
 
 def errors(end: CommandResult) -> list[str]:
-    """Return a command's error lines, without what torch says of a store that has gone.
+    """Return a command's error lines, without what torch's C++ says of a store that has gone.
 
     A command silences that before it imports torch, and a warm one comes too late.
     """
     assert "Traceback" not in end.stderr
+    assert "torch/distributed/" not in end.stderr  # a warning of torch's Python
     return [line for line in end.stderr.splitlines() if line.startswith("error: ")]
 
 
@@ -166,8 +167,27 @@ def test_two_of_three_wait_until_they_are_stopped(tmp_path: Path) -> None:
         for process, _ in started:
             process.send_signal(signal.SIGINT)
         ends = [wait_for_end(process, folder) for process, folder in started]
-    assert [end.exit_code for end in ends] == [130, 130]
+    assert [(end.exit_code, errors(end)) for end in ends] == [(130, []), (130, [])]
     assert run_dirs(tmp_path / "outputs") == []
+
+
+@pytest.mark.full
+def test_a_machine_that_waits_says_that_the_first_has_ended(tmp_path: Path) -> None:
+    """In one line: the store was there."""
+    port, keys = free_port(), (*EQUAL, "launch.nnodes=3")
+    with ExitStack() as stack:
+        (first, _), (second, folder) = (
+            stack.enter_context(
+                launchers(tmp_path, *keys, f"launch.node_rank={number}", count=1, port=port)
+            )[0]
+            for number in (0, 1)
+        )
+        wait_for(lambda: "waiting for 1 of 3 machines" in (folder / "stdout").read_text())
+        first.kill()
+        end = wait_for_end(second, folder)
+    (error,) = errors(end)
+    assert f"127.0.0.1:{port}, where the machines meet, is lost: its machine was" in error
+    assert end.exit_code == 2
 
 
 @pytest.mark.full
