@@ -95,7 +95,6 @@ class Job:
     temp: Path | None = None  # temporary folder of this worker group only
     wire: Wire | None = None  # to the launcher, in a rank
     earlier: tuple[tuple[int | None, str], ...] = ()  # of each attempt: first step, why it ended
-    begun_in: Path | None = None  # the folder that an attempt of this launch claimed
     slot: Slot | None = None  # for a parallel job
     number: int = 1  # its place in the sweep; 0: a calibration
     title: str = ""  # its name in a sweep

@@ -97,8 +97,7 @@ LATE = {  # imported once ranks start
     "launch.machines",
     "launch.meeting",
     "launch.preload",
-    "launch.reports",
-    "launch.supervisor",
+    "launch.rendezvous",
 }
 # Seconds at import: inside functions only.
 SLOW = {"torchvision", "sklearn", "transformers", "datasets", "torchdata"}

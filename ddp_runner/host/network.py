@@ -45,6 +45,11 @@ def is_here(host: str) -> bool:
     return False
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    return ipaddress.ip_address(address).is_loopback
+
+
 def outer_interface(other: str) -> str | None:
     """Return the interface for gloo if it would take one that other machines cannot reach.
 
@@ -55,11 +60,11 @@ def outer_interface(other: str) -> str | None:
         other: the name or the address of a machine that this one works with, perhaps its own.
     """
     own = host_address(socket.gethostname())
-    is_reached = own is not None and not _is_loopback(own)
+    is_reached = own is not None and not is_loopback(own)
     if is_reached or other == "localhost" or other.startswith("127."):
         return None
     by_address = up_interfaces()
-    outer = [name for address, name in by_address.items() if not _is_loopback(address)]
+    outer = [name for address, name in by_address.items() if not is_loopback(address)]
     routed = [by_address.get(_own_address(place) or "") for place in (other, ANYWHERE)]
     return next((name for name in (*routed, *outer) if name in outer), None)
 
@@ -70,10 +75,6 @@ def _own_address(other: str) -> str | None:
         probe.connect((other, ANY_PORT))
         return str(probe.getsockname()[0])
     return None
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
 
 
 def _address(name: str) -> str | None:

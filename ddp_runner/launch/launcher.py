@@ -1,7 +1,7 @@
 """Runs one job: from its resolved config to the ranks on this machine, and to an exit code.
 
 Ranks are forked from a server that has already imported torch, so they are up in a tenth of a
-second. This process never imports torch on one machine; see ``machines_launcher`` for several.
+second. This process never imports torch on one machine; see ``machines`` for several.
 """
 
 import signal
@@ -50,9 +50,10 @@ def launch(job: Job) -> Outcome:
     the folder and writes run.json, since the folder may be on another of them.
     """
     if job.config.launch.nnodes > 1:
-        from ddp_runner.launch.machines_launcher import run_worker_group
+        print_line(starting_lines(job), stream=sys.stdout)  # before torch, which takes seconds
+        from ddp_runner.launch.machines import run_on_machines
 
-        outcome = run_worker_group(job)
+        outcome = run_on_machines(job)
         return failed(job, outcome.failure, outcome.run_dir) if outcome.failure else outcome
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)

@@ -1,215 +1,251 @@
-"""The rendezvous of a run on several machines: torch's c10d, with an order and a plain wait.
+"""Runs this machine's ranks of a run on several machines, together with the other machines.
 
-Torch decides who takes part in a round. The machines then tell each other what they are, and the
-first of them has rank 0: the one with launch.node_rank=0, else one that has the run's folder, else
-the one of launch.rdzv_endpoint.
+Each machine runs its ranks as a run on one machine does. They learn who they are, and meet at the
+launchers' store, as under torchrun. When ranks fail, the machines tell each other why: all name the
+failure that came first, and all start again or all end.
 
-Of torch's handler it uses two private names, which torch 2.11 and 2.15 have: the state of the
-rendezvous, and this node in it.
+Torch's own agent would not do: it says why ranks failed only after the last restart, it waits 30 s
+for a rank that does not answer SIGTERM, and it waits for no checkpoint.
 """
 
 import json
-import socket
+import math
+import signal
 import time
-import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
-from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
-import torch.distributed.elastic.rendezvous as rdzv
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-
-from ddp_runner import __version__
-from ddp_runner.config.sections import LaunchConfig
+from ddp_runner.config.sections import LaunchConfig, meeting_place
 from ddp_runner.errors import UserError
-from ddp_runner.host.patience import patiently
-from ddp_runner.launch.machine import Machine, rank_order, validate_equal
-from ddp_runner.launch.meeting import STORES, Meeting, open_meeting
-from ddp_runner.launch.reports import LOST, Reports, store_is_lost
+from ddp_runner.host.patience import StoppedError, patiently
+from ddp_runner.host.processes import adopt_orphans
+from ddp_runner.host.temp_folder import temp_folder
+from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Failure, Job, Outcome, Status
+from ddp_runner.launch.ranks import POLL_S, SAVING_FACTOR, Ranks
+from ddp_runner.launch.rendezvous import LOST, Group, Meeting, store_is_lost
+from ddp_runner.launch.stop_requests import StopRequests, mark_ended
+from ddp_runner.launch.wire import rank_environ
+from ddp_runner.tracking.run_dir import RunDir
 
-INTRODUCTION_S = 20.0  # torch forgets after 15 s a machine that has left while it waited
-GOODBYE_S = 5.0
+WATCH_S, PAUSE_S = 1.0, 0.1  # between two looks at the store: while ranks run, while they end
+SILENT_S = 5.0  # for another machine to say that it ends its ranks, too
+ENDING_S = 15.0  # for it to end them; longer if they are saving
+OUT_OF_SIGHT_S = 10.0  # a store that has not answered for this long is hardly there
+LEAVE_S = 3.0  # for the other machines to read what the machine with the store has told them
 
 
-class Machines(rdzv.RendezvousHandler):
-    """The rendezvous of several machines; its methods may block, see ``patience``.
+def run_on_machines(job: Job) -> Outcome:
+    """Run this machine's ranks, again if ranks of any machine fail, and return how they ended.
 
-    Args:
-        launch: how they meet.
-        num_ranks: of this machine; None: as many as the first machine.
-        sees_run: whether this machine has the folder of the run that goes on; asked each round.
+    Raises:
+        UserError: the machines do not meet, or do not fit together.
+    """
+    adopt_orphans()  # of ranks, if the server is killed that adopts them otherwise
+    attempts: list[Ranks] = []
+
+    def claimed() -> list[Path]:
+        return [one for one in (job.run_dir, *(each.claimed for each in attempts)) if one]
+
+    stop = StopRequests(running=claimed)
+    stop.may_save = True  # the first signal is a request, also while the machines meet
+    launch, result = job.config.launch, None
+    sees_run = job.run_dir is not None and RunDir(job.run_dir).record.exists()
+    num_ranks = None if job.lacks_run else job.config.world_size // launch.nnodes
+    meeting = Meeting(launch, num_ranks=num_ranks, sees_run=sees_run)
+    with stop.handled(), closing(meeting), suppress(StoppedError):
+        result = _attempts(replace(job, temp=temp_folder()), meeting, stop, attempts)
+    run_dir = next(reversed(claimed()), None)
+    if isinstance(result, Failure):
+        return Outcome(Status.FAILED, EXIT_FAILED, run_dir, result)
+    received = stop.received or signal.SIGTERM
+    if result is None:  # it was stopped while it waited for other machines
+        stop.say(is_training=False)
+        if run_dir is not None:  # another machine may have it
+            mark_ended(run_dir)
+        return Outcome(Status.PREEMPTED, 128 + received, run_dir)
+    exit_code = EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received
+    return Outcome(result["status"], exit_code, Path(result["run_dir"]))
+
+
+def _attempts(
+    job: Job, meeting: Meeting, stop: StopRequests, attempts: list[Ranks]
+) -> dict[str, Any] | Failure:
+    """Return the first rank's result, or the failure that came first in the last attempt."""
+    launch = job.config.launch
+    while True:
+        try:
+            group = meeting.join(lambda: stop.is_asked)
+        except UserError as error:
+            if not job.earlier:
+                raise
+            sentence = f"{job.earlier[-1][1]}; {error}"
+            return Failure(rank=-1, kind="machine", sentence=sentence)
+        attempts.append(ranks := Ranks(job, stop))
+        peers = Peers(group, launch)
+        try:
+            ranks.start(
+                [
+                    rank_environ(
+                        rank,
+                        job.config,
+                        attempt=len(job.earlier),
+                        run_id=launch.rdzv_id,
+                        local_world_size=group.num_ranks,
+                        address=meeting_place(launch),
+                    )
+                    for rank in group.ranks(group.place)
+                ]
+            )
+            failure = _watched(ranks, peers, timeout_s=job.config.backend.timeout_s)
+        finally:
+            ranks.end()
+        if failure is None:
+            peers.leave()
+            return dict(ranks.results[min(ranks.results)])
+        failure = peers.first_failure(failure)
+        if failure.kind == "user" or failure.rank < 0 or len(job.earlier) >= launch.max_restarts:
+            return failure  # it would recur, or there is nowhere to meet, or no restart is left
+        job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
+
+
+def _watched(ranks: Ranks, peers: "Peers", *, timeout_s: float) -> Failure | None:
+    """Wait until the ranks of all machines have ended; return how this machine's failed."""
+    late_at = math.inf
+    while True:
+        lost = ranks.poll(POLL_S)
+        if lost or peers.failures:
+            timed_out = any(one.is_timeout for one in list(peers.failures.values()))
+            return ranks.failed(lost, peers_waited_in_vain=timed_out)
+        if late_at == math.inf and (ranks.results or peers.ended):
+            late_at = time.monotonic() + timeout_s
+        if not ranks.all_ended():
+            if time.monotonic() > late_at and (suspended := ranks.suspended()):
+                return ranks.failed({}, suspended=suspended[0])
+        elif (is_over := peers.all_ended(limit_s=timeout_s + ENDING_S)) is not None:
+            return None if is_over else ranks.failed({})
+
+
+class Peers:
+    """What the machines of one attempt tell each other as their ranks end, through their store.
+
+    The store may block for minutes if its machine is gone, so each look at it is in a thread.
     """
 
-    def __init__(
-        self,
-        launch: LaunchConfig,
-        *,
-        num_ranks: int | None,
-        sees_run: Callable[[], bool],
-    ) -> None:
-        self._launch, self.num_ranks, self._sees_run = launch, num_ranks, sees_run
-        self._meeting: Meeting | None = None
-        self._handler: Any = None
-        self._unreachable = ""  # why the store cannot be reached yet
-        self.reports: Reports | None = None  # of this round
+    def __init__(self, group: Group, launch: LaunchConfig) -> None:
+        self.failures: dict[int, Failure] = {}  # of other machines, by place
+        self.ended = set[int]()  # the machines whose ranks have ended well
+        self._group, self._launch = group, launch
+        self._longest_s = ENDING_S + SAVING_FACTOR * launch.shutdown_timeout_s  # to end ranks
+        self._others = set(range(len(group.hosts))) - {group.place}
+        self._ended_at: float | None = None  # when the ranks of this machine had ended well
+        self._seen_at = time.monotonic()  # the last time that the store answered
+        self._closed = Event()
+        Thread(target=self._watch, name="machines-watch", daemon=True).start()
 
-    def next_rendezvous(self) -> rdzv.RendezvousInfo:
-        """Meet the other machines, and return this one's place among them.
+    def all_ended(self, *, limit_s: float) -> bool | None:
+        """Return whether all ranks of the run have ended well, as this machine's have; None: wait.
 
-        Raises:
-            UserError: they do not fit together, or this machine cannot hold the store.
-            TimeoutError, RendezvousError, RuntimeError: see ``why_not_met``.
+        A run that restarts needs all machines again, so none leaves before the last has ended, or
+        before `limit_s` seconds have passed. If the store is lost, only the end of rank 0 counts:
+        the run is complete with it.
         """
-        self._end_round()
-        deadline = time.monotonic() + self._launch.join_timeout_s
-        if self._handler is None:
-            self._open(deadline)
-        while (info := self._introduced(self._handler.next_rendezvous())) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError
-        return info
-
-    def why_not_met(self, error: BaseException) -> str:
-        """Return why the machines did not meet, for the user."""
-        launch, again = self._launch, "start the same command on each machine"
-        if isinstance(error, TimeoutError | rdzv.RendezvousTimeoutError):
-            return (
-                f"waited {launch.join_timeout_s:g} s (launch.join_timeout_s) for "
-                f"{self._awaited()}, in vain; {again}"
-            )
-        if isinstance(error, rdzv.RendezvousGracefulExitError):
-            return (
-                f"the run that meets at {launch.rdzv_endpoint} was over on its other machines "
-                f"before it needed this one; {again}"
-            )
-        if isinstance(error, rdzv.RendezvousClosedError):
-            return f"the run that meets at {launch.rdzv_endpoint} has ended; {again}"
-        return store_is_lost(launch)
-
-    def waiting(self) -> str:
-        """Return what this machine waits for, for the user; nothing if it has met the others."""
-        if self._handler is not None:
-            state = self._handler._state_holder.state
-            if state.complete and self._handler._this_node in state.participants:
-                return ""
-        return (
-            f"waiting for {self._awaited()}, up to {self._launch.join_timeout_s:g} s; start the "
-            "same command on each machine"
-        )
-
-    def _awaited(self) -> str:
-        launch, endpoint = self._launch, self._launch.rdzv_endpoint
-        if self._handler is None:
-            reason = f" ({self._unreachable})" if self._unreachable else ""
-            return f"{endpoint}, where the {launch.nnodes} machines of the run meet{reason}"
-        state = self._handler._state_holder.state
-        num_here = max(1, len(state.participants))  # torch removes this machine at the end
-        if num_here >= launch.nnodes:
-            return f"a place at {endpoint}, where a run has its {num_here} machines"
-        return f"{launch.nnodes - num_here} of {launch.nnodes} machines at {endpoint}"
-
-    def _open(self, deadline: float) -> None:
-        launch = self._launch
-        self._meeting = open_meeting(launch, deadline=deadline, note=self._note)
-        parameters = rdzv.RendezvousParameters(
-            backend="c10d",
-            endpoint=launch.rdzv_endpoint or "",
-            run_id=launch.rdzv_id,
-            min_nodes=launch.nnodes,
-            max_nodes=launch.nnodes,
-            # Torch knows a node by this, and containers may have one host name and process id 1.
-            local_addr=f"{socket.gethostname()}/{uuid.uuid4().hex}",
-            join_timeout=int(launch.join_timeout_s),
-        )
-        store = self._meeting.store
-        before = store.compare_set(f"nnodes/{launch.rdzv_id}", "", str(launch.nnodes)).decode()
-        if before != str(launch.nnodes):
-            raise UserError(
-                f"launch.nnodes is {launch.nnodes} here and {before} on the machines that came "
-                "before; start the same command on each machine"
-            )
-        backend = C10dRendezvousBackend(store, launch.rdzv_id)
-        self._handler = create_handler(store, backend, parameters)
-
-    def _note(self, reason: str) -> None:
-        self._unreachable = reason
-
-    def _introduced(self, info: rdzv.RendezvousInfo) -> rdzv.RendezvousInfo | None:
-        """Tell the machines of a round of each other; None: one of them has left meanwhile."""
-        assert self._meeting is not None
-        own = Machine(
-            host=socket.gethostname(),
-            address=self._meeting.address,
-            num_ranks=self.num_ranks,
-            number=self._launch.node_rank,
-            serves=self._meeting.is_served_here,
-            sees_run=self._sees_run(),
-            version=__version__,
-        )
-        keys = [f"machine/{place}" for place in range(info.world_size)]
-        info.store.set(keys[info.rank], json.dumps(asdict(own)))
-        try:
-            info.store.wait(keys, timedelta(seconds=INTRODUCTION_S))
-        except STORES.DistStoreError:
-            return None
-        facts = [json.loads(info.store.get(key)) for key in keys]
-        for one in facts:
-            if one.get("version") != own.version:
-                raise UserError(
-                    f"{own.host} runs ddp_runner {own.version} and {one['host']} "
-                    f"{one.get('version', 'another')}; install the same version on each machine"
-                )
-        machines = [Machine(**one) for one in facts]
-        order = rank_order(machines)
-        self.num_ranks = machines[order[0]].num_ranks or 1  # if it is unknown, no rank will go on
-        machines = [replace(one, num_ranks=one.num_ranks or self.num_ranks) for one in machines]
-        validate_equal(machines)
-        place = order.index(info.rank)
-        ordered = [machines[one] for one in order]
-        self.reports = Reports(ordered, place, store=info.store, launch=self._launch)
-        meeting_point = rdzv.RendezvousStoreInfo.build(
-            place, STORES.PrefixStore("ranks", info.store), local_addr=own.address
-        )
-        return rdzv.RendezvousInfo(info.store, place, info.world_size, meeting_point)
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+        if len(self.ended) == len(self._group.hosts):
+            return True
+        if self._is_out_of_sight:
+            return 0 in {self._group.place, *self.ended}
+        return True if time.monotonic() > self._ended_at + limit_s else None
 
     @property
-    def use_agent_store(self) -> bool:
-        """Return False: the ranks meet at a store of rank 0, a new one each round."""
-        return False
+    def _is_out_of_sight(self) -> bool:
+        return time.monotonic() > self._seen_at + OUT_OF_SIGHT_S
 
-    def num_nodes_waiting(self) -> int:
-        """Return 0: torch's agent would restart the ranks for a spare machine."""
-        return 0
+    def leave(self) -> None:
+        """Leave once the others know that all ranks have ended well."""
+        self._closed.set()
+        with suppress(*LOST):  # the run is complete, whatever became of the others
+            patiently(partial(self._leave, list(self.ended)), limit_s=2 * LEAVE_S)
 
-    def get_backend(self) -> str:
-        """Return the name of the rendezvous."""
-        return "c10d"
+    def first_failure(self, own: Failure) -> Failure:
+        """Tell the other machines how ranks of this one failed; return what failed first.
 
-    def get_run_id(self) -> str:
-        """Return launch.rdzv_id."""
-        return self._launch.rdzv_id
+        Its kind is ``machine`` if one was lost; its rank is then the first of that machine, or -1
+        if the store is lost as well.
+        """
+        self._closed.set()
+        if own.kind != "user":  # which may name several ranks, or none
+            own = replace(own, sentence=self._group.with_host(own.sentence, own.rank))
+        self._seen_at = time.monotonic()
+        try:
+            found = patiently(
+                partial(self._exchanged, own),
+                limit_s=self._longest_s + 2 * SILENT_S,
+                stop_requested=lambda: self._is_out_of_sight,
+            )
+        except (*LOST, StoppedError):
+            if own.kind != "peer":
+                return own
+            return Failure(rank=-1, kind="machine", sentence=store_is_lost(self._launch))
+        for place, one in found.items():
+            if one.kind == "user" and one.sentence != own.sentence:  # it may name no rank
+                host = self._group.hosts[place]
+                found[place] = replace(one, sentence=f"on {host}: {one.sentence}")
+        causes = [one for one in found.values() if one.kind != "peer"]
+        silent = sorted(self._others - found.keys())
+        if causes or not silent:
+            return min(causes or found.values(), key=lambda one: one.time_ns)
+        sentence = (
+            f"{', '.join(map(self._group.described, silent))} was lost: it was switched off, its "
+            "launcher was killed, or the network to it is down"
+        )
+        return Failure(rank=self._group.ranks(silent[0])[0], kind="machine", sentence=sentence)
 
-    def is_closed(self) -> bool:
-        """Return whether the run has ended on all machines."""
-        return bool(self._handler.is_closed()) if self._handler else False
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_S if self._ended_at is None else PAUSE_S):
+            try:
+                self._look()
+            except LOST:  # the ranks notice, too: their failure ends the run
+                self._seen_at = -math.inf
 
-    def set_closed(self) -> None:
-        """Let no machine join any more."""
-        if self._handler is not None:
-            self._handler.set_closed()
+    def _look(self) -> None:
+        """Look once at what the other machines tell, and tell them how this one stands."""
+        store = self._group.store
+        for place in self._others - self.failures.keys():
+            if store.check([f"failure/{place}"]):
+                self.failures[place] = Failure(**json.loads(store.get(f"failure/{place}")))
+            elif store.check([f"ended/{place}"]):
+                self.ended.add(place)
+        if self.failures:
+            store.set(f"ending/{self._group.place}", "")
+        if self._ended_at is not None:
+            store.set(f"ended/{self._group.place}", "")
+            self.ended.add(self._group.place)  # only now: the others must know before it leaves
+        self._seen_at = time.monotonic()
 
-    def shutdown(self) -> bool:
-        """End the rendezvous for all machines."""
-        self._end_round()
-        if self._handler is not None:
-            with suppress(*LOST):  # the store is gone: nothing is left to end
-                patiently(self._handler.shutdown, limit_s=GOODBYE_S)
-        return True
+    def _exchanged(self, own: Failure) -> dict[int, Failure]:
+        """Tell a failure; return those of all machines that answer."""
+        begun_at, store = time.monotonic(), self._group.store
+        store.set(f"failure/{self._group.place}", json.dumps(asdict(own)))
+        while True:
+            self._look()
+            silent = [f"ending/{place}" for place in self._others - self.failures.keys()]
+            limit_s = self._longest_s if any(store.check([key]) for key in silent) else SILENT_S
+            if not silent or time.monotonic() > begun_at + limit_s:
+                self._leave(self.failures)
+                return {self._group.place: own, **self.failures}
+            time.sleep(PAUSE_S)
 
-    def _end_round(self) -> None:
-        if self.reports is not None:
-            self.reports.close()
-        self.reports = None
+    def _leave(self, others: Any) -> None:
+        """Let the machine with the store wait until the others have read it: its end closes it."""
+        group, deadline = self._group, time.monotonic() + LEAVE_S
+        group.store.set(f"left/{group.place}", "")
+        awaited = [f"left/{place}" for place in others if place != group.place]
+        while group.serves and awaited and not group.store.check(awaited):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(PAUSE_S)

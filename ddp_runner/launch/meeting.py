@@ -1,15 +1,10 @@
-"""Opens the store at which the machines of a run meet: one of them serves it, the others connect.
-
-Torch's own client prints stacks of C++ frames while nobody listens, so it starts only once somebody
-does.
-"""
+"""Opens the store at which the machines of a run meet: one serves it, and the others connect."""
 
 import errno
 import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,7 +13,7 @@ import torch.distributed as dist
 
 from ddp_runner.config.sections import LaunchConfig, meeting_place
 from ddp_runner.errors import UserError
-from ddp_runner.host.network import is_here
+from ddp_runner.host.network import is_here, is_loopback
 from ddp_runner.host.patience import patiently
 
 STORES: Any = dist  # torch documents its stores, but its stubs lack them
@@ -29,48 +24,47 @@ GREETING_S, ANSWER_S = 0.2, 10.0
 OTHER_SERVER = "something else listens there, or it is suspended"
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """The open store, and this machine's part in it."""
+def open_store(
+    launch: LaunchConfig, *, deadline: float, note: Callable[[str], None]
+) -> tuple[Any, bool]:
+    """Return the store at which the machines meet, and whether this machine serves it.
 
-    store: Any
-    address: str  # at which the other machines reach this one
-    is_served_here: bool
-
-
-def open_meeting(launch: LaunchConfig, *, deadline: float, note: Callable[[str], None]) -> Meeting:
-    """Serve the store, or wait until another machine does.
-
-    The machine with launch.node_rank=0 serves it; without numbers, the one of launch.rdzv_endpoint.
+    The machine with launch.node_rank=0 serves it; without numbers, that of launch.rdzv_endpoint.
+    Torch's client would print stacks of C++ frames while nobody listens, and wait for ever for the
+    answer of another server, so it starts only once a server is there.
 
     Args:
         launch: how the machines meet.
         deadline: a time.monotonic().
-        note: is told why the store cannot be reached yet.
+        note: gets the reason why the store cannot be reached yet.
 
     Raises:
-        UserError: this machine is to serve the store, and cannot.
+        UserError: this machine must serve the store, and cannot.
         TimeoutError: the deadline has passed.
     """
     host, port = meeting_place(launch)
-    number = launch.node_rank
-    serves = number == 0
+    must_serve = launch.node_rank == 0
+    options = {"multi_tenant": True, "timeout": timedelta(seconds=READ_S)}
+    client = partial(STORES.TCPStore, host, port, is_master=False, **options)
     while True:
         try:
-            if serves or (number is None and is_here(host)):
+            if must_serve or (launch.node_rank is None and is_here(host)):
                 listener = _listener(host, port)
                 if listener is not None:
-                    return Meeting(_store(host, port, listener), host, is_served_here=True)
-                if serves:
+                    options["master_listen_fd"] = listener.detach()
+                    return STORES.TCPStore(host, port, is_master=True, **options), True
+                if must_serve:
                     raise UserError(
                         f"port {port} of this machine is in use and its launch.node_rank is 0, "
                         "so it holds the rendezvous; give launch.rdzv_endpoint another port"
                     )
             with socket.create_connection((host, port), timeout=PROBE_S) as probe:
-                address = probe.getsockname()[0]
                 if select.select([probe], [], [], GREETING_S)[0]:
                     raise OSError(OTHER_SERVER)
-            return Meeting(_joined(host, port), address, is_served_here=False)
+            try:
+                return patiently(client, limit_s=ANSWER_S), False
+            except (RuntimeError, TimeoutError) as error:
+                raise OSError(OTHER_SERVER) from error
         except OSError as error:
             note(error.strerror or str(error))
         if time.monotonic() > deadline:
@@ -78,49 +72,21 @@ def open_meeting(launch: LaunchConfig, *, deadline: float, note: Callable[[str],
         time.sleep(PAUSE_S)
 
 
-def _joined(host: str, port: int) -> Any:
-    """Return the store that another machine serves.
-
-    Torch's client waits for ever for the answer of another server.
-
-    Raises:
-        OSError: no store answers there.
-    """
-    try:
-        return patiently(partial(_store, host, port), limit_s=ANSWER_S)
-    except (RuntimeError, TimeoutError) as error:
-        raise OSError(OTHER_SERVER) from error
-
-
-def _store(host: str, port: int, listener: socket.socket | None = None) -> Any:
-    options: dict[str, Any] = {"is_master": listener is not None, "multi_tenant": True}
-    if listener is not None:
-        options["master_listen_fd"] = listener.detach()
-    return STORES.TCPStore(host, port, timeout=timedelta(seconds=READ_S), **options)
-
-
 def _listener(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on this machine's address; None: somebody else has the port.
+    """Return a socket that listens on this machine's address; None: another process has the port.
 
     Raises:
         OSError: the port cannot be used.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    is_loopback = str(address[0]).startswith("127.") or address[0] == "::1"
     # Debian gives a machine's own name an address of loopback, where no other machine reaches it.
-    name = address[0] if not is_loopback or host in ("localhost", address[0]) else ""
-    for place in (name, ""):  # in a container, `host` may be the address of a gateway
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    is_own_name = is_loopback(str(address[0])) and host not in ("localhost", address[0])
+    for place in ("" if is_own_name else str(address[0]), ""):
         try:
-            listener.bind((place, port))
-            listener.listen()
+            return socket.create_server((place, port), family=family)
         except OSError as error:
-            listener.close()
             if error.errno == errno.EADDRINUSE:
                 return None
-            if error.errno != errno.EADDRNOTAVAIL:
+            if error.errno != errno.EADDRNOTAVAIL:  # in a container, that of a gateway
                 raise
-        else:
-            return listener
     return None

@@ -121,27 +121,28 @@ def rank_environ(
     attempt: int,
     run_id: str,
     local_world_size: int,
-    node_rank: int = 0,
-    address: tuple[str, int] = ("localhost", 0),
+    address: tuple[str, int] | None = None,
 ) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank.
 
-    Without `address` the ranks meet at a file.
+    The ranks meet at the launchers' store at `address`; without it, at a file.
     """
+    node_rank, local_rank = divmod(rank, local_world_size)
     num_nodes = config.launch.nnodes
+    host, port = address or ("localhost", 0)
     variables = {
         "RANK": rank,
-        "LOCAL_RANK": rank - node_rank * local_world_size,
+        "LOCAL_RANK": local_rank,
         "WORLD_SIZE": num_nodes * local_world_size,
         "LOCAL_WORLD_SIZE": local_world_size,
         "GROUP_RANK": node_rank,
         "GROUP_WORLD_SIZE": num_nodes,
-        "MASTER_ADDR": address[0],
-        "MASTER_PORT": address[1],
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": attempt,
         "TORCHELASTIC_MAX_RESTARTS": config.launch.max_restarts,
         "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": False,
+        "TORCHELASTIC_USE_AGENT_STORE": address is not None,
         # Torch's agent sets it too: a rank that waits too long in NCCL is aborted.
         ASYNC_ERROR_HANDLING: os.environ.get(ASYNC_ERROR_HANDLING, "1"),
     }

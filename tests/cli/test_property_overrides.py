@@ -42,7 +42,7 @@ from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job, Outcome
-from ddp_runner.launch import machines_launcher
+from ddp_runner.launch import machines
 from ddp_runner.sweep.jobs import Batch, run_jobs
 
 FOREIGN = "foreign_package"  # the name of a module that nobody may import
@@ -238,10 +238,10 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
-        monkeypatch.setattr(module, "detect", lambda: LAPTOP)
+        monkeypatch.setattr(module, "detect", lambda **_: LAPTOP)
     monkeypatch.setattr(ddp_runner.sweep.local, "Slots", InTurn)
     monkeypatch.setattr(ddp_runner.launch.launcher, "run_ranks", launched)
-    monkeypatch.setattr(machines_launcher, "run_worker_group", launched)
+    monkeypatch.setattr(machines, "run_on_machines", launched)
     monkeypatch.setattr(ddp_runner.cli.app, "git_revision", lambda: None)
 
 

@@ -1,5 +1,6 @@
 """Two hosts: machines that are lost, cut off or late; under torchrun, one that comes back."""
 
+import shutil
 import signal
 import sys
 import time
@@ -203,7 +204,8 @@ def test_an_elastic_run_of_torchrun_continues_when_a_machine_is_lost_and_comes_b
 def test_without_a_shared_disk_a_run_trains_and_resumes_on_both_machines(tmp_path: Path) -> None:
     """The first keeps the run; the second needs no folder, and no key but where they meet.
 
-    Each machine's own name is an address of loopback, as Debian sets it.
+    Rank 0 follows the folder to the other machine. Each machine's own name is an address of
+    loopback, as Debian sets it.
     """
     disk = tmp_path / "disk"
     with network(private=disk) as net, ExitStack() as stack:
@@ -230,10 +232,14 @@ def test_without_a_shared_disk_a_run_trains_and_resumes_on_both_machines(tmp_pat
         )
         resumed = run("resume=run", "train.max_steps=120", "launch.nnodes=2", MEETING[1])
         assert [end.exit_code for end in resumed] == [0, 0], resumed[1].stderr
+        folder = Path(f"{disk}-n2") / "n2" / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        (Path(f"{disk}-n1") / "n1" / "run").rename(folder)
+        moved = run("resume=run", "train.max_steps=140", "launch.nnodes=2", MEETING[1])
+        assert [end.exit_code for end in moved] == [0, 0], moved[1].stderr
         nowhere = run("resume=nowhere", "launch.nnodes=2", MEETING[1])
-    folder = Path(f"{disk}-n1") / "n1" / "run"
-    assert record(folder)["status"] == "completed"
-    assert_continued(folder, num_steps=120)
+    assert (record(folder)["status"], record(folder)["host"]) == ("completed", "n2")
+    assert_continued(folder, num_steps=140)
     for end in nowhere:
         assert end.exit_code == 2
         assert "error: resume=nowhere is no folder of a run, on none of the 2 machines" in (

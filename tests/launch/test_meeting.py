@@ -12,34 +12,35 @@ from commands import free_port
 from ddp_runner.config.sections import LaunchConfig
 from ddp_runner.errors import UserError
 from ddp_runner.launch import meeting
-from ddp_runner.launch.meeting import Meeting, open_meeting
+from ddp_runner.launch.meeting import open_store
 
 
-def opened(host: str, port: int, *, number: int | None = None, wait_s: float = 60.0) -> Meeting:
-    """Open the meeting, and wait no longer than this."""
+def opened(
+    host: str, port: int, *, number: int | None = None, wait_s: float = 60.0
+) -> tuple[Any, bool]:
+    """Open the store, and wait no longer than this; return whether it is served here, too."""
     launch = LaunchConfig(rdzv_endpoint=f"{host}:{port}", node_rank=number)
-    return open_meeting(launch, deadline=time.monotonic() + wait_s, note=lambda _: None)
+    return open_store(launch, deadline=time.monotonic() + wait_s, note=lambda _: None)
 
 
 def test_the_first_on_the_machine_serves_and_the_second_joins() -> None:
     """Both see what the other writes."""
     port = free_port()
-    first = opened("127.0.0.1", port)
-    second = opened("127.0.0.1", port)
-    assert (first.is_served_here, second.is_served_here) == (True, False)
-    assert (first.address, second.address) == ("127.0.0.1", "127.0.0.1")
-    first.store.set("key", "value")
-    assert second.store.get("key") == b"value"
+    first, is_served_by_first = opened("127.0.0.1", port)
+    second, is_served_by_second = opened("127.0.0.1", port)
+    assert (is_served_by_first, is_served_by_second) == (True, False)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
 
 
 def test_an_address_of_loopback_is_not_opened_to_the_network() -> None:
     """Nor would any other address be opened than the one that the user names."""
     port = free_port()
-    met = opened("127.0.0.1", port)
+    _store, is_served_here = opened("127.0.0.1", port)
     links = psutil.Process().net_connections("inet")
     listening = {link.laddr.ip for link in links if link.laddr.port == port and not link.raddr}
     assert listening == {"127.0.0.1"}
-    assert met.is_served_here
+    assert is_served_here
 
 
 def test_the_machine_with_the_number_0_must_have_the_port() -> None:
@@ -68,7 +69,7 @@ def test_a_machine_that_cannot_reach_the_store_says_why_and_gives_up_in_time(
     reasons: list[Any] = []
     launch = LaunchConfig(rdzv_endpoint=f"{host}:{free_port()}", node_rank=number)
     with pytest.raises(TimeoutError):
-        open_meeting(launch, deadline=time.monotonic() + 0.6, note=reasons.append)
+        open_store(launch, deadline=time.monotonic() + 0.6, note=reasons.append)
     assert len(reasons) >= 2
     assert any(word in reasons[0] for word in reason.split("|"))
 
@@ -84,5 +85,5 @@ def test_another_server_at_the_port_is_named(
         pool.submit(lambda: server.accept()[0].send(greeting))
         launch = LaunchConfig(rdzv_endpoint=f"127.0.0.1:{server.getsockname()[1]}", node_rank=1)
         with pytest.raises(TimeoutError):
-            open_meeting(launch, deadline=time.monotonic(), note=reasons.append)
+            open_store(launch, deadline=time.monotonic(), note=reasons.append)
     assert reasons == ["something else listens there, or it is suspended"]
