@@ -26,19 +26,20 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ddp_runner.cli import app, hydra_adapter
-from ddp_runner.cli.hydra_adapter import job_composer
+from ddp_runner.cli import app
+from ddp_runner.cli.sweeping import job_composer
 from ddp_runner.job import EXIT_COMPLETED, Job, Outcome, Status
 from ddp_runner.status.find import survey
-from ddp_runner.sweep.jobs import Batch, run_jobs
-from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.sweep import run as run_module
+from ddp_runner.sweep.jobs import Batch, run_left
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.results import sweep_table
+from ddp_runner.sweep.plan_file import read_plan
 from ddp_runner.sweep.sweep_dir import unfinished_sweep
+from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.run_record import begin_session, end_session
 
 METRICS = {"eval/accuracy": 0.97, "train/loss": 0.2, "perf/samples_per_s": 4267.0}
-# compose: by Hydra; plan: resolve, validate and freeze; run: ledger, locks and run.json; table: of
+# compose: by Hydra; plan: resolve, validate and freeze; run: locks and run.json; table: of
 # the sweep; find: an unfinished sweep of this command; status: python -m ddp_runner.status; again:
 # what a second start does once it has planned.
 COLUMNS = ("jobs", "compose", "plan", "run", "table", "find", "status", "again", "MiB")
@@ -50,10 +51,10 @@ class Instant(Local):
     batch: Batch
     began_at = ended_at = 0.0  # its jobs
 
-    def run(self, batch: Batch) -> list[Outcome]:
+    def run(self, batch: Batch) -> dict[str, Outcome]:
         """Complete what is left of a batch."""
         self.began_at, self.batch = time.perf_counter(), batch
-        outcomes = run_jobs(batch, execute=_complete)
+        outcomes = run_left(batch, execute=_complete)
         self.ended_at = time.perf_counter()
         return outcomes
 
@@ -115,9 +116,10 @@ def measure(jobs: int, folder: Path, *, is_profiled: bool) -> dict[str, float]:
     }
     if is_profiled:
         pstats.Stats(profile, stream=sys.stderr).sort_stats("cumulative").print_stats(70)
-    assert all(entry.status == Status.COMPLETED for entry in Ledger(found).read().values())
+    jobs = read_plan(found).jobs.values()
+    assert all(one.standing(found).status == Status.COMPLETED for one in jobs)
     # The same command once more, without composing: each job is done already.
-    seconds["again"] = _seconds(lambda: run_jobs(executor.batch, execute=_complete))
+    seconds["again"] = _seconds(lambda: run_left(executor.batch, execute=_complete))
     return seconds
 
 
@@ -125,20 +127,20 @@ def sweep(arguments: Sequence[str]) -> tuple[Instant, dict[str, float]]:
     """Run a sweep; return what ran its jobs, and the seconds of its parts."""
     executor, composing = Instant(), [0.0]
 
-    def timed_composer(*args: Any) -> Callable[[Sequence[str]], DictConfig]:
+    def timed_composer(*args: Any) -> Callable[[Sequence[str], int], DictConfig]:
         compose_job = job_composer(*args)
 
-        def composed(overrides: Sequence[str]) -> DictConfig:
+        def composed(overrides: Sequence[str], number: int) -> DictConfig:
             start = time.perf_counter()
             try:
-                return compose_job(overrides)
+                return compose_job(overrides, number)
             finally:
                 composing[0] += time.perf_counter() - start
 
         return composed
 
-    vars(app)["executor_of"] = lambda *_: executor
-    vars(hydra_adapter)["job_composer"] = timed_composer  # Hydra imports the launcher later
+    vars(run_module)["Local"] = lambda: executor
+    vars(app)["job_composer"] = timed_composer
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
         exit_code = app.run(arguments, started_at=time.time())

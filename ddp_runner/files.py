@@ -25,6 +25,7 @@ import yaml
 
 # PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+DUMPER: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 MOST_YAML_KIB, MOST_YAML_VALUES = 1024, 20_000  # of a run's config, which has ten, and hundreds
 MAX_NAME_BYTES = 200  # file systems allow 255
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # a link could lead out of a run folder
@@ -183,6 +184,12 @@ def yaml_text(path: Path) -> str:
 def read_yaml(path: Path) -> Any:
     """Return what a YAML holds; see ``yaml_text``. PyYAML raises errors of any type."""
     return yaml.load(yaml_text(path), Loader=LOADER)  # a safe loader
+
+
+def yaml_dump(value: Any, **options: Any) -> str:
+    """Return plain values as YAML, in their order; for the options see ``yaml.dump``."""
+    text: str = yaml.dump(value, Dumper=DUMPER, sort_keys=False, allow_unicode=True, **options)
+    return text
 
 
 def file_sha256(path: Path) -> str:

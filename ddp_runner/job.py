@@ -26,7 +26,6 @@ class Status(StrEnum):
     SKIPPED = "skipped"  # invalid, and the sweep leaves those out
 
 
-STOP = "stop"  # the name of ``Slot.stop``
 # In the error of a rank that itself waited too long.
 TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure", "wait timeout")
 
@@ -75,11 +74,6 @@ class Slot:
     cores: tuple[int, ...]
     gpus: Mapping[str, str]  # the variable that shows it no others; empty where there are none
     temp: Path  # temporary folder of all slots
-
-    @property
-    def stop(self) -> Path:
-        """The file whose existence asks all slots to stop."""
-        return self.temp / STOP
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,12 @@ from ddp_runner.cli.compose import (
 )
 from ddp_runner.cli.hydra_adapter import (
     FULL_ERROR,
-    GRID_SWEEPER,
     UNNAMED,
-    is_grid,
-    quoted,
+    parse_sweep,
     run_hydra,
 )
 from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.sweeping import job_composer
 from ddp_runner.config.sections import AUTO
 from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, validate_rendezvous
 from ddp_runner.errors import UserError
@@ -45,11 +44,8 @@ from ddp_runner.host.streams import keep_streams, print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import is_over, launch
 from ddp_runner.launch.mistakes import is_noted, note_mistake
-from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.multirun import Sweep
-from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.slurm.settings import slurm_settings
-from ddp_runner.sweep.sweep_dir import sweep_dir
+from ddp_runner.sweep.planner import SweepCommand
+from ddp_runner.sweep.run import run_sweep
 from ddp_runner.tracking.claim import claim_run, claimed
 from ddp_runner.tracking.provenance import git_revision, versions
 
@@ -111,7 +107,7 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     code = {"git_revision": git_revision(), "versions": versions()}
     invocation = Invocation(command, env, started_at, code, tuple(warnings))
     if is_sweep(command, composed):
-        return _run_sweep(composed, invocation)
+        return _sweep(composed, invocation)
     if composed.sweep.dry_run:
         raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run; write -m")
     os.environ.update(composed.hydra.job.env_set)
@@ -160,26 +156,19 @@ def _asked_folder(composed: DictConfig, job: Job) -> Path | None:
     return resumed
 
 
-def _run_sweep(composed: DictConfig, invocation: Invocation) -> int:
-    """Let Hydra's sweeper compose the jobs, and run them batch by batch."""
+def _sweep(composed: DictConfig, invocation: Invocation) -> int:
+    """Run a sweep, and return its exit code."""
     if invocation.env is not None:
         raise UserError("-m starts its own workers; run a sweep without torchrun or srun")
     command = invocation.command
-    asked = None if composed.hydra.sweep.dir == UNNAMED else Path(composed.hydra.sweep.dir)
-    is_search = not is_grid(composed.hydra.sweeper)
-    settings = slurm_settings(composed.hydra.launcher)
-    with sweep_dir(composed, asked, command.written, is_search=is_search) as (folder, for_hydra):
-        sweep = Sweep(
-            folder,
-            command.written,
-            executor=Local() if settings is None else Slurm(folder, settings),
-            is_search=is_search,
-            plan=partial(plan_at, invocation=invocation),
+    return run_sweep(
+        SweepCommand(
+            words=command.written,
+            overrides=[str(one.input_line) for one in command.overrides],
+            read=partial(parse_sweep, folders=command.folders),
+            common=composed,
+            compose=job_composer(command, composed),
             name_of=partial(job_folder, command=command),
+            plan=partial(plan_at, invocation=invocation),
         )
-        added = [f"hydra.sweep.dir={quoted(str(for_hydra))}"]
-        if not is_search:
-            added.append(f"hydra.sweeper._target_={GRID_SWEEPER}")
-        if composed.sweep.dry_run and composed.hydra.sweeper.get("storage"):
-            added.append("hydra.sweeper.storage=null")  # a dry run adds no trials to a study
-        return sweep.run(partial(run_hydra, arguments=command.arguments(*added)))
+    )

@@ -23,7 +23,6 @@ from ddp_runner.cli.hydra_adapter import (
     FULL_ERROR,
     UNNAMED,
     compose_config,
-    is_grid,
     opened,
     opened_node,
 )
@@ -41,8 +40,10 @@ from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
-from ddp_runner.sweep.executor import Place
+from ddp_runner.sweep.layout import JobHardware
 from ddp_runner.tracking.outputs import job_name
+
+GRID = "ddp_runner.sweep.grid.Grid"  # the _target_ of hydra/sweeper=grid
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def compose(command: CommandLine) -> DictConfig:
     for sweep in sweeps:
         line = sweep.input_line
         if is_sweep(command, composed):
-            if is_grid(composed.hydra.sweeper) and not sweep.is_discrete_sweep():
+            if composed.hydra.sweeper.get("_target_") == GRID and not sweep.is_discrete_sweep():
                 raise UserError(
                     f"{line} is an interval and this sweeper takes a list of values; write "
                     "hydra/sweeper=optuna, which searches intervals"
@@ -113,11 +114,11 @@ def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
 
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
     """Return the job that a composed config describes, on this machine; see ``plan_at``."""
-    return plan_at(composed, lambda _: Place(hardware, env=invocation.env), invocation)
+    return plan_at(composed, lambda _: JobHardware(hardware, env=invocation.env), invocation)
 
 
 def plan_at(
-    composed: DictConfig, place_of: Callable[[Config], Place], invocation: Invocation
+    composed: DictConfig, place_of: Callable[[Config], JobHardware], invocation: Invocation
 ) -> Job:
     """Return the job that a composed config describes; it has no run folder yet.
 

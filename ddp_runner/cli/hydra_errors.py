@@ -139,8 +139,6 @@ def _missing_option(error: BaseException) -> str | None:
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
     if not group:
         return None
-    if "optuna" in option:
-        return f"{group}={option} needs Hydra's Optuna plugin; pip install 'ddp-runner[optuna]'"
     if group == "hydra/launcher":
         return (
             f"{group}={option} does not exist; write sweep.parallel_jobs=N for jobs side by side "

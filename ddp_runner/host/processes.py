@@ -59,9 +59,9 @@ def handled_signals() -> tuple[signal.Signals, ...]:
     return tuple(one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN)
 
 
-def ignore_stop_signals() -> None:
+def ignore_stop_signals(*, but: int = 0) -> None:
     """Ignore the stop signals in this process, also held ones: another one decides when it ends."""
-    for signum in STOP_SIGNALS:
+    for signum in set(STOP_SIGNALS) - {but}:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 

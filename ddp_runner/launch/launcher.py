@@ -60,10 +60,9 @@ def launch(job: Job) -> Outcome:
     if is_over(job):
         return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
     begin_run(job, run_dir)
-    slot = job.slot
-    stop = StopRequests(running=lambda: [run_dir.path], file=slot.stop if slot else None)
+    stop = StopRequests(running=lambda: [run_dir.path], is_quiet=job.slot is not None)
     try:
-        with stop.handled():  # a slot ignores signals: its parent handles them
+        with stop.handled():
             return run_ranks(job, stop)
     except SystemExit:  # a signal came before there were ranks
         with suppress(UserError):  # the disk is full, or the folder is gone

@@ -1,7 +1,6 @@
 """Finds the runs and sweeps below paths, and looks at each. Torch-free."""
 
 import os
-import socket
 import tempfile
 import time
 from collections import Counter
@@ -13,10 +12,9 @@ from pathlib import Path
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.status.look import UNREADABLE, RunStatus, look
-from ddp_runner.sweep.ledger import LEDGER, Entry, Ledger
-from ddp_runner.sweep.results import WATCHED
+from ddp_runner.sweep.plan_file import PLAN, read_plan
 from ddp_runner.tracking.alive import LOST
-from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS, RunDir
+from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class SweepStatus:
 
     folder: Path
     counts: Mapping[str, int]  # how many jobs have each status; an abandoned one is lost
-    reason: str | None = None  # why its ledger cannot be read
+    reason: str | None = None  # why its plan cannot be read
 
     @property
     def is_shown(self) -> bool:
@@ -72,14 +70,11 @@ def survey(paths: Sequence[Path]) -> Report:
 
     for path in paths:
         server_time = cache(partial(folder_time, path))
-        ledgers = []
         for folder, names in _folders(path, note):
             if RUN_RECORD in names:
                 runs.setdefault(folder.resolve(), look(folder, server_time=server_time))
-            if LEDGER in names:
-                ledgers.append(folder)
-        for folder in ledgers:
-            sweeps.setdefault(folder.resolve(), _sweep(folder, runs))
+            if PLAN in names:
+                sweeps.setdefault(folder.resolve(), _sweep(folder, server_time))
     return Report(list(runs.values()), list(sweeps.values()))
 
 
@@ -109,27 +104,11 @@ def _folders(path: Path, onerror: Callable[[OSError], None]) -> Iterator[tuple[P
         yield Path(name), files
 
 
-def _sweep(folder: Path, runs: Mapping[Path, RunStatus]) -> SweepStatus:
+def _sweep(folder: Path, server_time: Callable[[], float]) -> SweepStatus:
     try:
-        entries = Ledger(folder).read().values()
+        jobs = read_plan(folder).jobs.values()
     except UserError as error:
         return SweepStatus(folder, {}, str(error))
-    counts: Counter[str] = Counter()
-    for entry in entries:
-        run = runs.get((folder / entry.folder).resolve())
-        counts[LOST if _is_lost(entry, folder, run) else str(entry.status)] += 1
+    found = (one.standing(folder, server_time=server_time) for one in jobs)
+    counts = Counter(str(Status.RUNNING if one.is_alive else one.status) for one in found)
     return SweepStatus(folder, dict(counts))
-
-
-def _is_lost(entry: Entry, folder: Path, run: RunStatus | None) -> bool:
-    """Return whether a sweep's ledger says that a job runs, and no process does it."""
-    run_dir = RunDir(folder / entry.folder)
-    held = run_dir.is_held
-    if entry.status != Status.RUNNING or held:
-        return False
-    if run is not None and run.is_shown:
-        return run.status == LOST
-    # It begins or ends right now, perhaps on another machine, unless its launcher was killed here.
-    holder, is_on_slurm = run_dir.holder_process, (folder / WATCHED).exists()
-    is_here = holder is None or holder[1] == socket.gethostname()
-    return held is False and is_here and not is_on_slurm

@@ -12,7 +12,7 @@ from typing import Any
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.status.pace import Pace, read_pace
-from ddp_runner.sweep.ledger import LEDGER
+from ddp_runner.sweep.plan_file import PLAN
 from ddp_runner.tracking.alive import DAMAGED, LOST, SILENT, Standing, standing
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -127,7 +127,7 @@ def _reason(run_dir: RunDir, found: Standing, *, idle_s: float | None, pace: Pac
     status, holder = found.status, found.holder
     if status == LOST:
         who = f"process {holder[0]} on {holder[1]} is gone" if holder else "no process runs it"
-        if (run_dir.path.parent / LEDGER).exists():
+        if (run_dir.path.parent / PLAN).exists():
             return f"{who}; give the sweep's command again"
         return f"{who}; go on with {run_dir.resume_argument}"
     if status == SILENT:

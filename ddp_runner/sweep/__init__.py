@@ -1,1 +1,1 @@
-"""Many runs: the ledger, the jobs, and the slots they run in."""
+"""Many runs: the plan, the jobs, and the slots they run in."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError, exit_with, os_errors
 from ddp_runner.host.streams import line_width
-from ddp_runner.sweep.ledger import LEDGER
-from ddp_runner.sweep.results import sweep_table
+from ddp_runner.sweep.plan_file import PLAN
+from ddp_runner.sweep.table import sweep_table
 
 
 def main() -> None:
@@ -21,8 +21,8 @@ def run(arguments: Sequence[str]) -> None:
         raise UserError("write python -m ddp_runner.sweep FOLDER, the folder of a sweep")
     for folder in map(Path, arguments):
         with os_errors(f"{folder} cannot be read", fix="make it readable"):
-            if not (folder / LEDGER).is_file():
-                raise UserError(f"{folder} is not the folder of a sweep: it holds no {LEDGER}")
+            if not (folder / PLAN).is_file():
+                raise UserError(f"{folder} is not the folder of a sweep: it holds no {PLAN}")
             table = sweep_table(folder, width=line_width(sys.stdout))
         print(table)
 

@@ -1,56 +1,57 @@
 """What ``sweep.dry_run=true`` prints: each job with its place, or why it is invalid. Torch-free."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ddp_runner.config.rules import known_steps
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import counted, printable
-from ddp_runner.host.streams import wrapped
-from ddp_runner.job import Job, Status
-from ddp_runner.sweep.executor import Executor
-from ddp_runner.sweep.ledger import Entry
+from ddp_runner.host.streams import line_width, wrapped
+from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Status
+from ddp_runner.sweep.plan_file import PlannedJob, read_plan
+from ddp_runner.sweep.planner import Draft, Planner
 from ddp_runner.tracking.start_block import shown_path
 
 COLUMNS = ("job", "nodes", "ranks", "computes on", "steps")
 
 
-def job_list(
-    jobs: Mapping[str, Job],
-    invalid: Sequence[Entry],
-    *,
-    known: Mapping[str, Entry],
-    executor: Executor,
-    width: int = 0,
-) -> str:
-    """Return a line for each job, then why the invalid ones are, then how many there are.
+def print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
+    """Print a line for each job, then why the invalid ones are, then how many there are.
 
-    Args:
-        jobs: the valid jobs by their id, each with its folder.
-        invalid: the others.
-        known: what an earlier start of the sweep has noted of its jobs.
-        executor: would run the jobs.
-        width: columns of a line of text; 0: any number.
+    Returns:
+        The exit code: whether a job is invalid, and not skipped.
     """
-    rows = [COLUMNS]
+    folder, width = planner.folder, line_width(sys.stdout)
+    rows, known = [COLUMNS], read_plan(folder).jobs
+    jobs = planner.jobs(drafts)
     for job_id, job in jobs.items():
-        shape, config = executor.shape(job.config), job.config
-        done = known.get(job_id)
-        note = f"{done.status} already" if done and done.status == Status.COMPLETED else ""
+        layout, config = planner.where.layout(job.config), job.config
+        is_done = job_id in known and known[job_id].standing(folder).status == Status.COMPLETED
+        note = f"{Status.COMPLETED} already" if is_done else ""
         device = f"{config.backend.device}, {config.backend.name}"
-        cells = (str(shape.num_nodes), str(shape.num_ranks), device, _steps(config))
-        rows.append((job.title, *cells[:-1], f"{cells[-1]}  {note}"))
-    words = {Status.FAILED: "invalid", Status.SKIPPED: "skipped"}
-    rows += [(_name(one), "-", "-", "-", words[one.status]) for one in invalid]
+        numbers = (str(layout.num_nodes), str(layout.num_ranks))
+        rows.append((job.title, *numbers, device, f"{_steps(config)}  {note}"))
+    invalid = [one.planned for one in drafts if one.job is None]
+    words = {True: "skipped", False: "invalid"}
+    rows += [(_name(one), "-", "-", "-", words[one.is_skipped]) for one in invalid]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["", *(_line(row, widths) for row in rows)]
-    lines += [wrapped(printable(f"{_name(one)}: {one.sentence}"), width) for one in invalid]
+    lines += [wrapped(printable(f"{_name(one)}: {one.fault}"), width) for one in invalid]
     counts = [counted(len(jobs), "valid job"), counted(len(invalid), "invalid job")]
-    return "\n".join([*lines, f"{', '.join(counts)}; nothing was started (sweep.dry_run=true)"])
+    lines.append(f"{', '.join(counts)}; nothing was started (sweep.dry_run=true)")
+    if planner.is_search:
+        lines.append(
+            "a search chooses its later jobs by the results of these, so "
+            f"{shown_path(folder)} may get others besides"
+        )
+    print("\n".join(lines))
+    is_valid = all(one.is_skipped for one in invalid)
+    return EXIT_COMPLETED if is_valid else EXIT_USER_ERROR
 
 
-def _name(entry: Entry) -> str:
-    return str(shown_path(Path(entry.folder)))
+def _name(job: PlannedJob) -> str:
+    return str(shown_path(Path(job.folder)))
 
 
 def _line(row: Iterable[str], widths: Iterable[int]) -> str:

@@ -1,10 +1,16 @@
-"""Runs the jobs of a sweep; one that fails does not stop the others."""
+"""Runs what is left of a sweep's jobs; one that fails does not stop the others. Torch-free.
+
+The lock of a job's folder is all that launchers share: it decides who runs the job. So launchers,
+slots and machines may work on one sweep, and each sees in the folders what the others have done.
+"""
 
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
@@ -17,28 +23,74 @@ from ddp_runner.job import (
     Outcome,
     Status,
 )
-from ddp_runner.sweep.ledger import INVALID, Entry, Ledger
+from ddp_runner.sweep.plan_file import TO_RUN, PlannedJob, change_plan, faulty
+from ddp_runner.tracking.alive import DAMAGED, Standing
 from ddp_runner.tracking.claim import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
+from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
 POLL_S = 0.5  # while all jobs left are run by another launcher
 
 
 @dataclass(frozen=True)
+class SweepJob:
+    """A job of a sweep that can be run: what is planned, and what every rank receives."""
+
+    planned: PlannedJob
+    job: Job
+    sweep: Path  # the folder of the sweep
+    sessions: int = 0  # of its run, if that had failed before the sweep began
+
+    @property
+    def standing(self) -> Standing:
+        """How it stands now."""
+        return self.planned.standing(self.sweep)
+
+    @property
+    def run_dir(self) -> RunDir:
+        """Its folder."""
+        return RunDir(self.sweep / self.planned.folder)
+
+    def is_as(self, found: Standing) -> bool:
+        """Return whether nobody has run it since a look; this process holds its folder."""
+        record = read_run_record(self.run_dir, missing_ok=True)
+        if self.planned.resumes is not None and not found.record:
+            return bool(last_session_start(record) == self.planned.resumes)
+        return record == found.record
+
+    def has_failed_before(self, found: Standing) -> bool:
+        """Return whether a failure is older than this start of the sweep."""
+        return self.sessions > 0 and num_sessions(found) == self.sessions
+
+
+@dataclass(frozen=True)
 class Batch:
-    """Jobs to run: in turn, in slots, or shared with another launcher."""
+    """Jobs to run by their id, and the rules of the sweep."""
 
-    jobs: Mapping[str, Job]  # by their id, each with its folder
-    ledger: Ledger  # of the sweep, with an entry for each job
+    jobs: Mapping[str, SweepJob]
     settings: SweepConfig
-    known_failures: Collection[str] = ()  # ids of jobs that had failed before the sweep's start
+    num_failed: int = 0  # since the sweep's start, in the batches before
 
-    def has_failed(self) -> bool:
-        """Return whether the sweep must stop: too many jobs have failed since its start."""
+    def is_over(self, num_failed: int) -> bool:
+        """Return whether the sweep must stop: too many of these jobs have failed, too."""
         most = 1 if self.settings.fail_fast else self.settings.max_failures
-        if most is None:
-            return False
-        return len(self.ledger.failed().difference(self.known_failures)) >= most
+        return most is not None and self.num_failed + num_failed >= most
+
+    def is_to_run(self, one: SweepJob, found: Standing) -> bool:
+        """Return whether a job that nobody runs is left to run."""
+        is_again = self.settings.retry == "failed" and one.has_failed_before(found)
+        return found.status in TO_RUN or (found.status == Status.FAILED and is_again)
+
+    def failures(self, outcomes: Mapping[str, Outcome]) -> int:
+        """Return how many jobs have failed since the sweep's start, of those with an outcome."""
+        failed = [one for one, end in outcomes.items() if end.status == Status.FAILED]
+        return sum(not self.jobs[one].has_failed_before(self.jobs[one].standing) for one in failed)
+
+
+def num_sessions(found: Standing) -> int:
+    """Return how many sessions a run has had, at least 1 of one that has ended."""
+    sessions = found.record.get("sessions")
+    return max(1, len(sessions)) if isinstance(sessions, list) else 1
 
 
 def freeze_unheld(job: Job) -> None:
@@ -49,71 +101,95 @@ def freeze_unheld(job: Job) -> None:
         freeze(job, run_dir)
 
 
-def run_jobs(
+def run_left(
     batch: Batch,
     *,
     execute: Callable[[Job], Outcome],
     stop_requested: Callable[[], bool] = lambda: False,
-) -> list[Outcome]:
-    """Run every job that is left; return how each job ended that was reached, in their order.
+) -> dict[str, Outcome]:
+    """Run every job that is left; return how each job ended that was reached.
 
     Wait for a job that another launcher runs. A preempted job resumes from its checkpoint, since it
     runs in the folder that it had.
 
     Args:
-        batch: the jobs, queued in the ledger.
+        batch: the jobs, frozen in their folders.
         execute: runs one job to its end.
         stop_requested: returns whether to start no further job.
     """
-    outcomes, waiting = dict[str, Outcome](), dict(batch.jobs)
-    while waiting:
-        num_waiting = len(waiting)
-        for job_id, job in list(waiting.items()):
-            if stop_requested() or batch.has_failed():
-                waiting.clear()
-                break
-            entry = batch.ledger.entry(job_id)
-            outcome = recorded(entry, job) or _take(entry, job, batch.ledger, execute)
+    outcomes, left, held = dict[str, Outcome](), dict(batch.jobs), set[str]()
+    num_failed = 0
+
+    def note(job_id: str, outcome: Outcome) -> None:
+        nonlocal num_failed
+        num_failed += batch.failures({job_id: outcome})
+        outcomes[job_id] = outcome
+        del left[job_id]
+
+    while left:
+        before = len(left)
+        for job_id, one in list(left.items()):
+            # What others ran meanwhile may be the failure that stops the sweep.
+            for other in sorted(held & left.keys()):
+                if (outcome := ended(batch, left[other])) is not None:
+                    note(other, outcome)
+            if stop_requested() or batch.is_over(num_failed):
+                return outcomes
+            if job_id not in left:
+                continue
+            outcome = ended(batch, one) or _take(batch, one, execute)
             if outcome is None:
-                continue  # another launcher has it
-            outcomes[job_id] = outcome
-            del waiting[job_id]
+                held.add(job_id)  # another launcher has it
+                continue
+            note(job_id, outcome)
             if outcome.status == Status.PREEMPTED:
-                waiting.clear()
-                break
-        if len(waiting) == num_waiting:
+                return outcomes
+        if len(left) == before:
             time.sleep(POLL_S)
-    return [outcomes[job_id] for job_id in batch.jobs if job_id in outcomes]
+    return outcomes
 
 
-def _take(
-    entry: Entry, job: Job, ledger: Ledger, execute: Callable[[Job], Outcome]
-) -> Outcome | None:
-    """Run a job; return None if another launcher has it."""
-    assert job.run_dir is not None
+def ended(batch: Batch, one: SweepJob) -> Outcome | None:
+    """Return how a job has ended, by its folder; None if it is left to run, or runs."""
+    found = one.standing
+    if found.status == Status.COMPLETED:
+        return Outcome(Status.COMPLETED, EXIT_COMPLETED, one.run_dir.path)
+    if found.status not in (Status.FAILED, DAMAGED) or batch.is_to_run(one, found):
+        return None
+    return failure(found, one.run_dir.path)
+
+
+def failure(found: Standing, run_dir: Path) -> Outcome:
+    """Return the outcome of a job that has failed."""
+    cause = Failure(rank=0, kind=found.kind or "crash", sentence=found.sentence or "")
+    exit_code = EXIT_USER_ERROR if cause.kind == "user" else EXIT_FAILED
+    return Outcome(Status.FAILED, exit_code, run_dir, cause)
+
+
+def _take(batch: Batch, one: SweepJob, execute: Callable[[Job], Outcome]) -> Outcome | None:
+    """Run a job; return None if another launcher has it, or had it since the last look."""
+    found, run_dir = one.standing, one.run_dir
+    if not batch.is_to_run(one, found):
+        return None
     is_held = False
     with ExitStack() as stack:
         try:
-            stack.enter_context(RunDir(job.run_dir).locked())
+            stack.enter_context(run_dir.locked())
             is_held = True
-            if ledger.entry(entry.job_id) != entry:
+            if not one.is_as(found):
                 return None
-            ledger.note(entry.job_id, status=Status.RUNNING)
-            outcome = execute(replace(job, started_at=time.time()))
+            outcome = execute(replace(one.job, started_at=time.time()))
         except InUseError:
             return None
-        except (UserError, OSError) as error:  # a damaged run.json, a full disk: others go on
-            if not is_held and ledger.entry(entry.job_id) != entry:
+        except (UserError, OSError) as error:  # a damaged run.json, a full disk: others run
+            if not is_held and one.standing.record != found.record:
                 return None  # another launcher has it, or has ended it
-            outcome = Outcome.invalid(job.run_dir, sentence(error))
             print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
-        failure = outcome.failure
-        ledger.note(
-            entry.job_id,
-            status=outcome.status,
-            kind=failure.kind if failure else None,
-            sentence=failure.sentence if failure else None,
-        )
+            outcome = Outcome.invalid(run_dir.path, sentence(error))
+        if outcome.failure is not None and one.standing.status not in (Status.FAILED, DAMAGED):
+            fault = partial(faulty, one.planned.job_id, outcome.failure.sentence)
+            with suppress(UserError):  # a full disk; why the job failed is printed
+                change_plan(one.sweep, fault)
         return outcome
 
 
@@ -123,14 +199,3 @@ def sentence(error: Exception) -> str:
         where = f"{error.filename}: " if error.filename is not None else ""
         return f"{where}{error.strerror or error}; free space or make the folder writable"
     return str(error)
-
-
-def recorded(entry: Entry, job: Job) -> Outcome | None:
-    """Return how a job ended, from the ledger; None if it has not ended."""
-    if entry.status == Status.COMPLETED:
-        return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
-    if entry.status != Status.FAILED:
-        return None
-    failure = Failure(rank=0, kind=entry.kind or "crash", sentence=entry.sentence or "")
-    exit_code = EXIT_USER_ERROR if failure.kind in ("user", INVALID) else EXIT_FAILED
-    return Outcome(Status.FAILED, exit_code, job.run_dir, failure)

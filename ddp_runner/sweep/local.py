@@ -1,6 +1,7 @@
 """Runs the jobs of a sweep on this machine: one after the other, or in parallel slots."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ddp_runner.config.schema import Config, RunConfig
@@ -9,14 +10,14 @@ from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import line_width, print_line, shortened
 from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.launch.launcher import launch
-from ddp_runner.sweep.executor import Place, Shape
-from ddp_runner.sweep.jobs import Batch, run_jobs
+from ddp_runner.sweep.jobs import Batch, run_left
+from ddp_runner.sweep.layout import JobHardware, NodeLayout
 from ddp_runner.sweep.slots import Slots
 from ddp_runner.sweep.validate import validate_sweep
 
 
 class Local:
-    """The executor of ``hydra/launcher=ddp_runner``."""
+    """This machine; ``hydra/launcher=ddp_runner``."""
 
     starts_jobs = True
 
@@ -26,23 +27,26 @@ class Local:
         self._slots: Slots | None = None
 
     def validate(self, config: Config, *, searches: bool) -> None:
-        """Reject what this machine cannot do; see ``Executor``."""
+        """Reject what this machine cannot do; only sweep, launch and backend are read."""
         validate_sweep(config, self._hardware, searches=searches)
 
-    def place(self, config: Config) -> Place:
+    def hardware_of(self, config: Config) -> JobHardware:
         """Return the job's share of this machine."""
-        return Place(self._hardware.share(config.sweep.parallel_jobs))
+        return JobHardware(self._hardware.share(config.sweep.parallel_jobs))
 
-    def shape(self, config: RunConfig) -> Shape:
+    def layout(self, config: RunConfig) -> NodeLayout:
         """Return one node with all ranks."""
-        return Shape(1, config.world_size)
+        return NodeLayout(1, config.world_size)
 
-    def run(self, batch: Batch) -> list[Outcome]:
-        """Run what is left of a batch, and wait for its end; see ``Executor``."""
+    def run(self, batch: Batch) -> Mapping[str, Outcome]:
+        """Run what is left of a batch; return how each job ended, by its id.
+
+        What ended the whole batch, such as a signal, has a name that no job has.
+        """
         parallel_jobs = batch.settings.parallel_jobs
         if parallel_jobs == 1:
             start_fork_server()
-            return run_jobs(batch, execute=self._execute)
+            return run_left(batch, execute=self._execute)
         if self._slots is None:
             self._slots = Slots(parallel_jobs, self._hardware)
         return self._slots.run(batch)

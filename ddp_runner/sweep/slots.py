@@ -1,8 +1,8 @@
 """Parallel jobs of a sweep: each slot is a process on its own cores and GPUs.
 
-A slot is a launcher with its own fork server. It shares the sweep with the other slots through the
-ledger, as any two launchers do. Its parent sends it the batches and the request to stop, and it
-ends with its parent. What it prints begins with the number of its job.
+A slot is a launcher with its own fork server. It shares the sweep with the other slots by the locks
+of the jobs' folders, as any two launchers do. Its parent sends it the batches, and SIGTERM as the
+request to stop; it ends with its parent. What it prints begins with the number of its job.
 
 Through its pipe a slot sends the number of each job that it starts; at the end of a batch it sends
 None.
@@ -10,6 +10,7 @@ None.
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,10 +32,10 @@ from ddp_runner.host.processes import (
 )
 from ddp_runner.host.streams import keep_streams
 from ddp_runner.host.temp_folder import temp_folder
-from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, STOP, Job, Outcome, Slot, Status
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.launch.stop_requests import StopRequests
-from ddp_runner.sweep.jobs import Batch, recorded, run_jobs
+from ddp_runner.sweep.jobs import Batch, ended, run_left
 
 SHUTDOWN_GRACE_S = 10.0  # from the end of the work to that of a slot
 POLL_S = 0.05  # between two checks for a request to stop
@@ -56,23 +57,25 @@ class Slots:
             kill_descendants()
             raise
 
-    def run(self, batch: Batch) -> list[Outcome]:
-        """Run a batch to its end; return how each job ended, last a signal that stopped it."""
-        folders = {job.number: job.run_dir for job in batch.jobs.values() if job.run_dir}
+    def run(self, batch: Batch) -> dict[str, Outcome]:
+        """Run a batch to its end; return how each job ended, and a signal that stopped it."""
+        folders = {one.job.number: one.run_dir.path for one in batch.jobs.values()}
         stop = StopRequests(
             running=lambda: [folders[one] for one in folders.keys() & self._current.values()]
         )
         stop.may_save = True
-        self._current = {}
+        self._current, is_told = {}, False
         with stop.handled():
             for pipe in self._slots:
                 with suppress(OSError):  # the slot has ended, as its pipe tells below
                     pipe.send(batch)
             working = set(self._slots)
             while working:
-                if stop.is_asked:
-                    (self._temp / STOP).touch()
+                if stop.is_asked and not is_told:
+                    is_told = True
                     stop.say(is_training=bool(self._current))
+                    for pipe in working:
+                        self._slots[pipe].terminate()
                 for pipe in working & set(wait(working, timeout=POLL_S)):
                     try:
                         number = pipe.recv()
@@ -84,14 +87,13 @@ class Slots:
                         working.remove(pipe)
                     else:
                         self._current[pipe] = number
-        entries = batch.ledger.read()
-        found = [recorded(entries[job_id], job) for job_id, job in batch.jobs.items()]
-        outcomes = [outcome for outcome in found if outcome is not None]
+        found = {job_id: ended(batch, one) for job_id, one in batch.jobs.items()}
+        outcomes = {job_id: one for job_id, one in found.items() if one is not None}
         if stop.received is not None:
-            outcomes.append(Outcome(Status.PREEMPTED, 128 + stop.received))
-        elif len(outcomes) < len(found) and not batch.has_failed():
+            outcomes["signal"] = Outcome(Status.PREEMPTED, 128 + stop.received)
+        elif len(outcomes) < len(found) and not batch.is_over(batch.failures(outcomes)):
             # All slots have ended early; each has printed why.
-            outcomes.append(Outcome(Status.FAILED, EXIT_FAILED))
+            outcomes["slots"] = Outcome(Status.FAILED, EXIT_FAILED)
         return outcomes
 
     def close(self) -> None:
@@ -123,7 +125,9 @@ class Slots:
 
 def run_slot(slot: Slot, pipe: Connection) -> None:
     """Run what is left of each batch that arrives; a slot's whole life."""
-    ignore_stop_signals()
+    # Ctrl-C reaches every process of a terminal. The parent decides, and sends SIGTERM.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    ignore_stop_signals(but=signal.SIGTERM)
     if sys.platform == "linux":
         os.sched_setaffinity(0, slot.cores)  # before any thread or process, which inherit it
     tempfile.tempdir = str(slot.temp)
@@ -135,7 +139,7 @@ def run_slot(slot: Slot, pipe: Connection) -> None:
     execute = partial(_launch_in, slot, pipe, headers)
     while (batch := pipe.recv()) is not None:
         try:
-            run_jobs(batch, execute=execute, stop_requested=slot.stop.exists)
+            run_left(batch, execute=execute)
         except UserError as error:
             print_error(str(error))
             sys.exit(EXIT_USER_ERROR)

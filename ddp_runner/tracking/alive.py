@@ -13,7 +13,7 @@ from typing import Any
 
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.tracking.heartbeat import STARTING, read_heartbeat
+from ddp_runner.tracking.heartbeat import ENDING, EVALUATING, STARTING, read_heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
@@ -39,6 +39,26 @@ class Standing:
     holder: tuple[int, str] | None = None  # the process that holds the run, or held it, and host
     fault: str | None = None  # why it is damaged
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process runs it, also one that gives no sign."""
+        return self.status in (STARTING, Status.RUNNING, EVALUATING, ENDING, SILENT)
+
+    @property
+    def sentence(self) -> str | None:
+        """Why it failed or was stopped, in one line; None if nobody has said so."""
+        return self.fault or self._error("sentence")
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of failure, as in ``Failure``; a run that is damaged is the user's to mend."""
+        return "user" if self.fault else self._error("kind")
+
+    def _error(self, name: str) -> str | None:
+        error = self.record.get("error")
+        value = error.get(name) if isinstance(error, Mapping) else None
+        return value if isinstance(value, str) else None
+
 
 def standing(run_dir: RunDir, *, server_time: Callable[[], float] = time.time) -> Standing:
     """Return how a run stands.
@@ -49,12 +69,12 @@ def standing(run_dir: RunDir, *, server_time: Callable[[], float] = time.time) -
     """
     try:
         record = read_run_record(run_dir, missing_ok=True)
+        if not record:
+            return Standing(STARTING if run_dir.is_held else Status.QUEUED)
         beat, beat_at = read_heartbeat(run_dir.heartbeat) or ({}, None)
     except UserError as error:
         return Standing(DAMAGED, fault=str(error))
     held, holder = run_dir.is_held, run_dir.holder_process
-    if not record:
-        return Standing(STARTING if held else Status.QUEUED, holder=holder)
     recorded_at, held_at = _written(run_dir.record), _written(run_dir.holder) if held else 0.0
     is_of_session = beat.get("started_at") == last_session_start(record)
     if beat_at is not None and beat_at < (held_at if is_of_session else max(held_at, recorded_at)):

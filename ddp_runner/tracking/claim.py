@@ -93,8 +93,7 @@ def claimed(job: Job, claim: Claim) -> Job:
     if claim.global_size in (None, config.batch.global_size):
         return job
     config = replace(config, batch=replace(config.batch, global_size=claim.global_size))
-    batch = resolve_batch(config, config.world_size)
-    return replace(job, config=replace(config, batch=batch))
+    return replace(job, config=replace(config, batch=resolve_batch(config, config.world_size)))
 
 
 def begin_run(job: Job, run_dir: RunDir) -> None:

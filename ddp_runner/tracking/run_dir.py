@@ -11,11 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import yaml
-
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import READER_S, FileIn, is_locked, locked, read_file, replace_file
+from ddp_runner.files import READER_S, FileIn, is_locked, locked, read_file, replace_file, yaml_dump
 
 # The names of files that other modules search for; a known folder's files are in `RunDir`.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
@@ -152,18 +150,12 @@ class RunDir:
             UserError: they cannot be written; what was there before is intact.
         """
         # YAML's own marks of a document's begin and end reveal a file that was cut off.
-        text = yaml.safe_dump(
-            asdict(config),
-            sort_keys=False,
-            allow_unicode=True,
-            explicit_start=True,
-            explicit_end=True,
-        )
+        text = yaml_dump(asdict(config), explicit_start=True, explicit_end=True)
         folder = self.config.parent
         with os_errors(f"{folder} cannot be written"):
             folder.mkdir(exist_ok=True)
-            replace_file(self.overrides, yaml.safe_dump(list(overrides), allow_unicode=True))
-            replace_file(self.choices, yaml.safe_dump(dict(choices)))
+            replace_file(self.overrides, yaml_dump(list(overrides)))
+            replace_file(self.choices, yaml_dump(dict(choices)))
             replace_file(self.config, text)  # last: a run is resumed from this one
 
     @property

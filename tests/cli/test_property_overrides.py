@@ -43,7 +43,7 @@ from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job, Outcome
 from ddp_runner.launch import machines
-from ddp_runner.sweep.jobs import Batch, run_jobs
+from ddp_runner.sweep.jobs import Batch, run_left
 
 FOREIGN = "foreign_package"  # the name of a module that nobody may import
 EXIT_CODES = (0, 2)
@@ -56,7 +56,7 @@ def options() -> dict[str, list[str]]:
     for path in sorted(CONFIG_DIR.glob("*/*.yaml")):
         groups.setdefault(path.parent.name, []).append(path.stem)
     # Not optuna, which says on stderr what it does.
-    return groups | {"hydra/sweeper": ["basic"], "hydra/job_logging": ["none"]}
+    return groups | {"hydra/sweeper": ["grid"], "hydra/job_logging": ["none"]}
 
 
 @cache
@@ -233,8 +233,8 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *_: object) -> None:
             self.close = lambda: None
 
-        def run(self, batch: Batch) -> list[Outcome]:
-            return run_jobs(batch, execute=ddp_runner.launch.launcher.launch)
+        def run(self, batch: Batch) -> dict[str, Outcome]:
+            return run_left(batch, execute=ddp_runner.launch.launcher.launch)
 
     for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)

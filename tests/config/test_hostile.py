@@ -31,7 +31,7 @@ from ddp_runner.models import toy
 from ddp_runner.rank.session import open_session
 from ddp_runner.status.find import survey
 from ddp_runner.status.look import look
-from ddp_runner.sweep.ledger import JOURNAL, LEDGER
+from ddp_runner.sweep.plan_file import PLAN
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -363,11 +363,9 @@ def test_no_reader_waits_for_a_pipe(name: str, tmp_path: Path) -> None:
     assert list(read_runs(tmp_path)["reason"].notna()) == [True]
 
 
-@pytest.mark.parametrize("name", [LEDGER, JOURNAL])
-def test_a_sweep_whose_ledger_is_a_pipe_is_named(name: str, tmp_path: Path) -> None:
-    """As one whose ledger is damaged."""
-    for place in {LEDGER, name}:
-        os.mkfifo(tmp_path / place)
+def test_a_sweep_whose_plan_is_a_pipe_is_named(tmp_path: Path) -> None:
+    """As one whose plan is damaged."""
+    os.mkfifo(tmp_path / PLAN)
     (sweep,) = survey([tmp_path]).sweeps
     assert "not a regular file" in str(sweep.reason)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from configs import LAPTOP, config_error, resolved
+from ddp_runner.sweep.executor import Place
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, plan, plan_at
@@ -19,7 +20,6 @@ from ddp_runner.data.sources.torch_dataset import TorchDataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.toy import ToyModel
-from ddp_runner.sweep.executor import Place
 
 OWN = """
 name: own

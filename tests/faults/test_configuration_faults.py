@@ -214,7 +214,7 @@ WAYS = ("init", "step", "mapping", "exit", "interrupt", "print")
 def test_a_secret_is_in_no_file_however_a_rank_ends(tmp_path: Path) -> None:
     """By an error, sys.exit, KeyboardInterrupt or print: the variable's name replaces it.
 
-    In a run's config, checkpoints, TensorBoard, logs and record, in the sweep's ledger, on stdout.
+    In a run's config, checkpoints, TensorBoard, logs and record, in the sweep's plan, on stdout.
     """
     (tmp_path / "leak.py").write_text(LEAK)
     end = run_command(

@@ -1,17 +1,13 @@
 """Stand-ins for Slurm: its commands, its queue, and a sweep whose jobs it runs."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from configs import resolved
+from sweeps import batch_of, planned
 
-from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
-from ddp_runner.job import Job
 from ddp_runner.sweep.jobs import Batch
-from ddp_runner.sweep.ledger import Ledger
 from ddp_runner.sweep.slurm import executor as slurm
 from ddp_runner.sweep.slurm import watch as slurm_watch
 from ddp_runner.sweep.slurm.settings import SlurmSettings
@@ -22,12 +18,8 @@ SETTINGS = SlurmSettings(gpus_per_node=0, cpus_per_node=4)
 def three_jobs(sweep: Path) -> Batch:
     """Return three queued jobs with their folders, of a sweep in a new folder."""
     (sweep / "slurm").mkdir(parents=True)
-    job = Job(config=resolved("model=toy", "world_size=2")[0], started_at=0.0, code={})
-    Ledger(sweep).queue({name: name for name in "abc"}, invalid=())
-    for name in "abc":
-        (sweep / name).mkdir()
-    jobs = {name: replace(job, run_dir=sweep / name, title=f"job {name}") for name in "abc"}
-    return Batch(jobs, Ledger(sweep), SweepConfig())
+    planned(sweep, *"abc")
+    return batch_of(sweep, *"abc", world_size=2)
 
 
 def program(folder: Path, name: str, *lines: str) -> None:

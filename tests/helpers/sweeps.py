@@ -1,15 +1,20 @@
-"""Look at a sweep of real commands: its folder, its ledger, its table, its running jobs."""
+"""Sweeps: a small one of stand-ins; and of real commands the folder, the table, the jobs."""
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import rank_logs
+from configs import resolved
 from run_folders import last_step
 
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.host import hardware
-from ddp_runner.sweep.ledger import LEDGER, Ledger
+from ddp_runner.job import Job
+from ddp_runner.sweep.jobs import Batch, SweepJob, num_sessions
+from ddp_runner.sweep.plan_file import PLAN, PlannedJob, begun, change_plan, extended, read_plan
 
 POLL_S = 0.2  # more often would take too much of the cores
 needs_two_cores = pytest.mark.skipif(hardware.detect().num_cores < 2, reason="needs two cores")
@@ -17,13 +22,36 @@ needs_two_cores = pytest.mark.skipif(hardware.detect().num_cores < 2, reason="ne
 
 def only_sweep(folder: Path) -> Path:
     """Return the only sweep folder that commands in a folder have made."""
-    (ledger,) = folder.glob(f"outputs/*/{LEDGER}")
-    return ledger.parent
+    (plan,) = folder.glob(f"outputs/*/{PLAN}")
+    return plan.parent
 
 
 def statuses(sweep: Path) -> dict[str, str]:
-    """Return the status of each job in the ledger, by folder."""
-    return {entry.folder: entry.status for entry in Ledger(sweep).read().values()}
+    """Return how each job stands, by folder; whatever a job that is alive does, it runs."""
+    found = {one.folder: one.standing(sweep) for one in read_plan(sweep).jobs.values()}
+    return {name: "running" if one.is_alive else one.status for name, one in found.items()}
+
+
+def planned(sweep: Path, *names: str, command: Sequence[str] = ("mine",)) -> None:
+    """Write the plan of a sweep that has begun, with jobs of these names."""
+    sweep.mkdir(parents=True, exist_ok=True)
+    change_plan(sweep, lambda plan: begun(command, plan))
+    jobs = [PlannedJob(name, name) for name in names]
+    change_plan(sweep, lambda plan: extended(jobs, plan))
+    for name in names:
+        (sweep / name).mkdir(exist_ok=True)
+
+
+def batch_of(sweep: Path, *names: str, world_size: int = 1, **settings: Any) -> Batch:
+    """Return the jobs of these names, which are in the plan, as a command has queued them."""
+    config, _ = resolved("model=toy", f"world_size={world_size}")
+    plan, jobs = read_plan(sweep), dict[str, SweepJob]()
+    for name in names:
+        job = Job(config, 0.0, {}, run_dir=sweep / name, title=f"job {name}")
+        found = plan.jobs[name].standing(sweep)
+        sessions = num_sessions(found) if found.status == "failed" else 0
+        jobs[name] = SweepJob(plan.jobs[name], job, sweep, sessions)
+    return Batch(jobs, SweepConfig(**settings))
 
 
 def table_row(stdout: str, job: str) -> list[str]:

@@ -17,8 +17,8 @@ from tiers import runs_full
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.metric_names import MONITORS
-from ddp_runner.sweep.ledger import Ledger
-from ddp_runner.sweep.results import objective_of
+from ddp_runner.sweep.plan_file import read_plan
+from ddp_runner.sweep.table import objective_of
 
 TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
 # Few samples for the model's 165 parameters: it overfits after two epochs.
@@ -164,9 +164,10 @@ def test_what_is_exported_is_what_is_shown_and_ranked(sweep: CommandResult) -> N
     (row,) = [line for line in sweep.stdout.splitlines() if line.startswith(f"{folder.name}  ")]
     assert f"eval/loss {losses[best]:.4f}" in row
     assert f"(best, step {best})" in row
-    entries = Ledger(folder.parent).read().values()
-    (entry,) = [one for one in entries if one.folder == folder.name]
-    assert objective_of(entry, folder.parent, name="eval/loss") == losses[best]
+    jobs = read_plan(folder.parent).jobs.values()
+    (job,) = [one for one in jobs if one.folder == folder.name]
+    found = job.standing(folder.parent)
+    assert objective_of(folder, found, name="eval/loss") == losses[best]
     (run,) = read_runs([folder])
     assert run.result("eval/loss") == losses[best]
     assert any("of its best step" in note for note in run.notes)

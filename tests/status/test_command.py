@@ -15,13 +15,12 @@ from commands import RUNNER, TIME_LIMIT_S, background, run_command, wait_for, wa
 from generated_runs import write_run
 from rights import unreadable
 from run_folders import last_step, run_dirs
+from sweeps import planned
 from terminals import terminal
 from trainings import LONG
 
 from ddp_runner.errors import UserError
-from ddp_runner.job import Status
 from ddp_runner.status.__main__ import duration, run
-from ddp_runner.sweep.ledger import Ledger
 from ddp_runner.tracking.run_dir import RunDir
 
 STATUS = (*RUNNER[:-1], "ddp_runner.status")
@@ -96,15 +95,11 @@ def test_a_sweep_shows_how_its_jobs_stand(
 ) -> None:
     """A job that nobody runs any more is lost; one in a folder of its own is looked at once."""
     sweep = tmp_path / "sweep"
+    planned(sweep, "seed=1", "seed=2", "seed=3")
+    planned(tmp_path / "done", "seed=1")
     write_run(sweep / "seed=1")
     write_run(sweep / "seed=2", record=RUNNING)
     write_run(tmp_path / "done" / "seed=1")
-    for folder, statuses in ((sweep, ("completed", "running", "queued")), (tmp_path / "done", ())):
-        ledger = Ledger(folder)
-        ledger.begin(command=[], retry_failed=False)
-        ledger.queue({str(n): f"seed={n + 1}" for n in range(max(1, len(statuses)))}, invalid=())
-        for number, status in enumerate(statuses or ("completed",)):
-            ledger.note(str(number), status=Status(status))
     (sweep / "seed=2" / ".lock.holder").write_text(f"process 7 on {os.uname().nodename}")
     assert run([str(tmp_path), str(sweep)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -120,43 +115,31 @@ def test_a_sweep_shows_how_its_jobs_stand(
         "done": {"completed": 1},
         "sweep": {"completed": 1, "lost": 1, "queued": 1},
     }
-    Ledger(sweep).fold()
     (sweep / "sweep.json").write_text("{")
     run([str(tmp_path)])
     assert "sweep.json is damaged" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_job_that_begins_or_ends_right_now_is_not_lost(
+def test_a_job_that_begins_right_now_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its run.json may be missing, or of another moment, for as long as somebody holds its folder.
-
-    Where no lock is seen, the job may be of another machine, or of Slurm.
-    """
+    """It has no run.json yet, and somebody holds its folder; or it is seen by its heartbeat."""
 
     def seen() -> str:
         assert run([str(tmp_path)]) == 0
         return capsys.readouterr().out.splitlines()[1].strip()
 
-    ledger = Ledger(tmp_path)
-    ledger.begin(command=[], retry_failed=False)
-    ledger.queue({"a": "a", "b": "b"}, invalid=())
+    planned(tmp_path, "a", "b")
     assert run([str(tmp_path), "--all"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "    sweep      2 jobs: 2 queued",
         "no run has begun",
     ]
-    for name in "ab":
-        ledger.note(name, status=Status.RUNNING)
-    (tmp_path / "a").mkdir()
-    write_run(tmp_path / "b")
-    with RunDir(tmp_path / "a").locked(), RunDir(tmp_path / "b").locked():
-        assert seen() == "sweep      2 jobs: 2 running"
-    assert seen() == "sweep      2 jobs: 2 lost"
+    with RunDir(tmp_path / "a").locked():
+        assert seen() == "sweep      2 jobs: 1 running, 1 queued"
+    write_run(tmp_path / "b", record=RUNNING)
     (tmp_path / "b" / ".lock.holder").write_text("process 7 on elsewhere")
-    assert seen() == "sweep      2 jobs: 1 running, 1 lost"
-    (tmp_path / ".slurm.lock").touch()
-    assert seen() == "sweep      2 jobs: 2 running"
+    assert seen() == "sweep      2 jobs: 1 running, 1 queued"
 
 
 def test_no_line_is_wider_than_a_terminal_of_80_columns(

@@ -1,22 +1,20 @@
 """What is damaged in a sweep's folder costs the job that it belongs to, and is one sentence."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import pytest
 from configs import resolved
+from sweeps import batch_of, planned
 
-from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import __main__ as sweep
-from ddp_runner.sweep.jobs import Batch, freeze_unheld, run_jobs
-from ddp_runner.sweep.ledger import JOURNAL, LEDGER, Ledger
-from ddp_runner.sweep.results import sweep_table
+from ddp_runner.sweep.jobs import freeze_unheld, run_left
+from ddp_runner.sweep.plan_file import PLAN, read_plan
+from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
@@ -42,25 +40,24 @@ def jobs(tmp_path: Path) -> dict[str, Job]:
 def test_a_job_that_cannot_begin_costs_itself_alone(
     jobs: dict[str, Job], tmp_path: Path, error: Exception | None, reason: str
 ) -> None:
-    """Its sentence is in the ledger and the table; the jobs after it run."""
-    (tmp_path / "b" / "run.json").write_text("{")
+    """Its sentence is in the plan and the table; the jobs after it run."""
+    planned(tmp_path, *jobs)
 
     def execute(job: Job) -> Outcome:
         assert job.run_dir is not None
         if job.run_dir.name == "b":
             if error is not None:
                 raise error
+            (job.run_dir / "run.json").write_text("{")
             read_run_record(job.run_dir)
         return Outcome("completed", 0, job.run_dir)
 
-    ledger = Ledger(tmp_path)
-    ledger.queue({name: name for name in jobs}, invalid=())
-    outcomes = run_jobs(Batch(jobs, ledger, SweepConfig()), execute=execute)
+    outcomes = run_left(batch_of(tmp_path, *jobs), execute=execute).values()
     assert [one.status for one in outcomes] == ["completed", "failed", "completed"]
     assert [one.exit_code for one in outcomes] == [0, 2, 0]
-    entry = ledger.read()["b"]
-    assert (entry.status, entry.kind) == ("failed", "user")
-    assert reason in str(entry.sentence)
+    found = read_plan(tmp_path).jobs["b"].standing(tmp_path)
+    assert (found.status, found.kind) == ("damaged" if error is None else "failed", "user")
+    assert reason in str(found.sentence)
     assert reason in sweep_table(tmp_path)
 
 
@@ -70,15 +67,14 @@ def test_a_folder_that_leads_elsewhere_costs_its_own_job_alone(
     """It is refused, not taken for one that another launcher has, which would be waited for."""
     (tmp_path / "mine").write_text("{}")
     (tmp_path / "b" / "run.json").symlink_to(tmp_path / "mine")
-    ledger = Ledger(tmp_path)
-    ledger.queue({name: name for name in jobs}, invalid=())
+    planned(tmp_path, *jobs)
 
     def execute(job: Job) -> Outcome:
         return Outcome("completed", 0, job.run_dir)
 
-    outcomes = run_jobs(Batch(jobs, ledger, SweepConfig()), execute=execute)
-    assert [one.exit_code for one in outcomes] == [0, 2, 0]
-    assert "is a link to" in str(ledger.read()["b"].sentence)
+    outcomes = run_left(batch_of(tmp_path, *jobs), execute=execute)
+    assert [one.exit_code for one in outcomes.values()] == [0, 2, 0]
+    assert "is a link to" in str(read_plan(tmp_path).jobs["b"].fault)
 
 
 def test_launchers_that_plan_one_job_at_once_do_not_meet(
@@ -122,10 +118,10 @@ def test_the_table_of_a_damaged_sweep_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exit code 2, whatever the ledger holds in place of one."""
+    """Exit code 2, whatever the plan holds in place of one."""
     for name, content in {"cut": b'{"format', "binary": b"\xff\x00", "other": b"[1]"}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / LEDGER).write_bytes(content)
+        (tmp_path / name / PLAN).write_bytes(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["sweep", *arguments])
     with pytest.raises(SystemExit) as end:
@@ -136,47 +132,11 @@ def test_the_table_of_a_damaged_sweep_is_one_sentence(
     assert reason in sentence
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"folder": "../elsewhere"},
-        {"folder": ".."},
-        {"folder": "/elsewhere"},
-        {"folder": ""},
-        {"folder": "a\0"},
-        {"folder": 3},
-        {"job_id": []},
-        {"status": "odd"},
-        {"kind": {}},
-        {"sentence": "\ud800"},
-    ],
-)
-def test_a_ledger_with_an_odd_job_is_rejected(changed: dict[str, Any], tmp_path: Path) -> None:
-    """A job's folder is below the sweep's, whoever wrote the ledger, and in either file."""
-    Ledger(tmp_path).queue({"a": "a"}, invalid=())
-    journal = tmp_path / JOURNAL
-    head, line = journal.read_text().splitlines()
-    journal.write_text(f"{head}\n{json.dumps(json.loads(line) | changed)}\n")
-    ledger = Ledger(tmp_path)
-    for call in (ledger.read, ledger.command, ledger.fold):
-        with pytest.raises(UserError, match=r"sweep\.jsonl is damaged or of another version"):
-            call()
-    journal.write_text(f"{head}\n{line}\n")
-    ledger.fold()
-    fields = json.loads((tmp_path / LEDGER).read_text())
-    fields["jobs"][0] |= changed
-    (tmp_path / LEDGER).write_text(json.dumps(fields))
-    for call in (ledger.read, ledger.command):
-        with pytest.raises(UserError, match=r"sweep\.json is damaged or of another version"):
-            call()
-
-
 def test_odd_fields_of_a_record_are_left_out_of_the_table(tmp_path: Path) -> None:
     """A run.json that somebody has changed by hand is no reason to show nothing."""
-    Ledger(tmp_path).queue({"a": "a"}, invalid=())
+    planned(tmp_path, "a")
     huge = f'{{"wall_s": {"9" * 400}, "metrics": {{"train/loss": {"9" * 400}}}}}'
     odd = '{"wall_s": "soon", "metrics": {"train/loss": "low"}}'
     for text in (odd, '{"metrics": 3}', "{", huge, "[" * 100_000):
-        (tmp_path / "a").mkdir(exist_ok=True)
         (tmp_path / "a" / "run.json").write_text(text)
-        assert "queued" in sweep_table(tmp_path)
+        assert "damaged" in sweep_table(tmp_path)

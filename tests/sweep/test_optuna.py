@@ -1,51 +1,56 @@
-"""A search by Hydra's Optuna sweeper, through our launcher and the ledger of a sweep."""
+"""A search: Optuna chooses the jobs of a sweep by the results of the jobs before."""
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import background, command_line, run_command, wait_for, wait_for_end
 from configs import compose_raw
-from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from run_folders import last_step, record
 from slow_models import CONVNET, slow_models
 from sweeps import POLL_S, both_train, needs_two_cores, only_sweep, statuses, table_row
 
-from ddp_runner.cli.compose import register
-from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.command_line import parse
+from ddp_runner.cli.compose import compose, register
 from ddp_runner.config.load import to_config
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
+from ddp_runner.sweep.search import Search
 from ddp_runner.sweep.validate import validate_sweep
 
-# Seed 18 of the sampler tries 0.1 and 0.01, both with seed 1, then 1e30, which diverges, and 0.1
+# Seed 58 of the sampler tries 0.1 and 0.01, both with seed 1, then 1e30, which diverges, and 0.1
 # with seed 1 once more.
 SEARCH = (
     *("-m", "hydra/sweeper=optuna", "sweep.objective=eval/accuracy", "train.epochs=8"),
-    *("hydra.sweeper.direction=maximize", "hydra.sweeper.sampler.seed=18"),
+    *("hydra.sweeper.direction=maximize", "hydra.sweeper.sampler.seed=58"),
     *("optimizer.lr=choice(0.01,0.05,0.1,1e30)", "seed=choice(1,2,3)", "hydra.sweeper.n_trials=4"),
     *("hydra.sweeper.n_jobs=2", "world_size=1", "train.num_threads=1", "train.log_every_steps=1"),
     *("checkpoint.every_steps=10", *CONVNET),
 )
 
 
-def test_a_search_without_a_metric_or_without_the_plugin_is_rejected() -> None:
+def test_a_search_without_a_metric_or_without_optuna_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In one line that says what to write, or to install."""
     register()
     config = to_config(compose_raw())
     with pytest.raises(UserError, match=r"write sweep\.objective=eval/accuracy"):
         validate_sweep(config, Hardware(num_gpus=0, num_cores=4), searches=True)
-    lacking = MissingConfigException("", "hydra/sweeper/optuna", ["basic"])
-    assert "pip install 'ddp-runner[optuna]'" in str(user_error(lacking))
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    node = compose(parse(["hydra/sweeper=optuna"])).hydra.sweeper
+    with pytest.raises(UserError, match=r"pip install 'ddp-runner\[optuna\]'"):
+        Search(node, [], folder=None, batch_size=1)
 
 
 @pytest.mark.full
 def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
-    """Three trials; a seed that is tried again takes its result; so does the same command."""
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs ddp-runner[optuna]")
+    """Three trials; a rate that is tried again takes its result; the same command adds none."""
+    optuna = pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
     search = (
         *("-m", "hydra/sweeper=optuna", "sweep.objective=eval/loss", "model=toy", "world_size=1"),
         *("hydra.sweeper.direction=minimize", "hydra.sweeper.sampler.seed=0"),
@@ -62,7 +67,11 @@ def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
     assert best.best_value == min(losses.values())
     assert f"optimizer.lr={best.best_params['optimizer.lr']}" == min(losses, key=losses.__getitem__)
     assert ends[0].stdout.count("its result is taken") == 3 - len(losses)
-    assert ends[1].stdout.count("its result is taken") == 3
+    assert table_row(ends[1].stdout, min(losses, key=losses.__getitem__))[1] == "completed"
+    assert "job 1 of" not in ends[1].stdout
+    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{sweep / 'optuna.db'}")
+    assert study.best_value == best.best_value
+    assert len(study.trials) == 3
 
 
 @pytest.mark.slow
@@ -72,7 +81,7 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
 
     Started again with parallel jobs, the slot that is left takes those of the one that is killed.
     """
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs ddp-runner[optuna]")
+    pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
     slow = slow_models(tmp_path / "models")
     with background(*SEARCH, folder=tmp_path, environ=slow.environ) as process:
         wait_for(lambda: last_step(tmp_path) >= 3, every_s=POLL_S)
@@ -80,7 +89,7 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
         assert wait_for_end(process, tmp_path).exit_code == 130
     sweep = only_sweep(tmp_path)
     first, second, third = (
-        f"optimizer.lr={rate},seed={seed}" for rate, seed in ((0.1, 1), (0.01, 1), ("1e+30", 3))
+        f"optimizer.lr={rate},seed={seed}" for rate, seed in ((0.1, 1), (0.01, 1), ("1e+30", 1))
     )
     assert statuses(sweep) == {first: "preempted", second: "queued"}
 

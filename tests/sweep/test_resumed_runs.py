@@ -11,8 +11,7 @@ from sweeps import only_sweep, statuses
 from tiers import first_of
 
 from ddp_runner.cli.command_line import quoted_runs
-from ddp_runner.sweep.ledger import Ledger
-from ddp_runner.sweep.results import sweep_table
+from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -69,7 +68,7 @@ def runs(tmp_path: Path) -> Path:
                 "resume=a optimizer.lr=0.1,0.2",
                 "choose the run's groups and write ++model.weights=a",
             ),
-            ("resume=a,b optimizer.lr=0.1,0.2", "resume=a goes on with one run, in its own folder"),
+            ("resume=a,b optimizer.lr=0.1,0.2", "resume=a continues one run, in its own folder"),
             ("resume=a,b,./a", "and several jobs of this sweep would"),
             ("resume=a,nowhere", "resume=nowhere is not a run folder"),
             ("resume=a,b hydra.sweep.subdir=x", "leave hydra.sweep.subdir out"),
@@ -125,12 +124,3 @@ def test_a_jobs_folder_needs_no_quotes(
         (tmp_path / "s" / f"lr=0.1,seed={seed}").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert quoted_runs(written) == read
-
-
-def test_two_commands_may_go_on_with_one_run_in_one_sweep_folder(tmp_path: Path) -> None:
-    """A run has no second folder, however many jobs the ledger has of it."""
-    run, ledger = str(tmp_path / "run"), Ledger(tmp_path)
-    ids = (f"1 {run}", f"2 {run}")
-    assert {one.folder for one in ledger.queue(dict.fromkeys(ids, run), invalid=()).values()} == {
-        run
-    }

@@ -1,24 +1,24 @@
 """What a sweep reads and writes grows as its jobs do; bytes are counted, since times vary."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from configs import resolved
+from sweeps import batch_of, planned
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import compose
-from ddp_runner.config.sections import SweepConfig
 from ddp_runner.job import Job, Outcome, Status
-from ddp_runner.sweep import multirun
-from ddp_runner.sweep.jobs import Batch, run_jobs
-from ddp_runner.sweep.ledger import Ledger
+from ddp_runner.sweep import planner
+from ddp_runner.sweep.jobs import Batch, run_left
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.multirun import Sweep
+from ddp_runner.sweep.planner import SweepCommand
 from ddp_runner.sweep.slurm.watch import poll_interval
+from ddp_runner.sweep.table import sweep_table
+from ddp_runner.tracking.run_record import write_run_record
 
 COUNTERS = Path("/proc/self/io")
 NUM_JOBS = (60, 120, 240)
@@ -39,52 +39,39 @@ def num_bytes_moved(work: Callable[[], object]) -> int:
 
 def queued(folder: Path, num_jobs: int) -> Batch:
     """Return jobs of a new sweep, each with its folder."""
-    folder.mkdir()
-    job, ledger = Job(config=resolved("model=toy")[0], started_at=0.0, code={}), Ledger(folder)
     names = [f"{number:05}" for number in range(num_jobs)]
-    jobs = {name: replace(job, run_dir=folder / name) for name in names}
-    for name in names:
-        (folder / name).mkdir()
-    ledger.begin(command=["mine"], retry_failed=False)
-    ledger.queue({name: name for name in names}, invalid=())
-    return Batch(jobs, ledger, SweepConfig(max_failures=num_jobs))
+    planned(folder, *names)
+    return batch_of(folder, *names, max_failures=num_jobs)
 
 
 def complete(job: Job) -> Outcome:
     """Stand for a run."""
+    assert job.run_dir is not None
+    write_run_record(job.run_dir, status=Status.COMPLETED)
     return Outcome(Status.COMPLETED, 0, job.run_dir)
 
 
 def start(folder: Path, num_jobs: int) -> Callable[[], object]:
-    """Return what runs all jobs of a new sweep."""
-    return partial(run_jobs, queued(folder, num_jobs), execute=complete)
+    """Return what runs a new sweep."""
+    return partial(run_left, queued(folder, num_jobs), execute=complete)
 
 
 def start_again(folder: Path, num_jobs: int) -> Callable[[], object]:
     """Return what runs a sweep of which each job is completed."""
     batch = queued(folder, num_jobs)
-    run_jobs(batch, execute=complete)
-    batch.ledger.fold()
-    return partial(run_jobs, replace(batch, ledger=Ledger(folder)), execute=complete)
+    run_left(batch, execute=complete)
+    return partial(run_left, batch, execute=complete)
 
 
-def search(folder: Path, num_jobs: int) -> Callable[[], object]:
-    """Return what queues and runs one job after the other."""
-    batch = queued(folder, num_jobs)
-    batch.ledger.begin(command=["mine"], retry_failed=False)
-
-    def run() -> None:
-        for number, job in enumerate(batch.jobs.values()):
-            job_id = f"searched {number}"
-            batch.ledger.queue({job_id: f"{number}"}, invalid=())
-            assert run_jobs(replace(batch, jobs={job_id: job}), execute=complete)
-
-    return run
+def table(folder: Path, num_jobs: int) -> Callable[[], object]:
+    """Return what prints the table of a sweep."""
+    run_left(queued(folder, num_jobs), execute=complete)
+    return partial(sweep_table, folder)
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not COUNTERS.exists(), reason="only Linux counts the bytes of a process")
-@pytest.mark.parametrize("prepare", [start, start_again, search])
+@pytest.mark.parametrize("prepare", [start, start_again, table])
 def test_twice_the_jobs_cost_twice_the_bytes(
     tmp_path: Path, prepare: Callable[[Path, int], Callable[[], object]]
 ) -> None:
@@ -102,18 +89,19 @@ def test_slurm_is_asked_less_often_the_longer_it_takes() -> None:
 def test_a_large_sweep_says_how_far_its_planning_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Thousands of jobs take minutes; a small sweep prints nothing."""
-    monkeypatch.setattr(multirun, "NOTE_EVERY", 3)
+    """Thousands of jobs take a while; a small sweep prints nothing."""
+    monkeypatch.setattr(planner, "NOTE_EVERY", 3)
     job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
-    sweep = Sweep(
-        tmp_path,
-        ["-m"],
-        executor=Local(),
-        is_search=False,
-        plan=lambda *_: job,
+    common = compose(parse(["-m", "model=toy", "seed=1,2"]))
+    command = SweepCommand(
+        words=["-m"],
+        overrides=(),
+        read=lambda words: [],
+        common=common,
+        compose=lambda words, number: common,
         name_of=lambda composed: str(composed.seed),
+        plan=lambda *_: job,
     )
-    composed = compose(parse(["model=toy", "sweep.dry_run=true", "+hydra.job.num=0"]))
-    sweep.run_batch(repeat(composed, 7))
+    planner.Planner(command, tmp_path, Local(), is_search=False).draft([["seed=1"]] * 7)
     found = [line for line in capsys.readouterr().out.splitlines() if "planned" in line]
     assert found == ["3 jobs are planned", "6 jobs are planned"]

@@ -203,7 +203,7 @@ def test_a_sweep_in_slots_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
         process.wait()
         wait_for(lambda: not session_pids(process.pid))
     sweep = only_sweep(tmp_path)
-    assert list(statuses(sweep).values()) == ["running", "running", "queued"]
+    assert list(statuses(sweep).values()) == ["lost", "lost", "queued"]
     reached = {run_dir.name: last_step(run_dir) for run_dir in run_dirs(sweep)}
 
     with background(*parallel, folder=tmp_path, environ=slow.environ, spares=2) as process:

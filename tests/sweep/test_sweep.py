@@ -37,7 +37,7 @@ def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
     assert end.exit_code == 2
     (sweep,) = (tmp_path / "outputs").iterdir()
     folders = {f"experiment={name}" for name in rows}
-    # Nothing of these is there but a line in the ledger.
+    # Nothing of these is there but a line in the plan.
     rejected = {"experiment=refused", "experiment=too_small"}
     assert {path.name for path in sweep.iterdir() if path.is_dir()} == folders - rejected
     status = {path.name: record(path)["status"] for path in run_dirs(sweep)}

@@ -18,6 +18,7 @@ from generated_runs import lines_of, write_run
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import assert_one_line, damaged, examples, faulty
+from sweeps import planned
 from texts import csv_text
 
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest
@@ -34,9 +35,9 @@ from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.sources.offline import FakeImages
 from ddp_runner.errors import UserError
-from ddp_runner.sweep.ledger import JOURNAL, LEDGER, UNFINISHED, Entry, Ledger
-from ddp_runner.sweep.results import sweep_table
+from ddp_runner.sweep.plan_file import PLAN, PlannedJob, begun, change_plan, extended, read_plan
 from ddp_runner.sweep.sweep_dir import unfinished_sweep
+from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
@@ -170,59 +171,44 @@ def test_a_record_is_a_mapping_or_rejected(content: bytes) -> None:
             assert read_run_record(run)["status"] == "running"
         (run / "run.json").write_bytes(content)
         assert standing(RunDir(run)).status
-        Ledger(here).queue({"id": "job"}, invalid=())
+        planned(here, "job")
         assert all(line.isprintable() for line in sweep_table(here).splitlines())
 
 
 COMMAND = ["-m", "seed=1,2"]
-ENTRIES = [Entry("id1", "seed=1", "running"), Entry("id2", "seed=2", "failed", "user", "no")]
 
 
 @cache
-def ledger_bytes() -> tuple[bytes, bytes]:
-    """Return the bytes of a sweep's ledger while launchers work, and of the one that they leave."""
+def plan_bytes() -> bytes:
+    """Return the bytes of a sweep's plan."""
+    jobs = [PlannedJob("id1", "seed=1"), PlannedJob("id2", "seed=2", "no"), PlannedJob("id3", "x")]
     with folder() as here:
-        ledger = Ledger(here)
-        ledger.begin(command=COMMAND, retry_failed=False)
-        ledger.queue({"id1": "seed=1"}, invalid=ENTRIES[1:])
-        ledger.note("id1", status="running")
-        journal = (here / JOURNAL).read_bytes()
-        ledger.fold()
-        return journal, (here / LEDGER).read_bytes()
+        change_plan(here, lambda plan: extended(jobs, begun(COMMAND, plan)))
+        return (here / PLAN).read_bytes()
 
 
 @pytest.mark.full
-@given(
-    st.one_of(
-        faulty(ledger_bytes()[0]).map(lambda content: (JOURNAL, content)),
-        faulty(ledger_bytes()[1], is_json=True).map(lambda content: (LEDGER, content)),
-    )
-)
+@given(faulty(plan_bytes(), is_json=True))
 @examples(400)
-def test_a_ledger_holds_entries_or_is_rejected(file: tuple[str, bytes]) -> None:
-    """Of the right types, each with a folder below the sweep's; and it can be gone on with."""
+def test_a_plan_holds_jobs_or_is_rejected(content: bytes) -> None:
+    """Of the right types, each with a folder below the sweep's; and the sweep can continue."""
     with folder() as here:
         sweep = here / "sweep"
         sweep.mkdir()
-        (sweep / LEDGER).write_bytes(ledger_bytes()[1])
-        path, ledger = sweep / file[0], Ledger(sweep)
-        path.write_bytes(file[1])
+        path = sweep / PLAN
+        path.write_bytes(content)
         with rejected_in_one_line(path) as errors_of:
-            for job_id, entry in ledger.read().items():
-                assert job_id == entry.job_id
-                assert isinstance(job_id, str)
-                assert entry.status in (*UNFINISHED, "completed", "failed", "skipped")
-                assert (sweep / entry.folder).parent == sweep
-                assert Path(entry.folder).name == entry.folder
-                assert all(isinstance(one, str | None) for one in (entry.kind, entry.sentence))
-            assert all(isinstance(one, str) for one in ledger.command())
+            plan = read_plan(sweep)
+            for job_id, job in plan.jobs.items():
+                assert (job_id, str(job_id)) == (job.job_id, job_id)
+                assert (sweep / job.folder).parent == sweep
+                assert Path(job.folder).name == job.folder
+                assert isinstance(job.fault, str | None)
+            assert all(isinstance(one, str) for one in plan.command)
         assert unfinished_sweep(here, command=COMMAND, retry_failed=True) in (sweep, None)
         with rejected_in_one_line(path) as again:
             assert all(line.isprintable() for line in sweep_table(sweep).splitlines())
-            assert ledger.queue({"new": "new"}, invalid=())["new"].status == "queued"
-            ledger.note("new", status="completed")
-            ledger.begin(command=COMMAND, retry_failed=True)
-            assert not (sweep / JOURNAL).exists()
+            change_plan(sweep, lambda plan: extended([PlannedJob("n", "n")], begun(COMMAND, plan)))
         assert bool(again) == bool(errors_of)
 
 

@@ -9,20 +9,19 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from subprocess import CalledProcessError
 
 from ddp_runner.errors import UserError, one_line
-from ddp_runner.files import file_sha256, replace_file
+from ddp_runner.files import replace_file
 from ddp_runner.job import Job, Status
 from ddp_runner.sweep.slurm.commands import RUNNING, WAITING, jobs_named, run_slurm
 from ddp_runner.sweep.slurm.sbatch_file import LOGS, write_sbatch_file
 from ddp_runner.sweep.slurm.settings import SlurmSettings
-from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import read_run_record
+from ddp_runner.tracking.run_record import RunError, read_run_record, write_run_record
 
 RECORD = "slurm.json"  # in a run folder
 OF_USER = ("SLURM_CONF", "SLURM_JWT")  # where Slurm is, and who asks
@@ -45,12 +44,12 @@ class Submission:
     name: str  # of all jobs that were submitted together
     index: int  # in their array
     number: str | None = None  # as squeue shows it; None: the submission has not returned yet
-    found: str | None = None  # the checksum of the run.json that was there; None: there was none
+    is_noted: bool = False  # a command of the sweep has seen how it ended
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How a job stands, with why if it failed or was stopped."""
+class JobState:
+    """How a job stands in Slurm's queue, or how it ended, with why if it failed or was stopped."""
 
     status: Status
     kind: str | None = None
@@ -77,11 +76,13 @@ def submit(
         UserError: Slurm rejects them, or does not answer.
     """
     name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.name)[:60]}.{secrets.token_hex(4)}"
-    submissions = [
-        Submission(name, index, found=_checksum(job.run_dir)) for index, job in enumerate(jobs)
-    ]
+    submissions = [Submission(name, index) for index, _ in enumerate(jobs)]
     for job, submission in zip(jobs, submissions, strict=True):
-        _record(job, submission)
+        assert job.run_dir is not None
+        before = read_run_record(job.run_dir, missing_ok=True).get("status")
+        if before not in (None, Status.COMPLETED):  # how an earlier job ended says nothing of it
+            write_run_record(job.run_dir, status=Status.QUEUED, error=None)
+        record_submission(job.run_dir, submission)
     script = folder / LOGS / f"{name}.sbatch"
     write_sbatch_file(script, jobs, folder=folder, name=name, options=options, settings=settings)
     # What describes a job around this process would contradict what the new ones ask for.
@@ -104,24 +105,17 @@ def submit(
         )
     numbers = [f"{array}_{submission.index}" for submission in submissions]
     for job, submission, number in zip(jobs, submissions, numbers, strict=True):
-        _record(job, replace(submission, number=number))
+        assert job.run_dir is not None
+        record_submission(job.run_dir, replace(submission, number=number))
     return numbers
 
 
-def _record(job: Job, submission: Submission) -> None:
-    assert job.run_dir is not None
-    replace_file(job.run_dir / RECORD, json.dumps(asdict(submission)))
+def record_submission(run_dir: Path, submission: Submission) -> None:
+    """Write the submission of a run into its folder."""
+    replace_file(run_dir / RECORD, json.dumps(asdict(submission)))
 
 
-def _checksum(run_dir: Path | None) -> str | None:
-    """Return the checksum of a run's run.json; None if it has none that can be read."""
-    assert run_dir is not None
-    with suppress(OSError):
-        return file_sha256(RunDir(run_dir).record)
-    return None
-
-
-def _submission(run_dir: Path) -> Submission | None:
+def submission_of(run_dir: Path) -> Submission | None:
     """Return the last submission of a run; None: it was not submitted.
 
     Raises:
@@ -139,15 +133,12 @@ def _submission(run_dir: Path) -> Submission | None:
         ) from error
 
 
-def submitted_number(run_dir: Path) -> str | None:
-    """Return the number of the job that a run was last submitted as; None: it was not.
+def number_of(submission: Submission) -> str | None:
+    """Return the number of a submitted job; None: Slurm does not know it.
 
     Raises:
-        UserError: the record is damaged, or Slurm does not answer.
+        UserError: Slurm does not answer.
     """
-    submission = _submission(run_dir)
-    if submission is None:
-        return None
     if submission.number is not None:
         return submission.number
     # The launcher was killed while it submitted the job.
@@ -155,7 +146,7 @@ def submitted_number(run_dir: Path) -> str | None:
     return f"{arrays[0]}_{submission.index}" if arrays else None
 
 
-def standing(run_dir: Path, *, number: str, state: str | None, folder: Path) -> Standing:
+def job_state(run_dir: Path, *, number: str, state: str | None, folder: Path) -> JobState:
     """Return how a job stands, by Slurm's state of it and by its run.json.
 
     Args:
@@ -166,41 +157,53 @@ def standing(run_dir: Path, *, number: str, state: str | None, folder: Path) -> 
     """
     word = state or ""
     if word in WAITING:
-        return Standing(Status.QUEUED)
+        return JobState(Status.QUEUED)
     if word in RUNNING:
-        return Standing(Status.RUNNING)
+        return JobState(Status.RUNNING)
     try:
-        submission = _submission(run_dir)
-        found = submission.found if submission else None
-        is_earlier = found is not None and found == _checksum(run_dir)
         record = read_run_record(run_dir, missing_ok=True)
     except UserError as error:
-        return Standing(Status.FAILED, "user", str(error))
+        return JobState(Status.FAILED, "user", str(error))
     log = folder / LOGS / f"{number}.log"
     status = record.get("status")
     if status == Status.COMPLETED:
-        return Standing(Status.COMPLETED)
-    if is_earlier:
-        status = None  # of an earlier job: this one has ended before its run began
+        return JobState(Status.COMPLETED)
     if status == Status.FAILED:
         why = record.get("error") or {}
-        return Standing(Status.FAILED, str(why.get("kind")), str(why.get("sentence")))
+        return JobState(Status.FAILED, str(why.get("kind")), str(why.get("sentence")))
     is_final = status == Status.PREEMPTED
     if word in STOPPED or is_final:
         end = STOPPED.get(word, "was stopped")
         sentence = f"Slurm's job {number} {end}; the same command goes on with it, see {log}"
-        return Standing(Status.PREEMPTED, "signal", sentence, is_final)
+        return JobState(Status.PREEMPTED, "signal", sentence, is_final)
     if (printed := _last_error(log)) is not None:
-        return Standing(Status.FAILED, "user", f"{printed}; see {log}", False)
+        return JobState(Status.FAILED, "user", f"{printed}; see {log}", False)
     if word:
         end = f"ended ({word}) before its run did"
         end = "took more memory than hydra.launcher.mem_gb" if word == "OUT_OF_MEMORY" else end
-        return Standing(Status.FAILED, "crash", f"Slurm's job {number} {end}; see {log}", False)
+        return JobState(Status.FAILED, "crash", f"Slurm's job {number} {end}; see {log}", False)
     sentence = (
         f"Slurm has forgotten job {number} and its run has not completed; the same command goes "
         f"on with it, see {log}"
     )
-    return Standing(Status.PREEMPTED, "signal", sentence, False)
+    return JobState(Status.PREEMPTED, "signal", sentence, False)
+
+
+def note_end(run_dir: Path, state: JobState) -> None:
+    """Write into run.json how a job ended, if its run has not said so, and that it is known.
+
+    Nobody else writes there: Slurm has ended the job.
+
+    Raises:
+        UserError: a file is damaged, or cannot be written.
+    """
+    record = read_run_record(run_dir, missing_ok=True)
+    is_said = record.get("status") == state.status and (record.get("error") or not state.sentence)
+    if not is_said:
+        error = RunError(rank=None, kind=state.kind or "signal", sentence=state.sentence or "")
+        write_run_record(run_dir, status=state.status, finished_at=time.time(), error=error)
+    if (submission := submission_of(run_dir)) is not None:
+        record_submission(run_dir, replace(submission, is_noted=True))
 
 
 def _last_error(log: Path) -> str | None:

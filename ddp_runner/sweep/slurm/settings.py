@@ -16,10 +16,11 @@ from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.sections import AUTO
 from ddp_runner.errors import UserError, in_yaml
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.sweep.executor import Shape
+from ddp_runner.sweep.layout import NodeLayout
 from ddp_runner.sweep.slurm.commands import run_slurm
 
-OURS = "hydra_plugins.ddp_runner_launcher.SweepLauncher"  # the _target_ of its YAML
+LOCAL = "ddp_runner.sweep.local.Local"  # the _target_ of hydra/launcher=ddp_runner
+OURS = "ddp_runner.sweep.slurm.executor.Slurm"  # and of hydra/launcher=slurm
 NOT_NEGATIVE = ("gpus_per_node", "max_requeues")
 OF_SWEEP = ("job_name", "array", "output", "error", "chdir")  # options of sbatch that a sweep sets
 
@@ -46,14 +47,20 @@ class SlurmSettings:
 
 
 def slurm_settings(launcher: DictConfig) -> SlurmSettings | None:
-    """Return the settings in the node ``hydra.launcher``; None if it is not Slurm's.
+    """Return the settings in the node ``hydra.launcher``; None if the jobs run on this machine.
 
     Raises:
-        UserError: a value is of another kind, or out of its range.
+        UserError: a value is of another kind, or out of its range, or the launcher is not ours.
     """
     given: Any = OmegaConf.to_container(launcher, resolve=True)
-    if given.pop("_target_") != OURS or not given:
+    target = given.pop("_target_", None)
+    if target == LOCAL:
         return None
+    if target != OURS:
+        raise UserError(
+            f"hydra/launcher: {target} is of another package, and a sweep needs "
+            "hydra/launcher=ddp_runner or hydra/launcher=slurm; leave hydra/launcher out"
+        )
     try:
         merged = OmegaConf.merge(OmegaConf.structured(SlurmSettings), given)
         settings = OmegaConf.to_object(merged)
@@ -119,7 +126,7 @@ def ranks_of_a_node(config: Config, node: Hardware, settings: SlurmSettings) -> 
     return by_gpus or max(1, node.num_cores // (settings.cpus_per_task or 1))
 
 
-def job_shape(config: Config, node: Hardware, settings: SlurmSettings) -> Shape:
+def job_layout(config: Config, node: Hardware, settings: SlurmSettings) -> NodeLayout:
     """Return how a job is spread over nodes; ``world_size=auto`` takes one whole node.
 
     Raises:
@@ -131,7 +138,7 @@ def job_shape(config: Config, node: Hardware, settings: SlurmSettings) -> Shape:
         needs = mode_needs(config.parallelism)
         num_ranks = needs.max_ranks or max(needs.min_ranks, most * launch.nnodes)
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        return Shape(1, 1)  # ``resolve`` reports it
+        return NodeLayout(1, 1)  # ``resolve`` reports it
     num_nodes = launch.nnodes if launch.nnodes > 1 else -(-num_ranks // most)
     if num_ranks % num_nodes:
         below = num_ranks // num_nodes * num_nodes
@@ -139,15 +146,15 @@ def job_shape(config: Config, node: Hardware, settings: SlurmSettings) -> Shape:
             f"world_size ({num_ranks}) does not divide among {num_nodes} nodes of {most} ranks; "
             f"write {below} or {below + num_nodes}, or give launch.nproc_per_node"
         )
-    shape = Shape(num_nodes, num_ranks // num_nodes)
-    cores = shape.ranks_per_node * rank_cores(config, node, settings)
+    layout = NodeLayout(num_nodes, num_ranks // num_nodes)
+    cores = layout.ranks_per_node * rank_cores(config, node, settings)
     if cores > node.num_cores:
         raise UserError(
-            f"{shape.ranks_per_node} ranks on a node take {cores} cores and it has "
+            f"{layout.ranks_per_node} ranks on a node take {cores} cores and it has "
             f"{node.num_cores}; write a smaller launch.nproc_per_node or "
             "hydra.launcher.cpus_per_task"
         )
-    return shape
+    return layout
 
 
 def rank_cores(config: Config, node: Hardware, settings: SlurmSettings) -> int:
@@ -160,7 +167,7 @@ def rank_cores(config: Config, node: Hardware, settings: SlurmSettings) -> int:
 
 
 def sbatch_options(
-    config: Config, shape: Shape, node: Hardware, settings: SlurmSettings
+    config: Config, layout: NodeLayout, node: Hardware, settings: SlurmSettings
 ) -> Mapping[str, str | int | bool]:
     """Return the options of sbatch for a resolved job, by their names with underscores.
 
@@ -168,7 +175,7 @@ def sbatch_options(
     """
     needs, gpus = mode_needs(config.parallelism), 0
     if config.backend.device != "cpu":
-        gpus = shape.ranks_per_node * needs.devices_per_rank
+        gpus = layout.ranks_per_node * needs.devices_per_rank
         gpus = node.num_gpus if needs.data_parallel else gpus
     options = {
         "partition": settings.partition,
@@ -177,8 +184,8 @@ def sbatch_options(
         "constraint": settings.constraint,
         "time": settings.timeout_min,
         "mem": f"{round(settings.mem_gb * 1024)}M" if settings.mem_gb else None,
-        "nodes": shape.num_nodes,
-        "ntasks_per_node": shape.ranks_per_node,
+        "nodes": layout.num_nodes,
+        "ntasks_per_node": layout.ranks_per_node,
         "cpus_per_task": rank_cores(config, node, settings),
         "gpus_per_node": gpus or None,
         "signal": f"USR1@{settings.signal_delay_s}",

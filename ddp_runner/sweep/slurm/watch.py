@@ -1,4 +1,4 @@
-"""Watches the jobs of a sweep in Slurm's queue, and notes in the ledger how each ends. Torch-free.
+"""Watches the jobs of a sweep in Slurm's queue, and notes how each ends. Torch-free.
 
 Slurm's accounting is not needed: squeue says whether a job is there, and its run.json how it ended.
 """
@@ -8,7 +8,6 @@ import shlex
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
@@ -16,13 +15,12 @@ from queue import Empty, SimpleQueue
 from ddp_runner.errors import UserError, counted
 from ddp_runner.host.processes import answering, handled_signals
 from ddp_runner.host.streams import print_line
-from ddp_runner.job import Failure, Outcome, Status
+from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Failure, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
-from ddp_runner.sweep.jobs import Batch, recorded
-from ddp_runner.sweep.ledger import Entry
+from ddp_runner.sweep.jobs import Batch, ended
 from ddp_runner.sweep.slurm.commands import cancel, queued_states
-from ddp_runner.sweep.slurm.jobs import Standing, standing
+from ddp_runner.sweep.slurm.jobs import JobState, job_state, note_end
 from ddp_runner.tracking.start_block import shown_path
 
 POLL_S, MOST_POLL_S = 5.0, 60.0  # from one look at the queue and the jobs to the next
@@ -57,11 +55,10 @@ class Watch:
 
     def __init__(self, batch: Batch, numbers: Mapping[str, str], signals: Signals) -> None:
         self._batch, self._numbers, self._signals = batch, dict(numbers), signals
-        self._folder = batch.ledger.folder.absolute()
-        entries = batch.ledger.read()
-        self._statuses = {job_id: entries[job_id].status for job_id in batch.jobs}
-        found = {job_id: recorded(entries[job_id], job) for job_id, job in batch.jobs.items()}
-        self._outcomes = {job_id: one for job_id, one in found.items() if one is not None}
+        self._folder = next(iter(batch.jobs.values())).sweep.absolute()
+        self._num_failed = 0
+        found = {one: ended(batch, job) for one, job in batch.jobs.items() if one not in numbers}
+        self._outcomes = {one: outcome for one, outcome in found.items() if outcome is not None}
         self._ended_at: dict[str, float] = {}
         self._received: int | None = None  # the first signal
         self._received_at = 0.0  # the last one that counts, by time.monotonic()
@@ -69,7 +66,7 @@ class Watch:
         self._is_cancelling = False
         self._is_silent = False  # whether Slurm did not answer
 
-    def run(self) -> list[Outcome]:
+    def run(self) -> dict[str, Outcome]:
         """Wait for the jobs, and note how each ends; return it, last a signal that ended this.
 
         The first Ctrl-C leaves the jobs alone unless a second one cancels them; what fails
@@ -89,10 +86,9 @@ class Watch:
             until = min(math.inf if is_leaving else poll_at, self._deadline or math.inf)
             with suppress(Empty):
                 self._react(self._signals.get(timeout=max(0.0, until - time.monotonic())))
-        outcomes = sorted(self._outcomes.values(), key=lambda one: one.status == Status.PREEMPTED)
         if self._received is not None:
-            outcomes.append(Outcome(Status.PREEMPTED, 128 + self._received))
-        return outcomes
+            self._outcomes["signal"] = Outcome(Status.PREEMPTED, 128 + self._received)
+        return self._outcomes
 
     def _is_over(self) -> bool:
         return self._deadline is not None and time.monotonic() >= self._deadline
@@ -137,47 +133,42 @@ class Watch:
                 print_error(f"{error}; its jobs go on, and this command keeps asking")
             self._is_silent = True
             return
-        self._is_silent, before = False, Counter(self._statuses.values())
+        self._is_silent, before = False, self._num_failed
         for job_id, number in list(self._numbers.items()):
-            run_dir = self._batch.jobs[job_id].run_dir
-            assert run_dir is not None
-            found = standing(run_dir, number=number, state=states.get(number), folder=self._folder)
+            run_dir, state = self._batch.jobs[job_id].run_dir.path, states.get(number)
+            found = job_state(run_dir, number=number, state=state, folder=self._folder)
             ended_at = self._ended_at.setdefault(job_id, time.monotonic())
             if found.status in (Status.QUEUED, Status.RUNNING):
                 del self._ended_at[job_id]
-            elif not found.is_final and time.monotonic() < ended_at + SETTLE_S:
-                continue
-            self._note(job_id, found)
-        has_failed = Counter(self._statuses.values())[Status.FAILED] > before[Status.FAILED]
+            elif found.is_final or time.monotonic() >= ended_at + SETTLE_S:
+                self._note(job_id, found)
         is_left = bool(self._numbers) and not self._is_cancelling
-        if is_left and has_failed and self._batch.has_failed():
+        has_failed = self._num_failed > before
+        if is_left and has_failed and self._batch.is_over(self._num_failed):
             self._cancel(f"enough jobs have failed: cancelling {len(self._numbers)} more")
 
-    def _note(self, job_id: str, found: Standing) -> None:
-        has_ended = found.status not in (Status.QUEUED, Status.RUNNING)
-        if has_ended or found.status != self._statuses[job_id]:
-            self._batch.ledger.note(
-                job_id, status=found.status, kind=found.kind, sentence=found.sentence
-            )
-            self._statuses[job_id] = found.status
-        if not has_ended:
-            return
+    def _note(self, job_id: str, found: JobState) -> None:
         del self._numbers[job_id]
-        job = self._batch.jobs[job_id]
-        assert job.run_dir is not None
-        self._say(f"{job.title}  {found.status}")
-        if found.status == Status.FAILED and found.sentence:
-            print_error(found.sentence)
-        if found.status != Status.PREEMPTED:
-            name = job.run_dir.name
-            entry = Entry(job_id, name, found.status, found.kind, found.sentence)
-            outcome = recorded(entry, job)
-            assert outcome is not None
-            self._outcomes[job_id] = outcome
-        elif not self._is_cancelling:
-            failure = Failure(rank=0, kind="signal", sentence=found.sentence or "")
+        one = self._batch.jobs[job_id]
+        try:
+            note_end(one.run_dir.path, found)
+        except UserError as error:
+            print_error(str(error))
+        self._say(f"{one.job.title}  {found.status}")
+        code = EXIT_COMPLETED
+        if found.status == Status.FAILED:
+            self._num_failed += 1
+            code = EXIT_USER_ERROR if found.kind == "user" else EXIT_FAILED
+            if found.sentence:
+                print_error(found.sentence)
+        elif found.status == Status.PREEMPTED:
             code = 128 + signal.SIGTERM
-            self._outcomes[job_id] = Outcome(found.status, code, job.run_dir, failure)
+        if found.status == Status.PREEMPTED and self._is_cancelling:
+            return
+        failure = None
+        if found.kind is not None:
+            failure = Failure(rank=0, kind=found.kind, sentence=found.sentence or "")
+        self._outcomes[job_id] = Outcome(found.status, code, one.run_dir.path, failure)
 
     def _say(self, sentence: str) -> None:
         print_line(sentence, stream=sys.stdout)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import SETTINGS, Queue, three_jobs
-from sweeps import statuses
+from sweeps import batch_of, statuses
 
-from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.sweep.jobs import Batch
@@ -32,7 +31,7 @@ def test_a_start_submits_only_what_is_neither_there_nor_done(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One job is in the queue, one was completed meanwhile, one was cancelled."""
-    sweep, submitted = batch.ledger.folder, list[str]()
+    sweep, submitted = batch.jobs["a"].sweep, list[str]()
     for index, name in enumerate("abc"):
         submission = {"name": "x", "index": index, "number": f"1_{index}"}
         (sweep / name / RECORD).write_text(json.dumps(submission))
@@ -57,7 +56,7 @@ def test_a_start_submits_only_what_is_neither_there_nor_done(
     outcomes = executor.run(batch)
     executor.close()
     assert submitted == ["job c"]
-    assert [one.exit_code for one in outcomes] == [0, 0, 0]
+    assert [one.exit_code for one in outcomes.values()] == [0, 0, 0]
     assert set(statuses(sweep).values()) == {"completed"}
 
 
@@ -65,7 +64,7 @@ def test_a_failed_job_is_submitted_again_only_if_asked(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It failed while nobody watched."""
-    sweep, submitted = batch.ledger.folder, list[str]()
+    sweep, submitted = batch.jobs["a"].sweep, list[str]()
     one = replace(batch, jobs={"a": batch.jobs["a"]})
     (sweep / "a" / RECORD).write_text(json.dumps({"name": "x", "index": None, "number": "1"}))
     error = {"rank": 0, "kind": "crash", "sentence": "why"}
@@ -79,11 +78,10 @@ def test_a_failed_job_is_submitted_again_only_if_asked(
     monkeypatch.setattr(slurm, "submit", fake_submit)
     Queue(monkeypatch, {})
     executor = Slurm(sweep, SETTINGS)
-    assert [end.exit_code for end in executor.run(one)] == [1]
-    assert (submitted, batch.ledger.read()["a"].sentence) == ([], "why")
-    batch.ledger.begin(command=[], retry_failed=True)
-    again = replace(one, settings=SweepConfig(retry="failed"))
-    assert [end.exit_code for end in executor.run(again)] == [0]
+    assert [end.exit_code for end in executor.run(one).values()] == [1]
+    assert (submitted, one.jobs["a"].standing.sentence) == ([], "why")
+    again = batch_of(sweep, "a", retry="failed")
+    assert [end.exit_code for end in executor.run(again).values()] == [0]
     assert submitted == ["job a"]
     executor.close()
 
@@ -93,13 +91,13 @@ def test_two_commands_never_submit_the_same_sweep(
 ) -> None:
     """Nor does a command submit a job that runs elsewhere."""
     Queue(monkeypatch, {})
-    first, second = (Slurm(batch.ledger.folder, SETTINGS) for _ in range(2))
+    first, second = (Slurm(batch.jobs["a"].sweep, SETTINGS) for _ in range(2))
     first._hold()
     with pytest.raises(UserError, match=r"another command submits the jobs of .*sweep; wait"):
         second.run(batch)
     first.close()
     with (
-        RunDir(batch.ledger.folder / "b").locked(),
+        RunDir(batch.jobs["b"].run_dir.path).locked(),
         pytest.raises(UserError, match="b is in use by a process outside of this sweep's queue"),
     ):
         second.run(batch)

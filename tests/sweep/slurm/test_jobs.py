@@ -20,9 +20,10 @@ from ddp_runner.sweep.slurm import commands
 from ddp_runner.sweep.slurm import jobs as slurm_jobs
 from ddp_runner.sweep.slurm.jobs import (
     RECORD,
-    standing,
+    job_state,
+    number_of,
+    submission_of,
     submit,
-    submitted_number,
 )
 from ddp_runner.sweep.slurm.sbatch_file import resuming_words, write_sbatch_file
 from ddp_runner.tracking.run_record import write_run_record
@@ -32,6 +33,12 @@ from ddp_runner.tracking.run_record import write_run_record
 def batch(tmp_path: Path) -> Batch:
     """Three queued jobs."""
     return three_jobs(tmp_path / "sweep")
+
+
+def number(run_dir: Path) -> str | None:
+    """Return the number of the job that a run was last submitted as; None: Slurm has none."""
+    submission = submission_of(run_dir)
+    return number_of(submission) if submission else None
 
 
 def test_a_submission_is_an_array_that_resumes_frozen_runs(
@@ -47,16 +54,16 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
     monkeypatch.setenv("SLURM_CONF", "/some/slurm.conf")
     monkeypatch.setenv("SLURM_JWT", "who I am")
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
-    sweep = batch.ledger.folder
+    sweep = batch.jobs["a"].sweep
     settings = replace(SETTINGS, setup=["module load cuda"], array_parallelism=2)
     numbers = submit(
-        list(batch.jobs.values()),
+        [one.job for one in batch.jobs.values()],
         folder=sweep,
         options={"partition": "gpu", "requeue": True, "signal": "USR1@90", "cpus_per_task": 3},
         settings=settings,
     )
     assert numbers == ["7_0", "7_1", "7_2"]
-    assert [submitted_number(sweep / name) for name in "abc"] == numbers
+    assert [number(sweep / name) for name in "abc"] == numbers
     (path,) = (sweep / "slurm").glob("sweep.*.sbatch")
     script = path.read_text()
     assert f"#SBATCH --job-name={path.stem}\n" in script
@@ -75,7 +82,7 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
 def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: Batch, tmp_path: Path) -> None:
     """Its trackers above all, each job its own: in the script for sbatch."""
     said = {"a": (), "b": ("--config-dir=/my $conf", "+trackers.x.y='it\"s'", "tags=[c, d]")}
-    jobs = [replace(batch.jobs[name], said_again=words) for name, words in said.items()]
+    jobs = [replace(batch.jobs[name].job, said_again=words) for name, words in said.items()]
     options = {"cpus_per_task": 1}
     words = [[f"resume={job.run_dir}", *job.said_again] for job in jobs]
     assert [resuming_words(job) for job in jobs] == words
@@ -113,11 +120,11 @@ def test_what_slurm_rejects_is_said_and_submitted_by_the_next_start(
     program(tmp_path / "bin", "srun")
     program(tmp_path / "bin", "sbatch", sbatch)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    sweep, jobs = batch.ledger.folder, list(batch.jobs.values())
+    sweep, jobs = batch.jobs["a"].sweep, [one.job for one in batch.jobs.values()]
     with pytest.raises(UserError, match=sentence):
         submit(jobs, folder=sweep, options={"cpus_per_task": 1}, settings=SETTINGS)
     monkeypatch.setattr(slurm_jobs, "jobs_named", lambda name: [])
-    assert submitted_number(sweep / "a") is None
+    assert number(sweep / "a") is None
 
 
 def test_a_batch_that_scancel_fails_for_keeps_no_other_from_it(
@@ -136,14 +143,14 @@ def test_a_submission_that_was_cut_off_is_found_by_its_name(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm has the array, or has never seen it."""
-    sweep = batch.ledger.folder
+    sweep = batch.jobs["a"].sweep
     monkeypatch.setattr(slurm_jobs, "jobs_named", lambda name: {"mine": ["9"]}.get(name, []))
     for index, (name, array) in enumerate((("a", "mine"), ("b", "lost"))):
         submission = {"name": array, "index": index, "number": None}
         (sweep / name / RECORD).write_text(json.dumps(submission))
-    assert submitted_number(sweep / "a") == "9_0"
-    assert submitted_number(sweep / "b") is None
-    assert submitted_number(sweep / "c") is None
+    assert number(sweep / "a") == "9_0"
+    assert number(sweep / "b") is None
+    assert number(sweep / "c") is None
 
 
 @pytest.mark.parametrize(
@@ -177,7 +184,7 @@ def test_how_a_job_stands_follows_from_the_queue_and_run_json(
     run_dir = tmp_path / "run"
     if fields is not None:
         write_run_record(run_dir, **fields)
-    found = standing(run_dir, number="5_1", state=state, folder=tmp_path)
+    found = job_state(run_dir, number="5_1", state=state, folder=tmp_path)
     assert found.status == status
     assert (part is None) == (found.sentence is None)
     assert part is None or part in str(found.sentence)
@@ -188,7 +195,7 @@ def test_a_job_that_fails_before_it_has_a_run_is_explained_by_its_log(tmp_path: 
     log = tmp_path / "slurm" / "5_0.log"
     log.parent.mkdir()
     log.write_text("error: not this\nslurmstepd: x\nerror: data_root (x) is not a folder\nmore\n")
-    found = standing(tmp_path / "run", number="5_0", state="FAILED", folder=tmp_path)
+    found = job_state(tmp_path / "run", number="5_0", state="FAILED", folder=tmp_path)
     assert (found.status, found.kind) == ("failed", "user")
     assert found.sentence == f"data_root (x) is not a folder; see {log}"
 
@@ -216,18 +223,18 @@ def test_a_job_that_dies_before_its_run_goes_on_is_not_judged_by_the_run_before(
     program(tmp_path / "bin", "srun")
     program(tmp_path / "bin", "sbatch", "echo 7")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    sweep, run_dir = batch.ledger.folder, batch.ledger.folder / "a"
+    sweep, run_dir = batch.jobs["a"].sweep, batch.jobs["a"].sweep / "a"
     error = {"rank": 0, "kind": "crash", "sentence": "an old crash"}
     write_run_record(run_dir, status=before, error=error)
     options = {"cpus_per_task": 1}
-    (number,) = submit([batch.jobs["a"]], folder=sweep, options=options, settings=SETTINGS)
+    (submitted,) = submit([batch.jobs["a"].job], folder=sweep, options=options, settings=SETTINGS)
     if part is not None and "folder" in part:
-        (sweep / "slurm" / f"{number}.log").write_text(f"error: {part}\n")
-    found = standing(run_dir, number=number, state=state, folder=sweep)
+        (sweep / "slurm" / f"{submitted}.log").write_text(f"error: {part}\n")
+    found = job_state(run_dir, number=submitted, state=state, folder=sweep)
     assert found.status == status
     assert part is None or part in str(found.sentence)
     write_run_record(run_dir, status="failed", error={**error, "sentence": "a new crash"})
-    found = standing(run_dir, number=number, state=state, folder=sweep)
+    found = job_state(run_dir, number=submitted, state=state, folder=sweep)
     assert (found.status, found.sentence) == ("failed", "a new crash")
 
 
@@ -268,6 +275,6 @@ def test_a_script_for_sbatch_runs_the_frozen_jobs(tmp_path: Path) -> None:
     assert table_row(table.stdout, "seed=2")[1] == "completed"
     end = run_command(*sweep, folder=folder)
     assert "1 job: submit with" in end.stdout
-    assert statuses(folder / "sweep") == {"seed=1": "queued", "seed=2": "completed"}
+    assert statuses(folder / "sweep") == {"seed=1": "preempted", "seed=2": "completed"}
     assert "seed=1'" in script.read_text()
     assert "seed=2'" not in script.read_text()

@@ -18,9 +18,10 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.slurm import settings as slurm_settings
 from ddp_runner.sweep.slurm.settings import (
+    LOCAL,
     OURS,
     SlurmSettings,
-    job_shape,
+    job_layout,
     node_hardware,
     sbatch_options,
 )
@@ -54,7 +55,7 @@ def test_a_job_takes_as_few_nodes_as_hold_it(
     """By the GPUs of a node, else by its cores."""
     register()
     config = to_config(compose_raw(*overrides))
-    shape = job_shape(config, node, replace(SETTINGS, cpus_per_task=cpus_per_task))
+    shape = job_layout(config, node, replace(SETTINGS, cpus_per_task=cpus_per_task))
     assert (shape.num_nodes, shape.ranks_per_node) == (nodes, ranks_per_node)
 
 
@@ -66,7 +67,7 @@ def test_a_job_asks_for_the_gpus_and_cores_that_its_ranks_use() -> None:
         mem_gb=1.5,
         additional_parameters={"exclusive": True, "signal": "TERM@9", "requeue": False, "nice": 0},
     )
-    shape = job_shape(config, GPU_NODE, settings)
+    shape = job_layout(config, GPU_NODE, settings)
     assert sbatch_options(config, shape, GPU_NODE, settings) == {
         **{"partition": "gpu", "time": 60, "mem": "1536M", "nodes": 1, "ntasks_per_node": 4},
         **{"cpus_per_task": 12, "gpus_per_node": 4, "open_mode": "append"},
@@ -81,10 +82,10 @@ def test_ranks_that_no_nodes_hold_are_rejected() -> None:
     """With the numbers that work."""
     config, _ = resolved("world_size=9", "model=toy", hardware=Hardware(9, 9))
     with pytest.raises(UserError, match=r"write 8 or 10, or give launch\.nproc_per_node"):
-        job_shape(config, GPU_NODE, SETTINGS)
+        job_layout(config, GPU_NODE, SETTINGS)
     config, _ = resolved("world_size=8", "launch.nproc_per_node=8", "model=toy")
     with pytest.raises(UserError, match="8 ranks on a node take 32 cores and it has 16"):
-        job_shape(config, CPU_NODE, replace(SETTINGS, cpus_per_task=4))
+        job_layout(config, CPU_NODE, replace(SETTINGS, cpus_per_task=4))
 
 
 def test_a_node_has_what_slurm_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +141,10 @@ def test_the_yaml_has_every_key_with_its_default() -> None:
 
 
 def test_other_launchers_have_no_settings_of_slurm() -> None:
-    """Neither our own for one machine, nor somebody else's."""
-    assert read_settings(OmegaConf.create({"_target_": OURS})) is None
-    assert read_settings(OmegaConf.create({"_target_": "other", "partition": "gpu"})) is None
+    """Our own for one machine has none, and somebody else's is refused."""
+    assert read_settings(OmegaConf.create({"_target_": LOCAL})) is None
+    with pytest.raises(UserError, match="other is of another package, and a sweep needs"):
+        read_settings(OmegaConf.create({"_target_": "other", "partition": "gpu"}))
 
 
 def test_a_sweep_stays_the_same_wherever_its_jobs_run() -> None:

@@ -11,8 +11,8 @@ from sweeps import statuses, table_row
 
 from ddp_runner.config.sections import SweepConfig
 from ddp_runner.sweep.jobs import Batch
-from ddp_runner.sweep.results import WATCHED, sweep_table
 from ddp_runner.sweep.slurm import watch as slurm_watch
+from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.run_record import write_run_record
 
 
@@ -33,15 +33,14 @@ def record_failure(run_dir: Path) -> None:
     write_run_record(run_dir, status="failed", error=error)
 
 
-def test_the_ledger_follows_the_queue_to_the_end_of_each_job(
+def test_a_command_follows_the_queue_to_the_end_of_each_job(
     batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also of one that was cancelled, and of one that Slurm has forgotten."""
-    sweep, seen = batch.ledger.folder, list[list[str]]()
+    sweep = batch.jobs["a"].sweep
     queue = Queue(monkeypatch, {"1_0": "PENDING", "1_1": "PENDING", "1_2": "PENDING"})
 
     def ask(num_asked: int) -> None:
-        seen.append(list(statuses(sweep).values()))
         match num_asked:
             case 2:
                 queue.states |= {"1_0": "RUNNING", "1_1": "RUNNING"}
@@ -55,9 +54,8 @@ def test_the_ledger_follows_the_queue_to_the_end_of_each_job(
 
     queue.on_ask = ask
     outcomes = watch(batch, a="1_0", b="1_1", c="1_2").run()
-    assert seen[3] == ["running", "running", "queued"]
     assert statuses(sweep) == {"a": "completed", "b": "preempted", "c": "preempted"}
-    assert [(one.status, one.exit_code) for one in outcomes] == [
+    assert [(one.status, one.exit_code) for one in outcomes.values()] == [
         ("completed", 0),
         ("preempted", 143),
         ("preempted", 143),
@@ -67,8 +65,6 @@ def test_the_ledger_follows_the_queue_to_the_end_of_each_job(
     assert "job a  completed" in out
     assert err.count("squeue failed: no controller; its jobs go on") == 1
 
-    (sweep / WATCHED).touch()  # as a command leaves it
-    write_run_record(sweep / "b", status="preempted")
     table = sweep_table(sweep)
     assert "b: Slurm has forgotten job 1_1 and its run has not completed" in table
     assert "c: Slurm's job 1_2 was cancelled; the same command goes on with it" in table
@@ -78,13 +74,13 @@ def test_the_ledger_follows_the_queue_to_the_end_of_each_job(
 
 def test_too_many_failures_cancel_the_rest(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is cancelled then can go on later, and does not decide the exit code."""
-    sweep = batch.ledger.folder
+    sweep = batch.jobs["a"].sweep
     queue = Queue(monkeypatch, {"1_0": "FAILED", "1_1": "RUNNING", "1_2": "PENDING"})
     record_failure(sweep / "a")
     strict = replace(batch, settings=SweepConfig(fail_fast=True))
     outcomes = watch(strict, a="1_0", b="1_1", c="1_2").run()
     assert queue.cancelled == ["1_1", "1_2"]
-    assert [one.exit_code for one in outcomes] == [1]
+    assert [one.exit_code for one in outcomes.values()] == [1]
     assert statuses(sweep) == {"a": "failed", "b": "preempted", "c": "preempted"}
 
 
@@ -101,7 +97,7 @@ def test_the_first_ctrl_c_leaves_the_jobs_and_the_second_cancels_them(
         monkeypatch.setattr(slurm_watch, "SECOND_CHANCE_S", 0.05)
         leaving = watch(batch, **numbers)
         leaving._signals.put(signum)
-        (outcome,) = leaving.run()
+        (outcome,) = leaving.run().values()
         assert (outcome.status, outcome.exit_code) == ("preempted", 128 + signum)
         assert words in capsys.readouterr().out
     assert queue.cancelled == []
@@ -113,14 +109,14 @@ def test_the_first_ctrl_c_leaves_the_jobs_and_the_second_cancels_them(
         cancelling._signals.put(signal.SIGINT)
     outcomes = cancelling.run()
     assert queue.cancelled == ["1_0", "1_1", "1_2"]
-    assert [one.exit_code for one in outcomes] == [130]
+    assert [one.exit_code for one in outcomes.values()] == [130]
 
 
 def test_a_failure_after_ctrl_c_is_left_to_the_next_command(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The jobs were said to go on; a failure noted here would not count for that command."""
-    sweep, strict = batch.ledger.folder, replace(batch, settings=SweepConfig(fail_fast=True))
+    sweep, strict = batch.jobs["a"].sweep, replace(batch, settings=SweepConfig(fail_fast=True))
     numbers = {"a": "1_0", "b": "1_1", "c": "1_2"}
     queue = Queue(monkeypatch, dict.fromkeys(numbers.values(), "RUNNING"))
     monkeypatch.setattr(slurm_watch, "SECOND_CHANCE_S", 0.2)
@@ -136,9 +132,8 @@ def test_a_failure_after_ctrl_c_is_left_to_the_next_command(
             return signal.SIGINT
 
     leaving = slurm_watch.Watch(strict, numbers, CtrlC())
-    assert [one.exit_code for one in leaving.run()] == [130]
+    assert [one.exit_code for one in leaving.run().values()] == [130]
     assert queue.cancelled == []
-    assert statuses(sweep)["a"] == "running"
     watch(strict, **numbers).run()
     assert queue.cancelled == ["1_1", "1_2"]
     assert statuses(sweep)["a"] == "failed"
@@ -150,9 +145,9 @@ def test_ctrl_c_leaves_jobs_that_are_being_cancelled(
     """At once, without the words for jobs that go on."""
     Queue(monkeypatch, {"1_0": "FAILED", "1_1": "RUNNING", "1_2": "RUNNING"})
     monkeypatch.setattr(slurm_watch, "cancel", lambda numbers: None)  # they are still saving
-    record_failure(batch.ledger.folder / "a")
+    record_failure(batch.jobs["a"].run_dir.path)
     leaving = watch(replace(batch, settings=SweepConfig(fail_fast=True)), a="1_0", b="1_1", c="1_2")
     leaving._signals.put(signal.SIGINT)
-    assert [one.exit_code for one in leaving.run()] == [1, 130]
+    assert [one.exit_code for one in leaving.run().values()] == [1, 130]
     *_, last = capsys.readouterr().out.splitlines()
     assert last == "SIGINT: 2 jobs cancelled; the same command finds its jobs"

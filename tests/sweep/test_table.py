@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from sweeps import planned
 
-from ddp_runner.sweep.ledger import Ledger
-from ddp_runner.sweep.results import sweep_table
+from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.run_record import write_run_record
 
 NAMES = tuple(f"model=convnet,optimizer.lr=0.123456,parallelism=ddp,seed={seed}" for seed in (1, 2))
@@ -15,10 +15,10 @@ METRICS = {"eval/accuracy": 0.97, "eval/loss": 0.1, "train/loss": 0.2, "perf/sam
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     """The folder of a sweep: one job is completed, the other waits."""
-    ledger = Ledger(tmp_path)
-    ledger.queue({name: name for name in NAMES}, invalid=())
-    ledger.note(NAMES[0], status="completed")
-    write_run_record(tmp_path / NAMES[0], startup_s=1.5, wall_s=123.25, metrics=METRICS)
+    planned(tmp_path, *NAMES)
+    write_run_record(
+        tmp_path / NAMES[0], status="completed", startup_s=1.5, wall_s=123.25, metrics=METRICS
+    )
     return tmp_path
 
 

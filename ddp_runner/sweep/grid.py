@@ -1,0 +1,36 @@
+"""A grid: every combination of the values that a command gives. Torch-free."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from hydra.core.override_parser.types import Override
+
+
+class Grid:
+    """Gives the words of all jobs as one batch; the results of its jobs change nothing."""
+
+    def __init__(self, overrides: Sequence[Override]) -> None:
+        self._left = [list(expand(overrides))]
+
+    def ask(self) -> list[list[str]]:
+        """Return the words of each job of the next batch; none is left if there are no more."""
+        return self._left.pop() if self._left else []
+
+    def tell(self, results: Sequence[float | str | None]) -> None:
+        """Take the results of the last batch."""
+
+    def finish(self) -> None:
+        """Do nothing: no job is the best one."""
+
+
+def expand(overrides: Sequence[Override]) -> Iterator[list[str]]:
+    """Yield the overrides of each job; the last key varies first. A key given twice counts once."""
+    axes = dict[str, list[str]]()
+    for one in overrides:
+        if one.is_hydra_override():
+            continue
+        key = one.get_key_element()
+        axes[key] = [str(one.input_line)]
+        if one.is_sweep_override():
+            axes[key] = [f"{key}={value}" for value in one.sweep_string_iterator()]
+    yield from map(list, product(*axes.values()))

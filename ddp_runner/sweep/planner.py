@@ -1,0 +1,185 @@
+"""Plans the jobs of a batch, each with its folder, or with why it is invalid. Torch-free.
+
+Most jobs are new runs, in the sweep's folder. A job that resumes a run stays in that run's own.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_runner.config.identity import config_hash, digest
+from ddp_runner.config.load import to_config
+from ddp_runner.config.schema import Config
+from ddp_runner.config.sections import SweepConfig
+from ddp_runner.errors import UserError
+from ddp_runner.job import Job, Status
+from ddp_runner.launch.launcher import print_error
+from ddp_runner.sweep.calibration import calibrations
+from ddp_runner.sweep.jobs import Batch, SweepJob, freeze_unheld, num_sessions
+from ddp_runner.sweep.layout import JobHardware
+from ddp_runner.sweep.local import Local
+from ddp_runner.sweep.plan_file import PlannedJob, change_plan, extended
+from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import last_session_start, read_run_record
+from ddp_runner.tracking.start_block import fact_lines, shown_path
+
+NOTE_EVERY = 1000  # jobs, which take some seconds to plan
+
+
+@dataclass(frozen=True)
+class SweepCommand:
+    """What the command line gives, and what makes a job of it."""
+
+    words: Sequence[str]  # as the user wrote them
+    overrides: Sequence[str]  # those with several values among them
+    read: Callable[[Sequence[str]], Sequence[Override]]  # parses them
+    common: DictConfig  # what all jobs have in common, with the ``hydra`` node
+    compose: Callable[[Sequence[str], int], DictConfig]  # from a job's words, and its number from 0
+    name_of: Callable[[DictConfig], str]  # of its folder; of a run that it resumes, the path
+    plan: Callable[[DictConfig, Callable[[Config], JobHardware]], Job]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A job as it was planned; without one if it is invalid."""
+
+    planned: PlannedJob
+    job: Job | None = None
+
+
+@dataclass
+class Planner:
+    """Plans the batches of one sweep."""
+
+    command: SweepCommand
+    folder: Path
+    where: Local | Slurm
+    is_search: bool
+    settings: SweepConfig = field(default_factory=SweepConfig)  # those of the last job
+    number: int = 0  # of jobs so far
+    _accepted: dict[str, SweepConfig] = field(default_factory=dict)
+    _resumed: set[Path] = field(default_factory=set)
+
+    def draft(self, batch: Iterable[Sequence[str]]) -> list[Draft]:
+        """Return the jobs of a batch; composed configs are large and are not kept.
+
+        Raises:
+            UserError: the sweep as a whole is invalid, or several jobs would resume one run.
+        """
+        drafts = list[Draft]()
+        for words in batch:
+            composed = self.command.compose(words, self.number)
+            self.number += 1
+            if self.number == 1:  # a mistake in the command prints nothing but itself
+                print(fact_lines({"sweep": str(shown_path(self.folder))}), flush=True)
+            self.validate(composed)
+            drafts.append(self._draft(composed))
+            if len(drafts) % NOTE_EVERY == 0:
+                print(f"{len(drafts)} jobs are planned", flush=True)
+        return drafts
+
+    def validate(self, composed: DictConfig) -> None:
+        """Reject rules of the sweep that its jobs cannot be run with, where they are to run.
+
+        Raises:
+            UserError: a rule is broken.
+        """
+        names = ["sweep", "launch", "backend"]
+        parts = [OmegaConf.to_container(composed[name]) for name in names]
+        key = json.dumps(parts, default=str)
+        if key not in self._accepted:  # of most sweeps these parts are the same in all jobs
+            config = to_config(OmegaConf.masked_copy(composed, names))
+            self.where.validate(config, searches=self.is_search)
+            self._accepted[key] = config.sweep
+        self.settings = self._accepted[key]
+
+    def _draft(self, composed: DictConfig) -> Draft:
+        name = self.command.name_of(composed)
+        resumes = None
+        if Path(name).is_absolute():
+            self._validate_alone(Path(name))
+            resumes = last_session_start(read_run_record(Path(name), missing_ok=True))
+        try:
+            job = self.command.plan(composed, self.where.hardware_of)
+        except UserError as error:
+            is_skipped = self.settings.skip_invalid
+            return Draft(PlannedJob(f"invalid: {name}", name, str(error), is_skipped))
+        job = replace(job, run_dir=self.folder / name, number=self.number)
+        # A run's config changes as it is resumed, so its job is known by what the command says. The
+        # name counts as well: two jobs may differ only in how their ranks start.
+        identity = config_hash(job.config) if resumes is None else digest(job.overrides)
+        return Draft(PlannedJob(f"{identity} {name}", name, resumes=resumes), job)
+
+    def _validate_alone(self, run: Path) -> None:
+        if self.is_search or run.resolve() in self._resumed:
+            shown = RunDir(shown_path(run)).resume_argument
+            raise UserError(
+                f"{shown} continues one run, in its own folder, and several jobs of this sweep "
+                f"would; to start each from its weights, choose the run's groups and write "
+                f"++model.weights={shown_path(run)} in place of resume"
+            )
+        self._resumed.add(run.resolve())
+
+    def queue(self, drafts: Sequence[Draft], *, num_failed: int) -> Batch:
+        """Write the jobs into the plan, freeze the new ones in their folders, and return them.
+
+        Raises:
+            UserError: the plan or a folder cannot be written.
+        """
+        jobs = self.jobs(drafts)
+        wanted = {one.planned.job_id: one.planned for one in drafts}
+        wanted = {job_id: PlannedJob(job_id, jobs[job_id].title) for job_id in jobs} | wanted
+        plan = change_plan(self.folder, partial(extended, wanted.values()))
+        for one in drafts:
+            if one.job is None and not one.planned.is_skipped:
+                print_error(f"{shown_path(Path(one.planned.folder))}: {one.planned.fault}")
+        total = max((job.number for job in jobs.values()), default=0)
+        queued = dict[str, SweepJob]()
+        for job_id, job in jobs.items():
+            planned = plan.jobs[job_id]
+            place = f"job {job.number} of {total}" if job.number else "calibration"
+            title = f"{place}: {shown_path(Path(planned.folder))}"
+            run_dir = self.folder / planned.folder
+            run_dir.mkdir(exist_ok=True)
+            named = replace(job, run_dir=run_dir, title=title)
+            found = planned.standing(self.folder)
+            if self.is_search and job.number and found.status == Status.COMPLETED:
+                print(f"\n{title} was run before: its result is taken", flush=True)
+            if found.status == Status.QUEUED and planned.resumes is None:  # a run has its config
+                freeze_unheld(named)
+            sessions = num_sessions(found) if found.status == Status.FAILED else 0
+            queued[job_id] = SweepJob(planned, named, self.folder, sessions)
+        return Batch(queued, self.settings, num_failed)
+
+    def jobs(self, drafts: Iterable[Draft]) -> dict[str, Job]:
+        """Return the valid jobs by their id, calibrations first."""
+        found = dict[str, Job]()
+        for one in drafts:
+            if one.job is not None:
+                name = str(shown_path(Path(one.planned.folder)))
+                found.setdefault(one.planned.job_id, replace(one.job, title=name))
+        if self.settings.calibrate:
+            return calibrations(found.values(), folder=self.folder) | found
+        return found
+
+
+def validate_resumed(drafts: Iterable[Draft], *, skip_invalid: bool) -> None:
+    """Reject a batch if one of its runs cannot be resumed, before another one is.
+
+    Raises:
+        UserError: a run does not exist, is in use, or cannot be resumed as asked.
+    """
+    for one in drafts:
+        if not Path(one.planned.folder).is_absolute():
+            continue
+        if one.planned.fault and not skip_invalid:
+            raise UserError(one.planned.fault)
+        if one.job is not None:
+            with RunDir(Path(one.planned.folder)).locked():
+                continue

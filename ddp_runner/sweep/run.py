@@ -1,0 +1,129 @@
+"""A command with -m: its folder, its batches of jobs, its table and its exit code. Torch-free.
+
+A grid is one batch. A search sends one batch after another, and chooses each by the results of the
+last. All jobs of a batch are composed, resolved and frozen before the first of them starts.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from omegaconf import DictConfig
+
+from ddp_runner.errors import UserError
+from ddp_runner.host.streams import line_width
+from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Outcome, Status
+from ddp_runner.launch.launcher import print_error
+from ddp_runner.sweep.dry_run import print_jobs
+from ddp_runner.sweep.grid import Grid
+from ddp_runner.sweep.local import Local
+from ddp_runner.sweep.plan_file import PLAN, begun, change_plan, read_plan
+from ddp_runner.sweep.planner import Draft, Planner, SweepCommand, validate_resumed
+from ddp_runner.sweep.search import Search
+from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.sweep.slurm.settings import slurm_settings
+from ddp_runner.sweep.sweep_dir import sweep_command, sweep_dir
+from ddp_runner.sweep.table import objective_of, print_report, sweep_table
+from ddp_runner.tracking.run_dir import RunDir
+
+
+def run_sweep(command: SweepCommand) -> int:
+    """Run the sweep, and print its table, and its report if sweep.report is set.
+
+    Returns:
+        The exit code of the worst job; a sweep whose jobs are all skipped is invalid.
+
+    Raises:
+        UserError: the sweep is invalid, or the search has no best job.
+    """
+    common, node = command.common, command.common.hydra
+    is_search = _is_search(node.sweeper)
+    params = [f"{key}={value}" for key, value in node.sweeper.params.items()]
+    overrides = command.read([*params, *command.overrides])  # the command's own win
+    settings = slurm_settings(node.launcher)
+    with sweep_dir(common, command.words) as folder:
+        where = Local() if settings is None else Slurm(folder, settings)
+        planner = Planner(command, folder, where, is_search=is_search)
+        planner.validate(common)
+        chooser: Grid | Search
+        if is_search:
+            kept = None if common.sweep.dry_run else folder
+            size = common.sweep.parallel_jobs
+            chooser = Search(node.sweeper, overrides, folder=kept, batch_size=size)
+        else:
+            chooser = Grid(overrides)
+        if common.sweep.dry_run:
+            return print_jobs(planner, planner.draft(chooser.ask()))
+        try:
+            outcomes = _run_batches(planner, chooser)
+        finally:
+            where.close()
+            if (folder / PLAN).exists():
+                print(sweep_table(folder, width=line_width(sys.stdout)), flush=True)
+        worst = max((one.exit_code for one in outcomes), default=None)
+        if worst is None and where.starts_jobs and not is_search:
+            worst = EXIT_USER_ERROR
+            print_error(
+                "every job of the sweep is invalid and was skipped; see the sentences above"
+            )
+        if planner.settings.report:
+            print_report(folder)
+    return worst or EXIT_COMPLETED
+
+
+def _run_batches(planner: Planner, chooser: Grid | Search) -> list[Outcome]:
+    """Run batch after batch; return how each job ended, and the signal that stopped the sweep."""
+    folder, num_failed, outcomes = planner.folder, 0, list[Outcome]()
+    while words := chooser.ask():
+        drafts = planner.draft(words)
+        validate_resumed(drafts, skip_invalid=planner.settings.skip_invalid)
+        if planner.number == len(drafts):  # the first batch
+            RunDir(folder).ensure_writable()
+            change_plan(folder, partial(begun, sweep_command(planner.command.words)))
+        batch = planner.queue(drafts, num_failed=num_failed)
+        for one in drafts:
+            if one.planned.fault and not one.planned.is_skipped:
+                outcomes.append(Outcome.invalid(folder / one.planned.folder, one.planned.fault))
+        found = planner.where.run(batch) if batch.jobs else {}
+        outcomes += found.values()
+        num_failed += (failed := batch.failures(found))
+        chooser.tell(_results(planner, drafts))
+        if any(one.status == Status.PREEMPTED for one in found.values()):
+            return outcomes
+        if batch.is_over(failed) and planner.is_search:
+            return outcomes
+    if planner.number == 0 and not planner.is_search:
+        raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
+    change_plan(folder, lambda plan: replace(plan, is_open=False))
+    chooser.finish()
+    return outcomes
+
+
+def _results(planner: Planner, drafts: Sequence[Draft]) -> list[float | str | None]:
+    """Return the objective of each job; why it has none, as text; None: it has not ended."""
+    name, folder = planner.settings.objective, planner.folder
+    if name is None:
+        return [None] * len(drafts)
+    plan = read_plan(folder)
+    known = [plan.jobs.get(one.planned.job_id, one.planned) for one in drafts]
+    return [
+        one.fault or objective_of(folder / one.folder, one.standing(folder), name=name)
+        for one in known
+    ]
+
+
+def _is_search(sweeper: DictConfig) -> bool:
+    """Return whether Optuna chooses the jobs.
+
+    Raises:
+        UserError: neither it nor a grid does.
+    """
+    kinds = {f"{kind.__module__}.{kind.__name__}": kind for kind in (Grid, Search)}
+    kind = kinds.get(str(sweeper.get("_target_")))
+    if kind is None:
+        raise UserError(
+            f"hydra/sweeper: {sweeper.get('_target_')} is of another package; write "
+            "hydra/sweeper=optuna for a search, or leave hydra/sweeper out"
+        )
+    return kind is Search

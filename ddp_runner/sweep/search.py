@@ -1,0 +1,185 @@
+"""A search: Optuna chooses each batch of jobs by the results of the jobs before. Torch-free.
+
+Optuna's ask and tell (https://optuna.readthedocs.io/en/stable/tutorial/20_recipes/009_ask_and_tell.html).
+The study is in the sweep's folder, so that a search that was stopped continues, and Optuna's own
+tools read it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_runner.errors import UserError, one_line, os_errors
+from ddp_runner.files import replace_file, yaml_dump
+
+STUDY, RESULTS = "optuna.db", "optimization_results.yaml"
+SAMPLERS = "optuna.samplers."  # where hydra.sweeper.sampler._target_ is
+
+
+class Search:
+    """The trials of a study, as batches of jobs.
+
+    Args:
+        node: ``hydra.sweeper``.
+        overrides: of the command: those with several values, or an interval, are searched.
+        folder: of the sweep; None: nothing is kept.
+        batch_size: trials that are asked for at once, unless the node says so.
+
+    Raises:
+        UserError: Optuna cannot search these.
+    """
+
+    def __init__(
+        self,
+        node: DictConfig,
+        overrides: Sequence[Override],
+        *,
+        folder: Path | None,
+        batch_size: int,
+    ) -> None:
+        try:
+            import optuna
+        except ImportError as error:
+            raise UserError(
+                f"hydra/sweeper=optuna needs Optuna ({one_line(error)}); "
+                "pip install 'ddp-runner[optuna]'"
+            ) from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna, self._node, self._folder = optuna, node, folder
+        self._space: dict[str, Any] = {}
+        self._same: list[str] = []
+        for one in overrides:
+            if one.is_hydra_override():
+                continue
+            key = one.get_key_element()
+            self._same = [word for word in self._same if word.partition("=")[0] != key]
+            self._space.pop(key, None)
+            if one.is_sweep_override():
+                self._space[key] = self._distribution(one)
+            else:
+                self._same.append(str(one.input_line))
+        self._batch_size = node.n_jobs or batch_size
+        storage = node.storage or (folder and f"sqlite:///{folder / STUDY}")
+        if node.direction not in ("minimize", "maximize"):
+            raise UserError(
+                f"hydra.sweeper.direction ({node.direction}) must be minimize or maximize"
+            )
+        try:
+            self._study = optuna.create_study(
+                storage=str(storage) if folder and storage else None,
+                sampler=self._sampler(0),
+                study_name=node.study_name or (folder.name if folder else None),
+                direction=node.direction,
+                load_if_exists=True,
+            )
+        except Exception as error:  # of any class, by the storage
+            raise UserError(f"hydra.sweeper: Optuna has no study ({one_line(error)})") from error
+        states = optuna.trial.TrialState
+        self._states = states
+        # A search that was stopped left them; their runs are resumed.
+        self._stopped = self._study.get_trials(deepcopy=False, states=[states.RUNNING])
+        self._trials: list[int] = []  # the numbers of the last batch
+
+    def ask(self) -> list[list[str]]:
+        """Return the words of each job of the next batch; none is left after all trials."""
+        batch = dict[int, dict[str, Any]]()  # the values of each trial, by its number
+        for stopped in self._stopped:
+            if stopped.params.keys() == self._space.keys():  # else it was killed while it was asked
+                batch[stopped.number] = stopped.params
+        self._stopped = []
+        num_left = self._node.n_trials - len(self._study.get_trials(deepcopy=False))
+        while num_left > 0 and len(batch) < self._batch_size:
+            self._study.sampler = self._sampler(self._node.n_trials - num_left)
+            trial = self._study.ask(self._space)
+            batch[trial.number] = trial.params
+            num_left -= 1
+        self._trials = list(batch)
+        return [
+            [*self._same, *(f"{key}={value}" for key, value in values.items())]
+            for values in batch.values()
+        ]
+
+    def tell(self, results: Sequence[float | str | None]) -> None:
+        """Take the results of the last batch: a number, why there is none, or None: not yet."""
+        for number, result in zip(self._trials, results, strict=True):
+            if isinstance(result, str):
+                self._study.tell(number, state=self._states.FAIL)
+            elif result is not None:
+                self._study.tell(number, result)
+
+    def finish(self) -> None:
+        """Write the best trial beside the study.
+
+        Raises:
+            UserError: no trial was completed.
+        """
+        completed = self._study.get_trials(deepcopy=False, states=[self._states.COMPLETE])
+        if not completed:
+            raise UserError(
+                "the search has no best job, since none was completed; see the sentences above"
+            )
+        best = self._study.best_trial
+        params = {key: yaml.safe_load(str(value)) for key, value in best.params.items()}
+        found = {"name": "optuna", "best_params": params, "best_value": best.value}
+        assert self._folder is not None
+        with os_errors(f"{self._folder / RESULTS} cannot be written"):
+            replace_file(self._folder / RESULTS, yaml_dump(found))
+
+    def _sampler(self, number: int) -> Any:
+        """Return the sampler for a trial.
+
+        With a seed, each trial has one of its own: it then draws the same whether or not the search
+        was stopped before.
+        """
+        keywords: Any = OmegaConf.to_container(self._node.sampler, resolve=True)
+        target = str(keywords.pop("_target_", None))
+        name = target.removeprefix(SAMPLERS)
+        kind = getattr(self._optuna.samplers, name, None) if target.startswith(SAMPLERS) else None
+        if kind is None:
+            raise UserError(
+                f"hydra.sweeper.sampler._target_ ({target}) must be a class of optuna.samplers"
+            )
+        if keywords.get("seed") is not None:
+            keywords["seed"] += number
+        if name == "GridSampler":
+            keywords["search_space"] = {key: _values(key, one) for key, one in self._space.items()}
+        try:
+            return kind(**keywords)
+        except (TypeError, ValueError, ImportError, AttributeError) as error:
+            raise UserError(f"hydra.sweeper.sampler: {target}: {one_line(error)}") from error
+
+    def _distribution(self, override: Override) -> Any:
+        """Return the values that a key may take, as Optuna's distribution."""
+        made, value = self._optuna.distributions, override.value()
+        if isinstance(value, IntervalSweep):
+            is_log, ends = "log" in value.tags, (value.start, value.end)
+            is_whole = all(isinstance(one, int) for one in ends)
+            return (made.IntDistribution if is_whole else made.FloatDistribution)(*ends, log=is_log)
+        texts = list(override.sweep_string_iterator())
+        if (
+            isinstance(value, RangeSweep)
+            and not value.shuffle
+            and len(texts) > 1
+            and value.step > 0
+        ):
+            is_whole = all(isinstance(one, int) for one in (value.start, value.step))
+            kind = made.IntDistribution if is_whole else made.FloatDistribution
+            read = int if is_whole else float
+            return kind(read(texts[0]), read(texts[-1]), step=value.step)
+        return made.CategoricalDistribution(texts)
+
+
+def _values(key: str, distribution: Any) -> list[Any]:
+    """Return all values of a distribution, for a search that tries each combination."""
+    if hasattr(distribution, "choices"):
+        return list(distribution.choices)
+    if distribution.step is None:
+        raise UserError(
+            f"{key} is an interval, and hydra/sweeper/sampler=grid takes values; write choice(...)"
+        )
+    count = round((distribution.high - distribution.low) / distribution.step) + 1
+    return [distribution.low + number * distribution.step for number in range(count)]

@@ -1,0 +1,120 @@
+"""Sweeps that are stopped, edited, shared and started again."""
+
+import os
+import re
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from commands import background, run_command, wait_for, wait_for_end
+from configs import write_experiment
+from run_folders import last_step, metrics, record, run_dirs
+from sweeps import only_sweep, statuses, table_row
+from tiers import first_of
+
+from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.runs import read_runs
+
+TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
+
+
+@pytest.mark.full
+def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """SIGKILL in the second of three jobs: the first is skipped, the second resumes."""
+    command = ("-m", "seed=0,1,2", *TOY, "train.max_steps=100", "checkpoint.every_steps=15")
+    with background(*command, folder=tmp_path) as process:
+        second = "outputs/*/seed=1/checkpoints/step-*"
+        wait_for(lambda: list(tmp_path.glob(second)))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    sweep = only_sweep(tmp_path)
+    assert list(statuses(sweep).values()) == ["completed", "lost", "queued"]
+    done = {path: (path / "run.json").stat().st_mtime_ns for path in run_dirs(sweep)[:1]}
+
+    program = (sys.executable, "-m", "ddp_runner.sweep")
+    message = run_command(str(sweep), folder=tmp_path / "elsewhere", program=program)
+    assert table_row(message.stdout, "seed=1")[1] == "lost"
+
+    end = run_command(*command, folder=tmp_path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert only_sweep(tmp_path) == sweep
+    assert set(statuses(sweep).values()) == {"completed"}
+    assert [path.name for path in run_dirs(sweep)] == [f"seed={seed}" for seed in range(3)]
+    assert {path: (path / "run.json").stat().st_mtime_ns for path in done} == done
+    assert "resumed from" in (sweep / "seed=1" / "logs" / "rank-0.log").read_text()
+    for run_dir in run_dirs(sweep):
+        assert [line["step"] for line in metrics(run_dir) if "train/loss" in line] == [
+            *range(1, 101)
+        ]
+    rows = compare(read_runs([sweep]), each=True).rows
+    assert [row.setting["seed"] for row in rows] == [0, 1, 2]
+
+
+@pytest.mark.full
+def test_failed_jobs_are_left_alone_until_asked_for(tmp_path: Path) -> None:
+    """Started again, a failed job is reported; with sweep.retry=failed it runs again."""
+    rows = ("-m", "optimizer.lr=0.1,1e30", *TOY, "train.max_steps=9", "hydra.sweep.dir=sweep")
+    first = run_command(*rows, folder=tmp_path)
+    sweep = tmp_path / "sweep"
+    assert first.exit_code == 2
+    assert statuses(sweep) == {"optimizer.lr=0.1": "completed", "optimizer.lr=1e+30": "failed"}
+    began = {path.name: record(path)["started_at"] for path in run_dirs(sweep)}
+
+    again = run_command(*rows, folder=tmp_path)
+    assert again.exit_code == 2
+    assert {path.name: record(path)["started_at"] for path in run_dirs(sweep)} == began
+    assert "smaller optimizer.lr" in again.stdout
+
+    retried = run_command(*rows, "sweep.retry=failed", folder=tmp_path)
+    assert retried.exit_code == 2
+    now = {path.name: record(path)["started_at"] for path in run_dirs(sweep)}
+    assert now["optimizer.lr=0.1"] == began["optimizer.lr=0.1"]
+    assert now["optimizer.lr=1e+30"] > began["optimizer.lr=1e+30"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "number"), first_of([("sweep.max_failures=2", 2), ("sweep.fail_fast=true", 1)])
+)
+def test_fail_fast_and_max_failures_stop_a_sweep(setting: str, number: int, tmp_path: Path) -> None:
+    """At the first failure, or the second: what waits stays queued, the exit code is not 0."""
+    rows = ("-m", "optimizer.lr=1e30,1e31,0.1", *TOY, "train.max_steps=9")
+    end = run_command(*rows, setting, folder=tmp_path)
+    assert end.exit_code == 2
+    found = list(statuses(only_sweep(tmp_path)).values())
+    assert found == ["failed"] * number + ["queued"] * (3 - number)
+
+
+@pytest.mark.full
+def test_an_edited_yaml_changes_no_job_that_waits(tmp_path: Path) -> None:
+    """Every job is composed and frozen before the first one starts."""
+    write_experiment(tmp_path / "conf", "mine", *TOY, "train.max_steps=300")
+    command = ("-m", "--config-dir", "conf", "experiment=mine", "seed=1,2,3")
+    with background(*command, folder=tmp_path) as process:
+        wait_for(lambda: last_step(tmp_path) >= 1)
+        write_experiment(tmp_path / "conf", "mine", *TOY, "train.max_steps=5")
+        end = wait_for_end(process, tmp_path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert [record(path)["step"] for path in end.run_dirs] == [300, 300, 300]
+
+
+@pytest.mark.full
+def test_two_launchers_share_a_sweep(tmp_path: Path) -> None:
+    """Started at once on one folder: each job is run once, both end well and list all of them."""
+    command = ("-m", "seed=1,2,3,4,5,6", *TOY, "train.max_steps=100", "hydra.sweep.dir=../sweep")
+    folders = [tmp_path / "a", tmp_path / "b"]
+    with ExitStack() as stack:
+        both = [stack.enter_context(background(*command, folder=one)) for one in folders]
+        ends = [wait_for_end(process, one) for process, one in zip(both, folders, strict=True)]
+    assert [end.exit_code for end in ends] == [0, 0]
+    started = [
+        line.split(": ")[1]
+        for end in ends
+        for line in end.stdout.splitlines()
+        if re.fullmatch(r"job \d of 6: \S+", line)
+    ]
+    assert sorted(started) == [f"seed={seed}" for seed in range(1, 7)]
+    assert all(
+        table_row(end.stdout, f"seed={seed}")[1] == "completed" for end in ends for seed in (1, 6)
+    )

@@ -1,0 +1,169 @@
+"""What one launcher runs of a sweep, and what it leaves to the others."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sweeps import batch_of, planned, statuses, table_row
+
+from ddp_runner.job import Job, Outcome
+from ddp_runner.sweep import jobs as module
+from ddp_runner.sweep.jobs import failure, run_left
+from ddp_runner.sweep.table import sweep_table
+from ddp_runner.tracking.alive import Standing
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import begin_session, fail_session, write_run_record
+
+TIMES = {"started_at": 1.0, "startup_s": None, "wall_s": None}
+ERROR = {"rank": 0, "kind": "crash", "sentence": "why"}
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """The folder of a sweep with three jobs."""
+    planned(tmp_path, *"abc")
+    return tmp_path
+
+
+def end(job: Job, status: str) -> Outcome:
+    """Leave what a run of this status leaves."""
+    assert job.run_dir is not None
+    begin_session(job.run_dir, started_at=job.started_at, status=status)
+    return Outcome(status, 0, job.run_dir)
+
+
+def test_a_job_that_is_interrupted_is_the_last_one(sweep: Path) -> None:
+    """The sweep was asked to stop; each job has begun when it was its turn."""
+    began = []
+
+    def execute(job: Job) -> Outcome:
+        began.append(job.started_at)
+        return end(job, "preempted" if len(began) == 2 else "completed")
+
+    outcomes = run_left(batch_of(sweep, *"abc"), execute=execute)
+    assert {name: one.status for name, one in outcomes.items()} == {
+        **{"a": "completed", "b": "preempted"}
+    }
+    assert statuses(sweep) == {"a": "completed", "b": "preempted", "c": "queued"}
+    assert 0.0 < began[0] <= began[1]
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, *, is_locked: bool
+) -> None:
+    """It may be done between the look at its folder and the lock, or the folder may be gone."""
+
+    @contextmanager
+    def locked_late(run_dir: RunDir) -> Iterator[None]:
+        write_run_record(run_dir, status="completed")
+        if not is_locked:
+            raise OSError(2, "No such file or directory")
+        yield
+
+    monkeypatch.setattr(RunDir, "locked", locked_late)
+    outcomes = run_left(batch_of(sweep, *"abc"), execute=pytest.fail)
+    assert [one.status for one in outcomes.values()] == ["completed"] * 3
+    assert set(statuses(sweep).values()) == {"completed"}
+
+
+def test_a_job_that_another_launcher_runs_is_waited_for(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its failure counts, if it is the one that stops the sweep."""
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    batch = batch_of(sweep, *"abc", fail_fast=True)
+    ran = list[str]()
+
+    with RunDir(sweep / "a").locked():
+
+        def execute(job: Job) -> Outcome:
+            assert job.run_dir is not None
+            ran.append(job.run_dir.name)
+            write_run_record(sweep / "a", status="failed", error=ERROR)  # by the other launcher
+            return end(job, "completed")
+
+        outcomes = run_left(batch, execute=execute)
+    assert ran == ["b"]
+    assert {name: one.status for name, one in outcomes.items()} == {
+        **{"b": "completed", "a": "failed"}
+    }
+
+
+def test_a_job_that_is_held_for_long_is_looked_at_again_and_again(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the other launcher has ended it; then it counts once."""
+    looks = list[float]()
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if looks.count(module.POLL_S) == 3:
+            write_run_record(sweep / "a", status="completed")
+
+    monkeypatch.setattr(module.time, "sleep", look)
+    with RunDir(sweep / "a").locked():
+        outcomes = run_left(batch_of(sweep, "a"), execute=pytest.fail)
+    assert {name: one.status for name, one in outcomes.items()} == {"a": "completed"}
+
+
+def test_what_had_failed_before_stops_no_sweep(sweep: Path) -> None:
+    """Under fail_fast the first failure since the start does."""
+    begin_session(sweep / "a", started_at=1.0, status="running")
+    fail_session(sweep / "a", started_at=1.0, error=ERROR)
+
+    def execute(job: Job) -> Outcome:
+        assert job.run_dir is not None
+        return Outcome.invalid(job.run_dir, "broken")
+
+    outcomes = run_left(batch_of(sweep, *"abc", fail_fast=True), execute=execute)
+    assert list(outcomes) == ["a", "b"]
+    assert statuses(sweep) == {"a": "failed", "b": "failed", "c": "queued"}
+    assert "b: broken" in sweep_table(sweep)
+
+
+def test_a_failed_job_runs_again_once_if_it_is_asked(sweep: Path) -> None:
+    """A failure of this very start is not older than the start."""
+    begin_session(sweep / "a", started_at=1.0, status="running")
+    fail_session(sweep / "a", started_at=1.0, error=ERROR)
+    ran = list[str]()
+
+    def execute(job: Job) -> Outcome:
+        assert job.run_dir is not None
+        ran.append(job.run_dir.name)
+        begin_session(job.run_dir, started_at=job.started_at, status="running")
+        fail_session(job.run_dir, started_at=job.started_at, error=ERROR)
+        return Outcome("failed", 1, job.run_dir)
+
+    run_left(batch_of(sweep, "a"), execute=execute)
+    assert ran == []
+    batch = batch_of(sweep, "a", retry="failed")
+    for _ in range(2):  # this launcher, and another one that began with it
+        run_left(batch, execute=execute)
+    assert ran == ["a"]
+
+
+def test_a_mistake_has_its_exit_code(tmp_path: Path) -> None:
+    """And so has a run that is damaged."""
+    kinds = {"user": 2, "crash": 1, "signal": 1, "late": 1}
+    for kind, code in kinds.items():
+        found = Standing("failed", {"error": {**ERROR, "kind": kind}})
+        assert failure(found, tmp_path).exit_code == code
+    assert failure(Standing("damaged", fault="run.json is cut"), tmp_path).exit_code == 2
+
+
+def test_a_job_whose_launcher_is_gone_is_lost_in_the_table(sweep: Path) -> None:
+    """It runs as long as somebody holds its folder; then any launcher takes it."""
+    record = {"status": "running", "sessions": [TIMES], "host": "here"}
+    (sweep / "a" / "run.json").write_text(json.dumps(record))
+    with RunDir(sweep / "a").locked():
+        assert table_row(sweep_table(sweep), "a")[1] == "starting"
+        (sweep / "a" / ".lock.holder").rename(sweep / "holder")
+    (sweep / "holder").rename(sweep / "a" / ".lock.holder")  # a kill leaves it
+    assert table_row(sweep_table(sweep), "a")[1] == "lost"
+    batch = batch_of(sweep, "a")
+    outcomes = run_left(batch, execute=lambda job: end(replace(job), "completed"))
+    assert outcomes["a"].status == "completed"
