@@ -87,7 +87,7 @@ def standing(run_dir: RunDir, *, server_time: Callable[[], float] = time.time) -
         # A run that is resumed stays as it was until its state is restored.
         beats = beat_at is not None and not is_of_session and now - beat_at < LOST_S
         if held_at <= recorded_at and (is_gone or not beats):
-            return Standing(str(record.get("status", DAMAGED)), record, holder=holder)
+            return _ended(run_dir, record, holder)
     signs = [recorded_at, held_at, _written(run_dir.metrics), beat_at or 0.0]
     seen_s = max(0.0, now - max(signs))
     is_fresh = seen_s < (LOST_S if beat_at else STARTING_S)
@@ -95,6 +95,15 @@ def standing(run_dir: RunDir, *, server_time: Callable[[], float] = time.time) -
     if held or (is_fresh and not is_gone):
         status = str(beat.get("doing", STARTING)) if is_fresh or beat_at is None else SILENT
     return Standing(status, record, beat, beat_at, seen_s, holder)
+
+
+def _ended(run_dir: RunDir, record: Mapping[str, Any], holder: tuple[int, str] | None) -> Standing:
+    """Return how a run stands that no process runs: as its record says."""
+    status = record.get("status")
+    if status in set(Status):
+        return Standing(str(status), record, holder=holder)
+    fault = f"{run_dir.record} has no status that a run has: {status!r:.40}; restore or delete it"
+    return Standing(DAMAGED, record, fault=fault)
 
 
 def _written(path: Path) -> float:

@@ -319,7 +319,7 @@ def test_a_run_that_did_not_complete_shows_how_far_it_came(lost: Path, status: s
     (lost / "run.json").write_text(json.dumps(record | {"status": status}))
     page = read_page(report(lost))
     (reason,) = page.all("p", class_="reason")
-    assert reason.text.startswith("still running" if status == "running" else f"{status}: rank 1")
+    assert reason.text.startswith("still starting" if status == "running" else f"{status}: rank 1")
     values = {row[0]: row[1] for row in texts(captioned(page, "Metrics"))}
     assert values["train/loss"] == "1.500"
     assert "train/loss" in [one.all("b")[0].text for one in page.all("figure", class_="curve")]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from configs import LAPTOP, config_error, resolved
-from ddp_runner.sweep.executor import Place
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, plan, plan_at
@@ -20,6 +19,7 @@ from ddp_runner.data.sources.torch_dataset import TorchDataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.toy import ToyModel
+from ddp_runner.sweep.layout import JobHardware
 
 OWN = """
 name: own
@@ -148,4 +148,4 @@ def test_the_memory_of_a_machine_that_only_submits_does_not_count() -> None:
     with pytest.raises(UserError, match="this machine has"):
         plan(compose(command), LAPTOP, invocation)
     srun = DistEnv(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="srun")
-    plan_at(compose(command), lambda _: Place(LAPTOP, env=srun), invocation)
+    plan_at(compose(command), lambda _: JobHardware(LAPTOP, env=srun), invocation)
