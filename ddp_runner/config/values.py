@@ -112,13 +112,13 @@ def validate_values(config: Config) -> None:
     _validate_numbers(values)
     for group in RUNNER_KEYS:
         keys = getattr(config, group)
-        usual = _yaml_values(group, str(keys.get("name")))
+        usual = yaml_values(group, str(keys.get("name")))
         if keys["_target_"] == TORCH_DATASET and not usual:  # in a YAML of the user's
-            usual = {"defaults": [], **_yaml_values(group, "torch_dataset")}
+            usual = {"defaults": [], **yaml_values(group, "torch_dataset")}
         _validate_kind(group, keys, usual)
     _validate_kind("dataset.shuffle", config.dataset.get("shuffle", True), True)
     for name, keys in config.trackers.items():
-        usual = _yaml_values("trackers", str(name)).get(name, {})
+        usual = yaml_values("trackers", str(name)).get(name, {})
         _validate_kind(f"trackers.{name}", keys, {"wait_s": 10.0, **usual})
     _validate_needs(config.parallelism.get("needs", {}))
     _validate_memory(config)
@@ -243,7 +243,7 @@ def _validate_memory(config: Config) -> None:
 
 
 @lru_cache
-def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
+def yaml_values(group: str, option: str) -> Mapping[str, Any]:
     """Return the keys of an option's YAML; nothing for a user's option."""
     path = CONFIG_DIR / group / f"{option}.yaml"
     if not re.fullmatch(r"\w+", option) or not path.is_file():
@@ -252,5 +252,5 @@ def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
     own: dict[str, Any] = content.get(group, content)
     for base in content.get("defaults", ()):
         if isinstance(base, str):  # another option of the group
-            own = {**_yaml_values(group, base), **own}
+            own = {**yaml_values(group, base), **own}
     return own

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,16 @@ from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Failure, Job, Outcome, S
 from ddp_runner.launch.stop_requests import StopRequests, mark_ended
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import starting_lines
+from ddp_runner.tracking.trackers.start import followed
 
 
-def run_worker_group(job: Job) -> Outcome:
-    """Start this machine's ranks, wait for their end, and return how they ended."""
+def run_worker_group(job: Job, trackers: ExitStack) -> Outcome:
+    """Start this machine's ranks, wait for their end, and return how they ended.
+
+    Args:
+        job: to run.
+        trackers: gets those of a run whose rank 0 is on this machine.
+    """
     start_fork_server()
     print_line(starting_lines(job), stream=sys.stdout)  # before torch, which takes seconds
     # With one store for rendezvous and process group, a restarted worker group now and then finds
@@ -32,13 +39,19 @@ def run_worker_group(job: Job) -> Outcome:
     ) as folder:
         claimed = [job.run_dir] if job.run_dir else []  # else rank 0 names it
         stop = StopRequests(running=lambda: claimed)
+
+        def note_run(folder: Path, has_rank_zero: bool) -> list[int]:
+            claimed.append(folder)
+            run_dir = RunDir(folder)
+            return trackers.enter_context(followed(job, run_dir)) if has_rank_zero else []
+
         stop.may_save = True  # the first signal is a request, also while the machines meet
         with stop.handled():
             # Inside the block: a signal during these seconds of imports is handled like any other.
             from ddp_runner.launch.supervisor import supervise
 
             _quiet_agent()
-            result = supervise(replace(job, temp=Path(folder)), stop, claimed.append)
+            result = supervise(replace(job, temp=Path(folder)), stop, note_run)
             run_dir = claimed[-1] if claimed else None
             if isinstance(result, Failure):
                 return Outcome(Status.FAILED, EXIT_FAILED, run_dir, result)

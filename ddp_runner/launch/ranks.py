@@ -4,7 +4,7 @@ Each has a pipe; see ``wire``. Torch-free.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerProcess
@@ -110,6 +110,10 @@ class Ranks:
         self._processes[rank], self._pipes[rank] = process, pipe
         self._stop.may_save = True
         return True
+
+    def spare(self, pids: Iterable[int]) -> None:
+        """Let ``end`` leave these processes alone, which the launcher has started meanwhile."""
+        self._own.update(pids)
 
     def all_ended(self) -> bool:
         """Return whether all ranks had ended at the last ``poll``."""

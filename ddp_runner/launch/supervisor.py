@@ -40,14 +40,15 @@ JOIN_GRACE_S = 10.0  # beyond launch.join_timeout_s, for the store itself to not
 
 
 def supervise(
-    job: Job, stop: StopRequests, note_run: Callable[[Path], None]
+    job: Job, stop: StopRequests, note_run: Callable[[Path, bool], list[int]]
 ) -> dict[str, Any] | Failure | None:
     """Run this machine's ranks to their end, with restarts.
 
     Args:
         job: with its temporary folder.
         stop: asks for the end of the run.
-        note_run: gets the run folder once rank 0 has claimed it.
+        note_run: gets the run folder once rank 0 has claimed it, and whether that rank is here;
+            it returns the processes that it has started, which are no rank's.
 
     Returns:
         The result of the first rank; the failure that came first, if the last attempt failed; None
@@ -86,7 +87,9 @@ class Supervisor(SimpleElasticAgent):
     which torch 2.11 and 2.15 have.
     """
 
-    def __init__(self, job: Job, stop: StopRequests, note_run: Callable[[Path], None]) -> None:
+    def __init__(
+        self, job: Job, stop: StopRequests, note_run: Callable[[Path, bool], list[int]]
+    ) -> None:
         launch, num_ranks = job.config.launch, job.config.world_size // job.config.launch.nnodes
         known = None if job.lacks_run else num_ranks
         self._machines = Machines(launch, num_ranks=known, sees_run=self._sees_run)
@@ -175,7 +178,7 @@ class Supervisor(SimpleElasticAgent):
         lost, results = self._ranks.poll(), self._ranks.results
         claimed = self._ranks.claimed
         if claimed is not None and self._job.begun_in is None:
-            self._note_run(claimed)
+            self._ranks.spare(self._note_run(claimed, worker_group.group_rank == 0))
             self._job = replace(self._job, begun_in=claimed, run_dir=self._job.run_dir or claimed)
         if lost or reports.have_come:
             return self._failed(lost)

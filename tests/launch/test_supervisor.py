@@ -1,6 +1,7 @@
 """What the supervisor needs of torch's agent, and what an end at once marks."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,11 @@ def test_an_end_at_once_marks_the_run_that_rank_0_has_claimed(
         asked.append(running)
         return StopRequests(running=running)
 
-    def supervise(_: Job, __: StopRequests, note_run: Callable[[Path], None]) -> dict[str, Any]:
+    def supervise(
+        _: Job, __: StopRequests, note_run: Callable[[Path, bool], list[int]]
+    ) -> dict[str, Any]:
         assert asked[0]() == []
-        note_run(claimed)
+        assert note_run(claimed, True) == []  # no tracker
         assert asked[0]() == [claimed]
         return {"status": "completed", "run_dir": str(claimed)}
 
@@ -48,5 +51,6 @@ def test_an_end_at_once_marks_the_run_that_rank_0_has_claimed(
     monkeypatch.setattr(supervisor, "supervise", supervise)
     config, _ = resolved("model=toy")
     job = Job(config, started_at=0.0, code={})
-    assert launcher.run_worker_group(job).run_dir == claimed
+    with ExitStack() as trackers:
+        assert launcher.run_worker_group(job, trackers).run_dir == claimed
     assert asked
