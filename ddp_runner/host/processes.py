@@ -194,15 +194,19 @@ def end_descendants(own: Collection[int]) -> None:
 
 def kill_descendants() -> None:
     """Kill all descendants of this process, except trackers, which end by themselves."""
-    parents = {pid: parent for pid, parent in _parents().items() if not _is_tracker(pid)}
-    for pid in _with_descendants({os.getpid()}, parents) - {os.getpid()}:
+    for pid in _with_descendants({os.getpid()}, _parents()) - {os.getpid()}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _with_descendants(roots: set[int], parents: Mapping[int, int]) -> set[int]:
+    """Return the roots and all below them, except trackers."""
     found = set(roots)
-    while more := {pid for pid, one in parents.items() if one in found and pid not in found}:
+    while more := {
+        pid
+        for pid, parent in parents.items()
+        if parent in found and pid not in found and not _is_tracker(pid)
+    }:
         found |= more
     return found
 

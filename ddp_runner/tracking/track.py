@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.config.secrets import Secrets
 from ddp_runner.config.tracking import validate_servers
 from ddp_runner.config.values import yaml_values
-from ddp_runner.errors import UserError, exit_with, one_line, os_errors, printable, typed
+from ddp_runner.errors import UserError, exit_with, one_line, printable, typed
 from ddp_runner.host.processes import ignore_stop_signals
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
@@ -73,6 +73,7 @@ def run(arguments: Sequence[str]) -> int:
     run_dir, name = RunDir(given.run.absolute()), given.name
     if "loaded" not in read_run_record(run_dir):
         raise UserError(f"{run_dir} has no metrics to send: it never began; name another run")
+    run_dir.validate_content()
     settings = _settings(run_dir, name, given.keys)
     allowed = [package_of(settings["_target_"])]
     follower = Follower(run_dir, name, settings=settings, allowed=allowed)
@@ -80,16 +81,18 @@ def run(arguments: Sequence[str]) -> int:
     def report(error: BaseException) -> None:
         print(f"error: trackers.{name} failed ({_reason(error)})", file=sys.stderr, flush=True)
 
-    try:
-        with (
-            os_errors(f"{run_dir.trackers} cannot be written"),
-            follower.locked(wait_s=0.0),
-        ):
-            is_complete = follow(follower, lambda: _end_of(run_dir), report)
-    except TimeoutError:
-        raise UserError(
-            f"another process sends {run_dir} to trackers.{name}; wait for it to end"
-        ) from None
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(follower.locked(wait_s=0.0))
+        except TimeoutError:
+            raise UserError(
+                f"another process sends {run_dir} to trackers.{name}; wait for it to end"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"{run_dir.trackers} cannot be written ({error.strerror}); make it writable"
+            ) from error
+        is_complete = follow(follower, lambda: _end_of(run_dir), report)
     if is_complete:
         print(f"trackers.{name} has all of {run_dir}")
     return EXIT_COMPLETED if is_complete else EXIT_FAILED

@@ -85,7 +85,7 @@ def test_keys_that_came_with_a_run_are_named_again(
     uri = "http://${oc.env:SECRET}.example"
     keys = config.trackers["mlflow"] | {"tracking_uri": uri, "wait_s": 3.0}
     ended.freeze(replace(config, trackers={"mlflow": keys}), overrides=(), choices={})
-    with pytest.raises(UserError, match="was sent to trackers.mlflow with keys that") as raised:
+    with pytest.raises(UserError, match=r"was sent to trackers\.mlflow with keys that") as raised:
         run([str(ended), "mlflow"])
     assert str(raised.value).endswith(
         f"a run brings none along; add 'tracking_uri={uri}', or other values"
