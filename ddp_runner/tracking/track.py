@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.config.secrets import Secrets
 from ddp_runner.config.tracking import validate_servers
 from ddp_runner.config.values import yaml_values
-from ddp_runner.errors import UserError, exit_with, one_line, printable, typed
+from ddp_runner.errors import UserError, exit_with, one_line, os_errors, printable, typed
 from ddp_runner.host.processes import ignore_stop_signals
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
@@ -81,18 +81,12 @@ def run(arguments: Sequence[str]) -> int:
     def report(error: BaseException) -> None:
         print(f"error: trackers.{name} failed ({_reason(error)})", file=sys.stderr, flush=True)
 
-    with ExitStack() as lock:
+    fix = "wait for the process that sends this run already, or make the folder writable"
+    with os_errors(f"{run_dir.trackers} cannot be used", fix=fix), follower.locked(wait_s=0.0):
         try:
-            lock.enter_context(follower.locked(wait_s=0.0))
-        except TimeoutError:
-            raise UserError(
-                f"another process sends {run_dir} to trackers.{name}; wait for it to end"
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"{run_dir.trackers} cannot be written ({error.strerror}); make it writable"
-            ) from error
-        is_complete = follow(follower, lambda: _end_of(run_dir), report)
+            is_complete = follow(follower, lambda: _end_of(run_dir), report)
+        except KeyboardInterrupt:  # of a live run; a later command sends the rest
+            return 128 + signal.SIGINT
     if is_complete:
         print(f"trackers.{name} has all of {run_dir}")
     return EXIT_COMPLETED if is_complete else EXIT_FAILED

@@ -130,13 +130,11 @@ def _end(trackers: Sequence[_Tracker], job: Job, run_dir: RunDir) -> None:
     What is missing is in the run folder. If the run has failed, they end by themselves.
     """
     since, own = time.monotonic(), children()
-    has_begun, status = is_loaded(run_dir, started_at=job.started_at), None
-    if has_begun:
-        status = read_run_record(run_dir).get("status")
-    is_failed = has_begun and status not in (Status.COMPLETED, Status.PREEMPTED)
-    most_s = FAILED_S if is_failed else MOST_S if has_begun else 0.0
-    if status == Status.PREEMPTED:
-        most_s = min(MOST_S, STOPPED_SHARE * job.config.launch.shutdown_timeout_s)
+    has_begun = is_loaded(run_dir, started_at=job.started_at)
+    status = read_run_record(run_dir).get("status") if has_begun else None
+    stopped_s = min(MOST_S, STOPPED_SHARE * job.config.launch.shutdown_timeout_s)
+    known = {None: 0.0, Status.COMPLETED: MOST_S, Status.PREEMPTED: stopped_s}
+    most_s, is_failed = known.get(status, FAILED_S), status not in known
     for one in trackers:
         wait_s = job.config.trackers[one.name].get("wait_s", WAIT_S)
         num_bytes = sum(path.stat().st_size for path in files_to_keep(run_dir, str(status)))

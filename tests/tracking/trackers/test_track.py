@@ -125,7 +125,7 @@ def test_a_run_is_sent_by_one_process_at_a_time(ended: RunDir) -> None:
     """Two would send each line twice."""
     with (
         Follower(ended, "mine", settings={}, allowed=[]).locked(),
-        pytest.raises(UserError, match=r"another process sends .*run to trackers\.mine; wait for"),
+        pytest.raises(UserError, match=r"mine\.lock is locked\); wait for the process that sends"),
     ):
         run(words(ended))
 
