@@ -27,6 +27,7 @@ ELSEWHERE = {
     *("status", "error", "metrics", "sessions", "started_at", "startup_s", "wall_s", "versions"),
     *("finished_at", "confusion_matrix", "warnings", "checks", "collectives", "not_in_backend"),
     *("directions", "launches", "tags", "notes", "host", "stopped_early", "own_groups"),
+    *("loaded", "sweep"),
 }
 RECORDS = {
     "checks": "Checks",

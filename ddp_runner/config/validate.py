@@ -61,7 +61,7 @@ def validate_values(config: Config) -> None:
         _validate_kinds(group, groups[group], _usual(group, groups[group]))
     validate_kind("dataset.shuffle", config.dataset.get("shuffle", True), bool)
     for name, keys in config.trackers.items():
-        usual = _yaml_values("trackers", str(name)).get(name, {})
+        usual = yaml_values("trackers", str(name)).get(name, {})
         _validate_kinds(f"trackers.{name}", keys, {"wait_s": 10.0, **usual})
     _validate_needs(config.parallelism.get("needs", {}))
 
@@ -130,14 +130,14 @@ def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
 
 def _usual(group: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of the YAML that a group's option has, or inherits in a user's YAML."""
-    usual = _yaml_values(group, str(keys.get("name")))
+    usual = yaml_values(group, str(keys.get("name")))
     if not usual and keys.keys() >= {"prepare", "shuffle_buffer"}:
-        return {"defaults": [], **_yaml_values("dataset", "torch_dataset")}
+        return {"defaults": [], **yaml_values("dataset", "torch_dataset")}
     return usual
 
 
 @lru_cache
-def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
+def yaml_values(group: str, option: str) -> Mapping[str, Any]:
     """Return the keys of an option's YAML; nothing for a user's option."""
     path = CONFIG_DIR / group / f"{option}.yaml"
     if not re.fullmatch(r"\w+", option) or not path.is_file():
@@ -146,5 +146,5 @@ def _yaml_values(group: str, option: str) -> Mapping[str, Any]:
     own: dict[str, Any] = content.get(group, content)
     for base in content.get("defaults", ()):
         if isinstance(base, str):  # another option of the group
-            own = {**_yaml_values(group, base), **own}
+            own = {**yaml_values(group, base), **own}
     return own

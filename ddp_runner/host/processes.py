@@ -39,10 +39,8 @@ import_errors: list[str] = []  # why the fork server, whose child this is, lacks
 _SERVER: Any = forkserver._forkserver
 _TRACKER: Any = resource_tracker._resource_tracker
 PROC = Path("/proc")
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
-# The name, before its number, of a process that has something left to send. What it forks inherits
-# the name, and has another number.
-ENDS_ITSELF = "tracker-"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+TRACKER = "ddp_runner.tracking.track"  # a command that has something left to send, and then ends
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
 LIMIT_S = 5.0  # for killed processes to be gone; one in uninterruptible sleep is left behind
 # From the launcher's end to that of a rank which the fork server has not ended by then. The server
@@ -87,15 +85,6 @@ def die_with_launcher() -> None:
     if sys.platform == "linux":
         die_with_parent()
         release_fork_server()
-
-
-def outlive_launcher() -> None:
-    """Mark this process so that end_descendants and kill_descendants leave it alone. Linux only.
-
-    Call it on the main thread.
-    """
-    if sys.platform == "linux":  # a name has at most 15 characters, and a number at most 7 digits
-        ctypes.CDLL(None).prctl(PR_SET_NAME, f"{ENDS_ITSELF}{os.getpid()}".encode())
 
 
 @contextmanager
@@ -184,25 +173,16 @@ def children() -> set[int]:
 
 
 def end_descendants(own: Collection[int]) -> None:
-    """Kill the fork server's children, those of this process that are not its own, and all below.
-
-    Those that end by themselves live on.
-    """
+    """Kill the fork server's children, those of this process but its own, and all below."""
     deadline, server = time.monotonic() + LIMIT_S, _SERVER._forkserver_pid
     spared = {*own, server, _TRACKER._pid}  # either may be new
     while time.monotonic() < deadline:
-        parents, found = _parents(), set[int]()
-        roots = {
+        parents = _parents()
+        found = {
             pid
             for pid, parent in parents.items()
             if parent == server or (parent == os.getpid() and pid not in spared)
         }
-        for pid in roots:
-            if not _ends_itself(pid):
-                found.add(pid)
-                continue
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)  # it may have ended, and a name outlives its process
         if not found:
             break
         for pid in _with_descendants(found, parents):
@@ -213,27 +193,27 @@ def end_descendants(own: Collection[int]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants of this process, except those that end by themselves."""
+    """Kill all descendants of this process, except trackers, which end by themselves."""
     for pid in _with_descendants({os.getpid()}, _parents()) - {os.getpid()}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _with_descendants(roots: set[int], parents: Mapping[int, int]) -> set[int]:
-    """Return the roots and all below them, except processes that end by themselves."""
+    """Return the roots and all below them, except trackers."""
     found = set(roots)
     while more := {
         pid
         for pid, parent in parents.items()
-        if parent in found and pid not in found and not _ends_itself(pid)
+        if parent in found and pid not in found and not _is_tracker(pid)
     }:
         found |= more
     return found
 
 
-def _ends_itself(pid: int) -> bool:
+def _is_tracker(pid: int) -> bool:
     with suppress(OSError):  # it has just ended
-        return Path(PROC, str(pid), "comm").read_text().rstrip("\n") == f"{ENDS_ITSELF}{pid}"
+        return TRACKER.encode() in Path(PROC, str(pid), "cmdline").read_bytes().split(b"\0")
     return False
 
 

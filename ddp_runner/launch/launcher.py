@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -41,6 +41,7 @@ from ddp_runner.tracking.run_record import (
     read_run_record,
 )
 from ddp_runner.tracking.start_block import starting_lines
+from ddp_runner.tracking.trackers.start import followed
 
 
 def launch(job: Job) -> Outcome:
@@ -53,8 +54,9 @@ def launch(job: Job) -> Outcome:
         print_line(starting_lines(job), stream=sys.stdout)  # before torch, which takes seconds
         from ddp_runner.launch.machines import run_on_machines
 
-        outcome = run_on_machines(job)
-        return failed(job, outcome.failure, outcome.run_dir) if outcome.failure else outcome
+        with ExitStack() as trackers:
+            outcome = run_on_machines(job, trackers)
+            return failed(job, outcome.failure, outcome.run_dir) if outcome.failure else outcome
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
     if is_over(job):
@@ -62,7 +64,7 @@ def launch(job: Job) -> Outcome:
     begin_run(job, run_dir)
     stop = StopRequests(running=lambda: [run_dir.path], is_quiet=job.slot is not None)
     try:
-        with stop.handled():
+        with stop.handled(), followed(job, run_dir):
             return run_ranks(job, stop)
     except SystemExit:  # a signal came before there were ranks
         with suppress(UserError):  # the disk is full, or the folder is gone

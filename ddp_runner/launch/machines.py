@@ -12,7 +12,7 @@ import json
 import math
 import signal
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from ddp_runner.launch.rendezvous import LOST, Group, Meeting, store_is_lost
 from ddp_runner.launch.stop_requests import StopRequests, mark_ended
 from ddp_runner.launch.wire import rank_environ
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.trackers.start import followed
 
 WATCH_S, PAUSE_S = 1.0, 0.1  # between two looks at the store: while ranks run, while they end
 SILENT_S = 5.0  # for another machine to say that it ends its ranks, too
@@ -38,8 +39,12 @@ OUT_OF_SIGHT_S = 10.0  # a store that has not answered for this long is hardly t
 LEAVE_S = 3.0  # for the other machines to read what the machine with the store has told them
 
 
-def run_on_machines(job: Job) -> Outcome:
+def run_on_machines(job: Job, trackers: ExitStack) -> Outcome:
     """Run this machine's ranks, again if ranks of any machine fail, and return how they ended.
+
+    Args:
+        job: to run.
+        trackers: gets those of a run whose rank 0 is on this machine.
 
     Raises:
         UserError: the machines do not meet, or do not fit together.
@@ -57,7 +62,7 @@ def run_on_machines(job: Job) -> Outcome:
     num_ranks = None if job.lacks_run else job.config.world_size // launch.nnodes
     meeting = Meeting(launch, num_ranks=num_ranks, sees_run=sees_run)
     with stop.handled(), closing(meeting), suppress(StoppedError):
-        result = _attempts(replace(job, temp=temp_folder()), meeting, stop, attempts)
+        result = _attempts(replace(job, temp=temp_folder()), meeting, stop, attempts, trackers)
     run_dir = next(reversed(claimed()), None)
     if isinstance(result, Failure):
         return Outcome(Status.FAILED, EXIT_FAILED, run_dir, result)
@@ -72,7 +77,7 @@ def run_on_machines(job: Job) -> Outcome:
 
 
 def _attempts(
-    job: Job, meeting: Meeting, stop: StopRequests, attempts: list[Ranks]
+    job: Job, meeting: Meeting, stop: StopRequests, attempts: list[Ranks], trackers: ExitStack
 ) -> dict[str, Any] | Failure:
     """Return the first rank's result, or the failure that came first in the last attempt."""
     launch = job.config.launch
@@ -85,6 +90,8 @@ def _attempts(
             sentence = f"{job.earlier[-1][1]}; {error}"
             return Failure(rank=-1, kind="machine", sentence=sentence)
         attempts.append(ranks := Ranks(job, stop))
+        if group.place == 0 and not any(one.claimed for one in attempts):
+            ranks.followed_by = lambda folder: trackers.enter_context(followed(job, RunDir(folder)))
         peers = Peers(group, launch)
         try:
             ranks.start(

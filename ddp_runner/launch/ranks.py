@@ -4,7 +4,7 @@ Each has a pipe; see ``wire``. Torch-free.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerProcess
@@ -44,6 +44,8 @@ class Ranks:
     def __init__(self, job: Job, stop: StopRequests) -> None:
         self.first_step: int | None = None  # where the loop began; None: it never got there
         self.claimed: Path | None = None  # the run folder, where a rank has claimed it
+        # Starts the trackers of the run that is claimed, and returns their processes.
+        self.followed_by: Callable[[Path], Iterable[int]] | None = None
         self.results: dict[int, Any] = {}
         self._job, self._stop = job, stop
         self._own = children()  # such as the fork server, also if no rank ever starts
@@ -165,6 +167,8 @@ class Ranks:
         match word, *rest:
             case "claimed", folder:
                 self.claimed = folder
+                if self.followed_by is not None:
+                    self._own.update(self.followed_by(folder))
             case "began", step:
                 self.first_step = step
             case ["ready"]:

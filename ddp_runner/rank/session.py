@@ -32,13 +32,7 @@ from ddp_runner.rank.adopt import with_config_of_rank_zero
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.seeds import seed_all
-from ddp_runner.tracking.claim import (
-    Claim,
-    begin_run,
-    claim_run,
-    claimed,
-    own_marks,
-)
+from ddp_runner.tracking.claim import Claim, begin_run, claim_run, claimed, own_marks
 from ddp_runner.tracking.heartbeat import Heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
@@ -49,6 +43,7 @@ from ddp_runner.tracking.run_record import (
     has_begun,
     read_run_record,
 )
+from ddp_runner.tracking.trackers.start import followed
 
 INIT_FILE = "file://"  # the start of a launch.init_method that names a file
 
@@ -105,6 +100,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         if env.is_rank_zero:
             beating = heartbeat.beating(run_dir.heartbeat, started_at=job.started_at)
             stack.enter_context(beating)
+            if job.wire is None:
+                stack.enter_context(followed(job, run_dir))
             if not job.is_claimed:
                 stack.enter_context(_failure_recorded(run_dir, started_at=job.started_at))
         job = claimed(job, claim)
@@ -238,6 +235,7 @@ def _record_start(session: Session) -> None:
         status=Status.RUNNING,
         error=None,
         task=config.task,
+        sweep=session.run_dir.path.absolute().parent.name if job.title else None,
         tags=written.tags,
         notes=written.notes,
         config_hash=config_hash(config),

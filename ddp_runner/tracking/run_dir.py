@@ -75,7 +75,7 @@ class RunDir:
                 folder in it cannot be read.
         """
         self.ensure_writable()
-        self._validate_content()
+        self.validate_content()
         with ExitStack() as held:
             try:
                 held.enter_context(locked(self.lock, wait_s=READER_S))
@@ -99,8 +99,12 @@ class RunDir:
         found = re.fullmatch(r"process (\d+) on (.+)", text)
         return (int(found[1]), found[2]) if found else None
 
-    def _validate_content(self) -> None:
-        # Somebody else's folder could make the run write elsewhere, delete there, or wait for ever.
+    def validate_content(self) -> None:
+        """Reject a folder of somebody else's that could make its reader write or wait elsewhere.
+
+        Raises:
+            UserError: it holds a link or a pipe, or a folder in it cannot be read.
+        """
         for folder, subfolders, names in os.walk(self, onerror=_reject_unreadable):
             for path in (Path(folder, name) for name in [*subfolders, *names]):
                 if path.is_symlink():

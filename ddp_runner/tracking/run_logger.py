@@ -22,7 +22,6 @@ from ddp_runner.tracking.run_record import (
     read_run_record,
     write_run_record,
 )
-from ddp_runner.tracking.trackers.sender import TrackerProcess, end_trackers, start_trackers
 
 DIVERGED_FACTOR = 10.0  # noise does not raise a loss this many times above the first one
 LEAST_SHARE, LEAST_MS = 0.1, 2.0  # of a mean step; less is the noise of any machine
@@ -46,7 +45,7 @@ class RunLogger:
 
     Args:
         run_dir: the run's folder, with its frozen config.
-        job: of the session; None: no tracker follows the run.
+        job: of the session.
         started_at: time.time() when the command, or the sweep's job, began.
         resume_step: the step of the checkpoint that the run goes on from; None: it begins anew.
         max_steps: optimizer steps of the whole run; 0: show no progress; None: nobody knows.
@@ -92,11 +91,9 @@ class RunLogger:
         )
         if resume_step is None:
             begin_anew(run_dir)
-        self._job, self._trackers = job, list[TrackerProcess]()
-        if job is not None:
-            self._trackers = start_trackers(
-                job, run_dir, resume_step=resume_step, clock=self._files.clock
-            )
+        self._job = job
+        loaded = {"started_at": started_at, "resume_step": resume_step, "clock": self._files.clock}
+        write_run_record(run_dir, loaded=loaded)
         self._load = measure_load()
 
     def log(
@@ -159,7 +156,6 @@ class RunLogger:
         if error[0] is not None:
             self._progress.close()
             self._files.close(status=Status.FAILED)
-            self._end_trackers(Status.FAILED)
 
     def finish(self, status: str, /, **fields: Unpack[RunFields]) -> None:
         """Close the files, write the status and further fields into run.json, and print the end."""
@@ -169,7 +165,6 @@ class RunLogger:
         ended = RunFields(status=status, metrics=metrics)
         ended["load"] = load_record(self._load, measure_load())
         end_session(self._run_dir, **(ended | self._last | fields))
-        self._end_trackers(status)
         record = read_run_record(self._run_dir)
         first, last = record.get("first_loss"), self._files.last_metrics.get("train/loss")
         if (
@@ -195,11 +190,6 @@ class RunLogger:
             is_ours=self._job is None or self._job.wire is not None,
         )
         print(summary, flush=True)
-
-    def _end_trackers(self, status: str) -> None:
-        if self._job is not None:
-            timeout_s = self._job.config.launch.shutdown_timeout_s
-            end_trackers(self._trackers, status, shutdown_timeout_s=timeout_s)
 
 
 Logger = NullLogger | RunLogger

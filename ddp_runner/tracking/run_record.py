@@ -6,7 +6,6 @@ that has claimed the folder until there are ranks, rank 0 while they live, and t
 
 import json
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,6 @@ from ddp_runner.errors import UserError, os_errors, typed
 from ddp_runner.files import json_safe, read_file, replace_file
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
-
-_WRITING = threading.Lock()  # among the threads of this process
 
 
 class SessionTimes(TypedDict):
@@ -44,6 +41,10 @@ class RunFields(TypedDict, total=False):
     task: str
     tags: Sequence[str]
     notes: str | None
+    sweep: str | None  # the name of the sweep's folder; None: a run of its own
+    # started_at of the session whose state has been restored, its resume_step (None: it began
+    # anew), and its clock, the time.time() of the run's second 0: metrics.jsonl is its own.
+    loaded: Mapping[str, float | None]
     # The command's words that name the user's config folders; None: another launcher started it.
     own_groups: Sequence[str] | None
     config_hash: str
@@ -130,26 +131,21 @@ def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> 
     Raises:
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
-    with _WRITING:
-        _replace(run_dir, {**read_run_record(run_dir, missing_ok=True), **fields})
+    path = Path(run_dir, RUN_RECORD)
+    record = {**read_run_record(run_dir, missing_ok=True), **fields}
+    with os_errors(f"{path} cannot be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(json_safe(record), indent=2, allow_nan=False) + "\n")
 
 
 def add_warning(run_dir: os.PathLike[str], sentence: str) -> None:
-    """Add a warning to those of run.json; several threads may do so at once.
+    """Add a warning to those of run.json.
 
     Raises:
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
-    with _WRITING:
-        fields = read_run_record(run_dir, missing_ok=True)
-        _replace(run_dir, fields | {"warnings": [*(fields.get("warnings") or ()), sentence]})
-
-
-def _replace(run_dir: os.PathLike[str], fields: Mapping[str, Any]) -> None:
-    path = Path(run_dir, RUN_RECORD)
-    with os_errors(f"{path} cannot be written"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(json_safe(fields), indent=2, allow_nan=False) + "\n")
+    known = read_run_record(run_dir, missing_ok=True).get("warnings") or ()
+    write_run_record(run_dir, warnings=[*known, sentence])
 
 
 def has_begun(record: Mapping[str, Any]) -> bool:

@@ -44,7 +44,7 @@ def test_a_number_is_a_tag() -> None:
         ("trackers=[mlflw]", "did you mean mlflow?"),
         ("+trackers.mine.path=x", "trackers.mine has no _target_, the class of the tracker"),
         ("+trackers.mine._target_=my_package.Mine", "there is no package my_package"),
-        ("+trackers.mine._target_=ddp_runner.tracking.trackers.sender.TrackerProcess",
+        ("+trackers.mine._target_=ddp_runner.tracking.trackers.follower.Follower",
          "is not a part that a config may name"),
     ],
 )  # fmt: skip

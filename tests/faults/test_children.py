@@ -24,6 +24,7 @@ from ddp_runner.host.processes import (
     adopt_orphans,
     children,
     end_descendants,
+    kill_descendants,
     release_fork_server,
 )
 
@@ -119,40 +120,30 @@ def test_adopted_orphans_end_whatever_their_name(tmp_path: Path) -> None:
     assert seen == {"own": True, "adopted": True, "own lives": True, "others live": False}
 
 
-# Prints the numbers of an orphan that is marked as a tracker, and of the copy that it forks.
-TRACKER = """
-import os, signal
-from ddp_runner.host.processes import outlive_launcher
-
-if os.fork():
-    os._exit(0)
-outlive_launcher()
-copy = os.fork()
-if copy:
-    os.write(1, f"{os.getpid()} {copy}".encode())
-os.close(1)
-os.kill(os.getpid(), signal.SIGSTOP)
+def kill_all_but_trackers(env: DistEnv) -> list[bool]:
+    """Start a tracker below a slot, and something else; return whether they outlive the end."""
+    sleep = "import time; time.sleep(600)"
+    family = f"""
+import subprocess, sys
+for name in ("ddp_runner.tracking.track", "other"):
+    one = subprocess.Popen([sys.executable, "-c", {sleep!r}, name], stdout=subprocess.DEVNULL)
+    print(one.pid, flush=True)
+{sleep}
 """
-
-
-def end_adopted_tracker(env: DistEnv) -> list[list[bool]]:
-    """Adopt a tracker; return whether it and its copy live, and whether they do after its end."""
-    adopt_orphans()
-    command = [sys.executable, "-c", TRACKER]
-    started = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    tracker, copy = pids = [*map(int, started.stdout.split())]
-    end_descendants(set())
-    seen = [[tracker in children(), not is_gone(copy)]]
-    os.kill(tracker, signal.SIGKILL)
-    wait_for(lambda: is_gone(tracker))
-    end_descendants(set())
-    return [*seen, [psutil.pid_exists(pid) for pid in pids]]
+    with subprocess.Popen([sys.executable, "-c", family], stdout=subprocess.PIPE) as slot:
+        assert slot.stdout is not None
+        pids = [int(slot.stdout.readline()) for _ in range(2)]
+        kill_descendants()
+    wait_for(lambda: is_gone(pids[1]))
+    lives = [psutil.pid_exists(pids[0]), not is_gone(pids[0])]
+    os.kill(pids[0], signal.SIGKILL)
+    return lives
 
 
 @pytest.mark.full
-def test_a_tracker_lives_on_and_leaves_no_zombie_and_no_copy() -> None:
-    """It ends by itself; a launcher with further jobs collects it then, and ends what it forked."""
-    assert run_ranks(end_adopted_tracker, 1, backend=None) == [[[True, True], [False, False]]]
+def test_an_end_at_once_leaves_trackers_alone() -> None:
+    """They end by themselves, also those of a sweep's slots."""
+    assert run_ranks(kill_all_but_trackers, 1, backend=None) == [[True, True]]
 
 
 @pytest.mark.full
@@ -175,7 +166,7 @@ def test_what_a_tracker_forks_ends_with_its_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", first_of(["the launcher is killed", "rank 0 raises"]))
 def test_a_tracker_sends_what_is_left_after_its_run(tmp_path: Path, how: str) -> None:
-    """All lines, and that the run has failed; run.json, whose error is not written yet, stays."""
+    """All lines, and that the run has failed; run.json, which may lack the error, stays."""
     path = tmp_path / "calls"
     what = raise_error if "raises" in how else partial(send_launcher, signal.SIGKILL)
     has_begun = partial(wait_until, str(path), '"log"')
@@ -197,4 +188,5 @@ def test_a_tracker_sends_what_is_left_after_its_run(tmp_path: Path, how: str) ->
     shown = [(step, name) for step, name, _ in own_trackers.points(path)]
     assert sorted(shown) == sorted(scalars(run_dir))
     late = "trackers.mine had not ended 2 s after the run, and gets 10 s more"
-    assert record(run_dir)["warnings"] == ([late] if is_raised else [])
+    assert (f"warning: {late}\n" in end.stdout) == is_raised
+    assert record(run_dir)["warnings"] == []

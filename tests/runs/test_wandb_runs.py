@@ -9,7 +9,7 @@ import pytest
 import wandb_folders
 from commands import CommandResult, run_command
 from own_loops import run_function
-from run_folders import record, scalars
+from run_folders import scalars
 
 pytestmark = pytest.mark.full
 
@@ -66,7 +66,7 @@ def test_a_run_and_its_resume_are_in_one_run_of_wandb(tmp_path: Path) -> None:
     first = run_command(*TOY, *WANDB, "tags=[baseline]", "notes='why I ran it'", folder=tmp_path)
     assert (first.exit_code, first.stderr) == (0, "")
     run_dir = tmp_path / "run"
-    assert record(run_dir)["warnings"] == []
+    assert "warning" not in first.stdout
     (folder,) = offline_folders(first)
     before = scalars(run_dir)
     assert wandb_folders.scalars(folder) == pytest.approx(before)

@@ -24,7 +24,6 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
 from ddp_runner.tracking.run_record import (
-    add_warning,
     begin_anew,
     begin_session,
     end_session,
@@ -153,38 +152,19 @@ def test_run_record_survives_a_write_that_fails(
     assert read_run_record(tmp_path) == {"status": "running"}
 
 
-def test_run_record_keeps_the_fields_of_all_who_write_at_once(tmp_path: Path) -> None:
-    """Threads of one process write their fields; a reader sees whole files only."""
+def test_a_reader_of_the_run_record_sees_whole_files_only(tmp_path: Path) -> None:
+    """While a run writes field after field."""
     write_run_record(tmp_path, first=1)
 
-    def write(writer: int) -> None:
-        for number in range(10):
-            write_run_record(tmp_path, **{f"writer_{writer}_{number}": number})
+    def write() -> None:
+        for number in range(40):
+            write_run_record(tmp_path, **{f"field_{number}": number})
 
-    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive():
         assert read_run_record(tmp_path)["first"] == 1
     assert len(read_run_record(tmp_path)) == 41
-
-
-def test_run_record_keeps_the_warnings_of_all_who_warn_at_once(tmp_path: Path) -> None:
-    """As trackers do that all lose their server."""
-    write_run_record(tmp_path, warnings=["earlier"])
-
-    def warn(writer: int) -> None:
-        for number in range(10):
-            add_warning(tmp_path, f"{writer} {number}")
-
-    threads = [threading.Thread(target=warn, args=(writer,)) for writer in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    first, *others = read_run_record(tmp_path)["warnings"]
-    assert first == "earlier"
-    assert sorted(others) == [f"{writer} {number}" for writer in range(4) for number in range(10)]
 
 
 @pytest.mark.parametrize("content", [None, "", '{"status": "runn', "[1]"])

@@ -1,35 +1,23 @@
-"""One session of a run and its tracker: reads the run's files, sends what is new. Torch-free."""
+"""Reads the files of a run, and sends its tracker what is new. Torch-free."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.config.instantiate import make
-from ddp_runner.files import read_yaml, replace_file
+from ddp_runner.files import locked, read_yaml, replace_file
 from ddp_runner.job import Status
 from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun, Tracker
 
+BLOCK_BYTES = 2**20  # of metrics.jsonl, read at once
 MOST_METRICS = 1000  # of one call, unless a line alone has more: what MLflow takes in one request
-
-
-@dataclass(frozen=True)
-class Request:
-    """What rank 0 sends: the tracker, and the run to follow."""
-
-    parent: int  # rank 0's process
-    name: str
-    settings: Mapping[str, Any]  # its _target_ and keys, secrets included
-    allowed: Sequence[str]  # packages of the user's own
-    folder: str
-    sweep: str | None
-    resume_step: int | None  # None: the run begins anew
-    clock: float  # the time.time() of the run's second 0
 
 
 @dataclass
@@ -48,49 +36,70 @@ class Follower:
 
     A killed run repeats the steps after its checkpoint. It computes the same numbers again, so they
     are not sent again, unless the config has changed.
+
+    Args:
+        run_dir: of the run, whose state has been restored.
+        name: of the tracker.
+        settings: its _target_ and keys.
+        allowed: packages of the user's own.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request, self._run_dir = request, RunDir(Path(request.folder))
-        self._progress_file = self._run_dir.trackers / f"{request.name}.json"
-        self._progress = _read_progress(self._progress_file)
-        record = read_run_record(self._run_dir)
-        # Lines up to this step are not new, by metric.
-        self._earlier = dict(self._progress.sent or {})
-        if self._progress.config_hash != record.get("config_hash"):
-            kept = -1 if request.resume_step is None else request.resume_step
-            self._earlier = {name: min(step, kept) for name, step in self._earlier.items()}
-        # A line that may have arrived unanswered goes out with its old time: MLflow keeps one.
-        self._earlier_clock = self._progress.clock or request.clock
-        self._progress.clock = request.clock
-        self._progress.config_hash, self._progress.is_complete = record.get("config_hash"), False
+    def __init__(
+        self, run_dir: RunDir, name: str, *, settings: Mapping[str, Any], allowed: Sequence[str]
+    ) -> None:
+        self._run_dir, self._name, self._settings = run_dir, name, settings
+        self._allowed, self._progress_file = allowed, run_dir.trackers / f"{name}.json"
+        self._progress, self._earlier, self._earlier_clock = Progress(), dict[str, int](), 0.0
+        self._loaded: Mapping[str, Any] = {}  # see ``RunFields``
         self._tracker: Tracker | None = None
         self._has_begun, self._offset = False, 0
 
+    @contextmanager
+    def locked(self, *, wait_s: float = math.inf) -> Iterator[None]:
+        """Let no other process send this run to this tracker while the block lasts.
+
+        Raises:
+            TimeoutError: another still does.
+            OSError: the folder cannot be used.
+        """
+        self._run_dir.trackers.mkdir(exist_ok=True)
+        with locked(self._run_dir.trackers / f".{self._name}.lock", wait_s=wait_s):
+            self._progress = _read_progress(self._progress_file)
+            yield
+
     def build(self) -> None:
         """Build the tracker: its imports take seconds."""
-        request, key = self._request, f"trackers.{self._request.name}"
-        self._tracker = make(key, request.settings, kind=Tracker, allowed=request.allowed)
+        key = f"trackers.{self._name}"
+        self._tracker = make(key, self._settings, kind=Tracker, allowed=self._allowed)
 
     def catch_up(self) -> None:
         """Send what is new. After an error the next call sends it again."""
+        record = read_run_record(self._run_dir)
+        if record["loaded"] != self._loaded:
+            self._begin_lines(record)
         if self._tracker is None:
             self.build()
         assert self._tracker is not None
         if not self._has_begun:
-            run = tracked_run(
-                self._run_dir, sweep=self._request.sweep, earlier_id=self._progress.id
-            )
+            run = tracked_run(self._run_dir, earlier_id=self._progress.id)
             earlier_id, self._progress.id = self._progress.id, str(self._tracker.begin(run))
             self._has_begun = True
             if self._progress.id != earlier_id:  # another place, which has nothing of the run yet
                 self._earlier, self._progress.sent = {}, None
             self._save()
-        while (found := self._next_lines()) is not None:
-            lines, offset = found
+        while block := self._next_block():
+            lines, num_bytes, count = list[MetricLine](), 0, 0
+            for text in block:
+                line = self._read(json.loads(text))
+                count += len(line.metrics)
+                if lines and count > MOST_METRICS:
+                    break
+                num_bytes += len(text)
+                if line.metrics:
+                    lines.append(line)
             if lines:
                 self._tracker.log(lines)
-            self._offset = offset
+            self._offset += num_bytes
             self._progress.sent = (self._progress.sent or {}) | {
                 name: line.step for line in lines for name in line.metrics
             }
@@ -105,27 +114,34 @@ class Follower:
         self._progress.is_complete = True
         self._save()
 
-    def _next_lines(self) -> tuple[list[MetricLine], int] | None:
-        """Return the next new lines, and where they end in the file; None at its end."""
-        lines, offset, count = list[MetricLine](), self._offset, 0
+    def _begin_lines(self, record: Mapping[str, Any]) -> None:
+        """Begin with the first line again: the run has cut the file at a checkpoint since."""
+        progress, self._loaded, self._offset = self._progress, record["loaded"], 0
+        self._earlier = dict(progress.sent or {})  # lines up to this step are not new, by metric
+        if progress.config_hash != record.get("config_hash"):
+            step = self._loaded["resume_step"]
+            kept = -1 if step is None else step
+            self._earlier = {name: min(step, kept) for name, step in self._earlier.items()}
+        # A line that may have arrived unanswered goes out with its old time: MLflow keeps one.
+        self._earlier_clock = progress.clock or self._loaded["clock"]
+        progress.clock, progress.config_hash = self._loaded["clock"], record.get("config_hash")
+        progress.is_complete = False
+
+    def _next_block(self) -> list[bytes]:
+        """Return the next whole lines; none at the end of the file, and if it has been cut."""
         with self._run_dir.metrics.open("rb") as file:
-            file.seek(offset)
-            for text in file:
-                if not text.endswith(b"\n"):
-                    break
-                line = self._read(json.loads(text))
-                count += len(line.metrics)
-                if lines and count > MOST_METRICS:
-                    break
-                offset += len(text)
-                if line.metrics:
-                    lines.append(line)
-        return None if offset == self._offset else (lines, offset)
+            file.seek(self._offset)
+            lines = (file.read(BLOCK_BYTES) + file.readline()).splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        # Looked at last: a restarted run notes that it has cut the file before it writes a line.
+        is_cut = lines and read_run_record(self._run_dir)["loaded"] != self._loaded
+        return [] if is_cut else lines
 
     def _read(self, line: Mapping[str, Any]) -> MetricLine:
-        step, resume_step = line["step"], self._request.resume_step
+        step, resume_step = line["step"], self._loaded["resume_step"]
         is_earlier = resume_step is not None and step <= resume_step
-        clock = self._earlier_clock if is_earlier else self._request.clock
+        clock = self._earlier_clock if is_earlier else self._loaded["clock"]
         return MetricLine(
             step=step,
             epoch=line["epoch"],
@@ -141,10 +157,10 @@ class Follower:
         replace_file(self._progress_file, json.dumps(asdict(self._progress)) + "\n")
 
 
-def tracked_run(run_dir: RunDir, *, sweep: str | None, earlier_id: str | None) -> TrackedRun:
+def tracked_run(run_dir: RunDir, *, earlier_id: str | None) -> TrackedRun:
     """Return what a tracker gets of a run, from its folder."""
-    record, folder = read_run_record(run_dir), run_dir.path
-    versions = record.get("versions") or {}
+    record, folder = read_run_record(run_dir), run_dir.path.absolute()
+    sweep, versions = record.get("sweep"), record.get("versions") or {}
     return TrackedRun(
         folder=folder,
         name=folder.name if sweep else f"{folder.parent.name}/{folder.name}",
@@ -162,7 +178,7 @@ def tracked_run(run_dir: RunDir, *, sweep: str | None, earlier_id: str | None) -
 def files_to_keep(run_dir: RunDir, status: str) -> list[Path]:
     """Return the files that a tracker keeps with a run: the large ones once it has completed.
 
-    Not run.json of one that has failed: the launcher writes why, after rank 0 has ended.
+    Not run.json of one that has failed: nobody may have been left to write how it ended.
     """
     files = [run_dir.config]
     if status != Status.FAILED:

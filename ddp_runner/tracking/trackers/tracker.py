@@ -45,7 +45,7 @@ class MetricLine:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Sends a run elsewhere. It lives in a process of its own, which rank 0 starts.
+    """Sends a run elsewhere. It lives in a process of its own; see ``track``.
 
     It may raise, block and print as it likes: the run goes on. A call that has raised is repeated
     later with the same arguments, and with further lines.

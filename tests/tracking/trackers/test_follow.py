@@ -2,7 +2,6 @@
 
 import json
 import math
-import queue
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,11 @@ import pytest
 import yaml
 from own_trackers import calls, points
 
+from ddp_runner.tracking import track
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
-from ddp_runner.tracking.trackers import follow as follow_module
-from ddp_runner.tracking.trackers.follow import follow
-from ddp_runner.tracking.trackers.follower import Follower, Request
+from ddp_runner.tracking.track import follow
+from ddp_runner.tracking.trackers.follower import Follower
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun, Tracker
 
 CLOCK = 1000.0
@@ -46,9 +46,12 @@ def follower(
 ) -> Follower:
     """Return the follower of a session, with a recorder beside the run folder."""
     settings = {"_target_": "own_trackers.Recorder", "path": str(sent(run_dir)), **keys}
-    return Follower(
-        Request(0, "mine", settings, ["own_trackers"], str(run_dir), None, resume_step, clock)
+    write_run_record(
+        run_dir, loaded={"started_at": clock, "resume_step": resume_step, "clock": clock}
     )
+    one = Follower(RunDir(run_dir), "mine", settings=settings, allowed=["own_trackers"])
+    with one.locked():
+        return one
 
 
 def sent(run_dir: Path) -> Path:
@@ -176,17 +179,14 @@ def test_another_config_gives_other_numbers_which_are_sent(
 
 def test_the_first_error_alone_is_reported(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each attempt raises, and the last one is made when the run has ended."""
-    monkeypatch.setattr(follow_module, "POLL_S", 0.001)
-    attempts, reports = list[str](), list[dict[str, str]]()
-    ended: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(track, "POLL_S", 0.001)
+    attempts, reports = list[str](), list[BaseException]()
 
     class Broken:
-        """Fails, and lets the run end at the fourth attempt."""
+        """Fails, also at the fourth attempt, with which the run ends."""
 
         def begin(self, run: TrackedRun) -> str:
             attempts.append(run.name)
-            if len(attempts) == 4:
-                ended.put("completed")
             raise ConnectionError(f"attempt {len(attempts)} \n" + "x" * 9999)
 
         def log(self, lines: Sequence[MetricLine]) -> None: ...
@@ -196,10 +196,10 @@ def test_the_first_error_alone_is_reported(run_dir: Path, monkeypatch: pytest.Mo
     assert isinstance(Broken(), Tracker)
     one = follower(run_dir)
     monkeypatch.setattr(one, "build", lambda: setattr(one, "_tracker", Broken()))
-    assert not follow(one, ended, lambda report: reports.append(dict(report)))
+    assert not follow(one, lambda: "completed" if len(attempts) == 4 else None, reports.append)
     assert len(attempts) == 5
     (error,) = reports
-    assert error["error"] == "ConnectionError: attempt 1 " + "x" * 9999
+    assert str(error) == "attempt 1 \n" + "x" * 9999
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,241 @@
+"""The command ``python -m ddp_runner.tracking.track``: sends a run to a tracker, live or later.
+
+python -m ddp_runner.tracking.track RUN mlflow tracking_uri=http://mlflow.example:5000
+python -m ddp_runner.tracking.track RUN csv _target_=my_package.csv_tracker.CsvTracker path=all.csv
+
+It follows metrics.jsonl, so nothing is lost while a server is away, and the run waits for nothing.
+A run starts this command for each of its trackers; see ``trackers.start``. Torch-free.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_runner.config.load import frozen_config
+from ddp_runner.config.rules import validate_trackers
+from ddp_runner.config.schema import Config
+from ddp_runner.config.secrets import Secrets
+from ddp_runner.config.targets import package_of
+from ddp_runner.config.validate import yaml_values
+from ddp_runner.errors import UserError, exit_with, one_line, os_errors, printable, typed
+from ddp_runner.host.processes import ignore_stop_signals
+from ddp_runner.host.streams import print_line
+from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
+from ddp_runner.tracking.alive import LOST, standing
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import read_run_record
+from ddp_runner.tracking.trackers.follower import Follower
+from ddp_runner.tracking.trackers.start import FAILED_S, LAST_S, ORDER, Order, is_loaded
+
+POLL_S = 0.5  # between two looks at the run
+MOST_PAUSE_S = 60.0  # before a call that has failed is repeated; the first time after POLL_S
+NICENESS = 5  # importing a client takes seconds of a core
+MOST_CHARACTERS = 300  # of an error: MLflow's quote whole requests
+ENDED = (Status.COMPLETED, Status.PREEMPTED, Status.FAILED)
+
+
+def main() -> None:
+    """Run the command and exit."""
+    order = os.environ.pop(ORDER, None)  # the client's own processes need not know it
+    if order is None:
+        exit_with(run)
+    else:
+        sys.exit(obey(Order(**json.loads(order)), RunDir(Path(sys.argv[1])), sys.argv[2]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Send the run that a command line names, and follow it to its end if it is alive.
+
+    Raises:
+        UserError: there is no such run or tracker, or another process sends the run right now.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_runner.tracking.track", description="Send a run to a tracker."
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of the run")
+    parser.add_argument("name", metavar="NAME", help="mlflow, wandb, or a name for your own")
+    parser.add_argument("keys", metavar="KEY=VALUE", nargs="*", help="of the tracker")
+    given = parser.parse_args(arguments)
+    run_dir, name = RunDir(given.run.absolute()), given.name
+    if "loaded" not in read_run_record(run_dir):
+        raise UserError(f"{run_dir} has no metrics to send: it never began; name another run")
+    run_dir.validate_content()
+    settings = _settings(run_dir, name, given.keys)
+    allowed = [package_of(settings["_target_"])]
+    follower = Follower(run_dir, name, settings=settings, allowed=allowed)
+
+    def report(error: BaseException) -> None:
+        print(f"error: trackers.{name} failed ({_reason(error)})", file=sys.stderr, flush=True)
+
+    fix = "wait for the process that sends this run already, or make the folder writable"
+    with os_errors(f"{run_dir.trackers} cannot be used", fix=fix), follower.locked(wait_s=0.0):
+        try:
+            is_complete = follow(follower, lambda: _end_of(run_dir), report)
+        except KeyboardInterrupt:  # of a live run; a later command sends the rest
+            return 128 + signal.SIGINT
+    if is_complete:
+        print(f"trackers.{name} has all of {run_dir}")
+    return EXIT_COMPLETED if is_complete else EXIT_FAILED
+
+
+def _settings(run_dir: RunDir, name: str, words: Sequence[str]) -> dict[str, Any]:
+    """Return the tracker's keys: those of its YAML, with the command's on top.
+
+    The keys that came with the run do not count, since it may be somebody else's: they could send
+    what the environment holds to a server of their choice, or run code.
+
+    Raises:
+        UserError: the run has been sent with keys that the command does not name.
+    """
+    try:
+        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{' '.join(words)}: {one_line(error)}; write KEY=VALUE") from error
+    usual = yaml_values("trackers", name).get(name, {})
+    own: Any = OmegaConf.to_container(frozen_config(run_dir.config))  # nothing is resolved
+    missing = [
+        f"{key}={one if type(one) is str else json.dumps(one)}"
+        for key, one in own["trackers"].get(name, {}).items()
+        if key != "wait_s" and key not in given and usual.get(key) != one
+    ]
+    if missing:
+        raise UserError(
+            f"{run_dir} was sent to trackers.{name} with keys that this command does not name, and "
+            f"a run brings none along; add {shlex.join(missing)}, or other values"
+        )
+    settings = {key: one for key, one in {**usual, **given}.items() if key != "wait_s"}
+    if "_target_" not in settings:
+        raise UserError(f"{name} is none of our trackers; add _target_=PACKAGE.MODULE.CLASS")
+    validate_trackers(Config(trackers={name: settings}))
+    return settings
+
+
+def obey(order: Order, run_dir: RunDir, name: str) -> int:
+    """Follow a run for the process that started this one, and end with the run or soon after it."""
+    ignore_stop_signals()  # the run decides when this process ends
+    os.nice(NICENESS)
+    terminal, log = (os.fdopen(os.dup(one), "w", encoding="utf-8") for one in (1, 2))
+    # What a client prints may hold a secret.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    hide, has_failed = Secrets(values=order.secrets).hide, threading.Event()
+
+    def is_left() -> bool:
+        return os.getppid() != order.parent
+
+    def status() -> str | None:
+        found = _end_of(run_dir) or (Status.FAILED if is_left() else None)
+        if found == Status.FAILED:
+            has_failed.set()
+        return found
+
+    def watch() -> None:
+        deadline = None
+        while deadline is None or time.monotonic() < deadline:
+            if is_left():
+                os.dup2(nowhere, terminal.fileno())  # who reads the run's output waits for its end
+            if deadline is None and (is_left() or has_failed.is_set()):
+                deadline = time.monotonic() + LAST_S + (0.0 if is_left() else FAILED_S)
+            time.sleep(POLL_S)
+        os.killpg(0, signal.SIGKILL)  # this process leads its group: a client's service ends, too
+
+    def report(error: BaseException) -> None:
+        sentence = (
+            f"trackers.{name} failed ({_reason(error, hide=hide)}); the run goes on, and what is "
+            "missing there is tried again until it works"
+        )
+        with suppress(OSError):
+            text = _shown("".join(traceback.format_exception(error)), hide)
+            print(sentence, text, sep="\n", file=log, flush=True)
+        with suppress(OSError):
+            print_line(f"{order.prefix}warning: {sentence}", stream=terminal)
+
+    threading.Thread(target=watch, daemon=True).start()
+    is_complete = False
+    try:
+        while not is_loaded(run_dir, started_at=order.started_at):
+            if is_left():
+                return EXIT_COMPLETED  # there is nothing to send
+            time.sleep(POLL_S)
+        follower = Follower(run_dir, name, settings=order.settings, allowed=order.allowed)
+        with follower.locked():  # an earlier attempt's may still end
+            is_complete = follow(follower, status, report)
+    except BaseException as error:  # the folder cannot be used
+        report(error)
+    if is_left():  # nobody else ends what the client started
+        os.killpg(0, signal.SIGKILL)
+    return EXIT_COMPLETED if is_complete else EXIT_FAILED
+
+
+def follow(
+    follower: Follower,
+    ended: Callable[[], str | None],
+    report: Callable[[BaseException], None],
+) -> bool:
+    """Hand a run to its tracker until it has ended; return whether the tracker has all of it.
+
+    Args:
+        follower: of the run.
+        ended: returns the status with which the run has ended; None: it is alive.
+        report: gets the first error.
+    """
+    pause_s, has_failed = 0.0, False
+    while True:
+        until = time.monotonic() + pause_s
+        while (status := ended()) is None and (left_s := until - time.monotonic()) > 0:
+            time.sleep(min(POLL_S, left_s))
+        try:
+            if status is not None:
+                follower.end(status)
+                return True
+            follower.catch_up()
+            pause_s = POLL_S
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a tracker may raise what it likes, also SystemExit
+            if not has_failed:
+                has_failed = True
+                report(error)
+            if status is not None:
+                return False
+            pause_s = min(MOST_PAUSE_S, max(POLL_S, 2 * pause_s))
+
+
+def _end_of(run_dir: RunDir) -> str | None:
+    """Return the status with which a run has ended; failed if nobody runs it any more."""
+    status = standing(run_dir).status
+    return Status.FAILED if status == LOST else status if status in ENDED else None
+
+
+def _reason(error: BaseException, *, hide: Callable[[str], str] = str) -> str:
+    """Return an error in one line, without secrets: whole before it is cut, or half would stay."""
+    reason = _shown(str(error) if isinstance(error, UserError) else typed(error), hide)
+    return reason if len(reason) <= MOST_CHARACTERS else reason[:MOST_CHARACTERS] + " …"
+
+
+def _shown(text: str, hide: Callable[[str], str]) -> str:
+    """Return a server's text as it may be shown: no secret, nothing that steers a terminal.
+
+    A client may have changed an address, so its password goes wherever it comes from.
+    """
+    text = re.sub(r"://[^/\s]+@", "://…@", hide(text))
+    return "\n".join(map(printable, text.splitlines()))
+
+
+if __name__ == "__main__":
+    main()
