@@ -81,6 +81,10 @@ def _attempts(
 ) -> dict[str, Any] | Failure:
     """Return the first rank's result, or the failure that came first in the last attempt."""
     launch = job.config.launch
+
+    def follow(folder: Path) -> list[int]:
+        return trackers.enter_context(followed(job, RunDir(folder)))
+
     while True:
         try:
             group = meeting.join(lambda: stop.is_asked)
@@ -91,7 +95,7 @@ def _attempts(
             return Failure(rank=-1, kind="machine", sentence=sentence)
         attempts.append(ranks := Ranks(job, stop))
         if group.place == 0 and not any(one.claimed for one in attempts):
-            ranks.followed_by = lambda folder: trackers.enter_context(followed(job, RunDir(folder)))
+            ranks.followed_by = follow
         peers = Peers(group, launch)
         try:
             ranks.start(
