@@ -42,9 +42,7 @@ LEAVE_S = 3.0  # for the other machines to read what the machine with the store 
 def run_on_machines(job: Job, trackers: ExitStack) -> Outcome:
     """Run this machine's ranks, again if ranks of any machine fail, and return how they ended.
 
-    Args:
-        job: to run.
-        trackers: gets those of a run whose rank 0 is on this machine.
+    The stack gets the trackers of a run whose rank 0 is on this machine.
 
     Raises:
         UserError: the machines do not meet, or do not fit together.

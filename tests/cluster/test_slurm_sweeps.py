@@ -86,7 +86,7 @@ def test_a_preempted_job_completes_and_a_cancelled_one_is_noticed(
         urgent = cluster.submit(
             *("-p", "urgent", "-N2", "--ntasks-per-node=2", "--wrap", "true"), folder=tmp_path
         )
-        wait_for(lambda: sorted(statuses(sweep).values()) == ["preempted", "queued"])
+        wait_for(lambda: sorted(statuses(sweep).values()) == ["preempted", "preempted"])
         cluster.wait(urgent)
         slow.release()
         cluster.start_again(one)
