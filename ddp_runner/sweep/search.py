@@ -68,10 +68,11 @@ class Search:
             raise UserError(
                 f"hydra.sweeper.direction ({node.direction}) must be minimize or maximize"
             )
+        sampler = self._sampler(0)
         try:
             self._study = optuna.create_study(
                 storage=str(storage) if folder and storage else None,
-                sampler=self._sampler(0),
+                sampler=sampler,
                 study_name=node.study_name or (folder.name if folder else None),
                 direction=node.direction,
                 load_if_exists=True,
