@@ -112,6 +112,7 @@ def _is_block(block: Any) -> bool:
         and isinstance(packages, Mapping)
         and all(NAME.fullmatch(f"{name}{extra or ''}") for name, extra in packages.items())
         and all(isinstance(one, list) for one in lists)
+        and all(isinstance(one, str) for names in lists[:2] for one in names)
         and all(_is_block(one) and isinstance(one.get("if"), Mapping) for one in when)
     )
 

@@ -148,7 +148,10 @@ def failed(job: Job, failure: Failure, folder: Path | None) -> Outcome:
             known, started_at = record.get("error") or {}, job.started_at
             if job.config.launch.nnodes > 1:  # the session is that of rank 0's machine
                 started_at = last_session_start(record)
-            if not (rank is None and known.get("kind") == failure.kind):  # its own machine knows
+            # Its own machine knows; a mistake on several machines is rank 0's to record.
+            is_known = rank is None and known.get("kind") == failure.kind
+            is_rank_zeros = job.config.launch.nnodes > 1 and failure.kind == "user"
+            if not is_known and not is_rank_zeros:
                 error = RunError(rank=rank, kind=failure.kind, sentence=failure.sentence)
                 fail_session(run_dir, started_at=started_at, error=error)
             if failure.traceback:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from ddp_runner.config.sections import SweepConfig
@@ -23,7 +23,15 @@ from ddp_runner.job import (
     Outcome,
     Status,
 )
-from ddp_runner.sweep.plan_file import TO_RUN, PlannedJob, change_plan, faulty
+from ddp_runner.sweep.plan_file import (
+    PLAN,
+    TO_RUN,
+    Plan,
+    PlannedJob,
+    change_plan,
+    faulty,
+    read_plan,
+)
 from ddp_runner.tracking.alive import DAMAGED, Standing
 from ddp_runner.tracking.claim import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
@@ -43,8 +51,11 @@ class SweepJob:
 
     @property
     def standing(self) -> Standing:
-        """How it stands now."""
-        return self.planned.standing(self.sweep)
+        """How it stands now; another launcher may have noted in the plan why it cannot begin."""
+        plan = self.sweep / PLAN
+        stamp = plan.stat().st_mtime_ns if plan.exists() else 0
+        planned = _plan_at(self.sweep, stamp).jobs.get(self.planned.job_id, self.planned)
+        return planned.standing(self.sweep)
 
     @property
     def run_dir(self) -> RunDir:
@@ -60,7 +71,8 @@ class SweepJob:
 
     def has_failed_before(self, found: Standing) -> bool:
         """Return whether a failure is older than this start of the sweep."""
-        return self.sessions > 0 and num_sessions(found) == self.sessions
+        is_new = found.fault is not None  # such as a mistake in the command
+        return self.sessions > 0 and not is_new and num_sessions(found) == self.sessions
 
 
 @dataclass(frozen=True)
@@ -83,8 +95,18 @@ class Batch:
 
     def failures(self, outcomes: Mapping[str, Outcome]) -> int:
         """Return how many jobs have failed since the sweep's start, of those with an outcome."""
-        failed = [one for one, end in outcomes.items() if end.status == Status.FAILED]
-        return sum(not self.jobs[one].has_failed_before(self.jobs[one].standing) for one in failed)
+        failed = [
+            self.jobs[one]
+            for one, end in outcomes.items()
+            if one in self.jobs and end.status == Status.FAILED
+        ]
+        return sum(not one.has_failed_before(one.standing) for one in failed)
+
+
+@lru_cache(maxsize=1)
+def _plan_at(sweep: Path, stamp: int) -> Plan:
+    """Return the plan of a sweep, which was changed at this time; many jobs ask for one plan."""
+    return read_plan(sweep)
 
 
 def num_sessions(found: Standing) -> int:

@@ -35,9 +35,10 @@ class PlannedJob:
 
     def standing(self, sweep: Path, *, server_time: Callable[[], float] = time.time) -> Standing:
         """Return how the job stands now; a run to resume is queued until the job has begun."""
-        if self.fault is not None:
-            return Standing(Status.SKIPPED if self.is_skipped else Status.FAILED, fault=self.fault)
         found = standing(RunDir(sweep / self.folder), server_time=server_time)
+        if self.fault is not None:
+            status = Status.SKIPPED if self.is_skipped else Status.FAILED
+            return Standing(status, found.record, fault=self.fault)
         if self.resumes is not None and last_session_start(found.record) == self.resumes:
             ended = found.seen_s is None or found.status == LOST
             return replace(found, status=Status.QUEUED, record={}) if ended else found

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -25,6 +26,7 @@ from ddp_runner.sweep.layout import JobHardware
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.plan_file import PlannedJob, change_plan, extended
 from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 from ddp_runner.tracking.start_block import fact_lines, shown_path
@@ -114,7 +116,17 @@ class Planner:
         # A run's config changes as it is resumed, so its job is known by what the command says. The
         # name counts as well: two jobs may differ only in how their ranks start.
         identity = config_hash(job.config) if resumes is None else digest(job.overrides)
-        return Draft(PlannedJob(f"{identity} {name}", name, resumes=resumes), job)
+        folder = name if resumes is not None else self._free(name, identity)
+        return Draft(PlannedJob(f"{identity} {name}", folder, resumes=resumes), job)
+
+    def _free(self, name: str, identity: str) -> str:
+        """Return a folder that holds no run of another config: the plan may have been deleted."""
+        for number in count(1):
+            free = name if number == 1 else f"{name}-{number}"
+            record = standing(RunDir(self.folder / free)).record
+            if record.get("config_hash", identity) == identity:
+                return free
+        raise AssertionError
 
     def _validate_alone(self, run: Path) -> None:
         if self.is_search or run.resolve() in self._resumed:

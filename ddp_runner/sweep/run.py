@@ -24,7 +24,7 @@ from ddp_runner.sweep.search import Search
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.settings import slurm_settings
 from ddp_runner.sweep.sweep_dir import sweep_command, sweep_dir
-from ddp_runner.sweep.table import objective_of, print_report, sweep_table
+from ddp_runner.sweep.table import failed_jobs, objective_of, print_report, sweep_table
 from ddp_runner.tracking.run_dir import RunDir
 
 
@@ -50,7 +50,8 @@ def run_sweep(command: SweepCommand) -> int:
         if is_search:
             kept = None if common.sweep.dry_run else folder
             size = common.sweep.parallel_jobs
-            chooser = Search(node.sweeper, overrides, folder=kept, batch_size=size)
+            retries = common.sweep.retry is not None
+            chooser = Search(node.sweeper, overrides, folder=kept, batch_size=size, retries=retries)
         else:
             chooser = Grid(overrides)
         if common.sweep.dry_run:
@@ -61,6 +62,8 @@ def run_sweep(command: SweepCommand) -> int:
             where.close()
             if (folder / PLAN).exists():
                 print(sweep_table(folder, width=line_width(sys.stdout)), flush=True)
+        if is_search:  # also those of an earlier start
+            outcomes += failed_jobs(folder)
         worst = max((one.exit_code for one in outcomes), default=None)
         if worst is None and where.starts_jobs and not is_search:
             worst = EXIT_USER_ERROR
@@ -81,11 +84,12 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> list[Outcome]:
         if planner.number == len(drafts):  # the first batch
             RunDir(folder).ensure_writable()
             change_plan(folder, partial(begun, sweep_command(planner.command.words)))
-        batch = planner.queue(drafts, num_failed=num_failed)
         for one in drafts:
             if one.planned.fault and not one.planned.is_skipped:
                 outcomes.append(Outcome.invalid(folder / one.planned.folder, one.planned.fault))
-        found = planner.where.run(batch) if batch.jobs else {}
+                num_failed += 1
+        batch = planner.queue(drafts, num_failed=num_failed)
+        found = planner.where.run(batch) if batch.jobs and not batch.is_over(0) else {}
         outcomes += found.values()
         num_failed += (failed := batch.failures(found))
         chooser.tell(_results(planner, drafts))

@@ -5,6 +5,7 @@ The study is in the sweep's folder, so that a search that was stopped continues,
 tools read it.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Search:
         overrides: of the command: those with several values, or an interval, are searched.
         folder: of the sweep; None: nothing is kept.
         batch_size: trials that are asked for at once, unless the node says so.
+        retries: whether the values of trials that have failed are tried again.
 
     Raises:
         UserError: Optuna cannot search these.
@@ -40,6 +42,7 @@ class Search:
         *,
         folder: Path | None,
         batch_size: int,
+        retries: bool = False,
     ) -> None:
         try:
             import optuna
@@ -59,10 +62,19 @@ class Search:
             self._same = [word for word in self._same if word.partition("=")[0] != key]
             self._space.pop(key, None)
             if one.is_sweep_override():
-                self._space[key] = self._distribution(one)
+                try:
+                    self._space[key] = self._distribution(one)
+                except ValueError as error:
+                    raise UserError(f"{one.input_line}: {one_line(error)}") from error
             else:
                 self._same.append(str(one.input_line))
-        self._batch_size = node.n_jobs or batch_size
+        for name, value in {"n_trials": node.n_trials, "n_jobs": node.n_jobs or batch_size}.items():
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"hydra.sweeper.{name} ({value}) must be a number greater than 0")
+        self._batch_size, self._num_trials = node.n_jobs or batch_size, node.n_trials
+        if str(node.sampler.get("_target_")) == f"{SAMPLERS}GridSampler":
+            sizes = [len(_values(key, one)) for key, one in self._space.items()]
+            self._num_trials = min(self._num_trials, math.prod(sizes))
         storage = node.storage or (folder and f"sqlite:///{folder / STUDY}")
         if node.direction not in ("minimize", "maximize"):
             raise UserError(
@@ -79,22 +91,36 @@ class Search:
             )
         except Exception as error:  # of any class, by the storage
             raise UserError(f"hydra.sweeper: Optuna has no study ({one_line(error)})") from error
+        if self._study.direction.name.lower() != node.direction:
+            raise UserError(
+                f"hydra.sweeper.direction ({node.direction}) differs from that of the study, "
+                f"{self._study.direction.name.lower()}; give another hydra.sweep.dir or study_name"
+            )
         states = optuna.trial.TrialState
         self._states = states
         # A search that was stopped left them; their runs are resumed.
         self._stopped = self._study.get_trials(deepcopy=False, states=[states.RUNNING])
         self._trials: list[int] = []  # the numbers of the last batch
+        for failed in self._study.get_trials(deepcopy=False, states=[states.FAIL]):
+            if retries and failed.params.keys() == self._space.keys():
+                self._study.enqueue_trial(failed.params)
+                self._num_trials += 1
 
     def ask(self) -> list[list[str]]:
         """Return the words of each job of the next batch; none is left after all trials."""
         batch = dict[int, dict[str, Any]]()  # the values of each trial, by its number
         for stopped in self._stopped:
-            if stopped.params.keys() == self._space.keys():  # else it was killed while it was asked
+            if stopped.params.keys() == self._space.keys():
                 batch[stopped.number] = stopped.params
+            else:  # the search was killed while it asked
+                self._study.tell(stopped.number, state=self._states.FAIL)
+                self._num_trials += 1
         self._stopped = []
-        num_left = self._node.n_trials - len(self._study.get_trials(deepcopy=False))
+        waiting = self._study.get_trials(deepcopy=False, states=[self._states.WAITING])
+        num_asked = len(self._study.get_trials(deepcopy=False)) - len(waiting)
+        num_left = self._num_trials - num_asked
         while num_left > 0 and len(batch) < self._batch_size:
-            self._study.sampler = self._sampler(self._node.n_trials - num_left)
+            self._study.sampler = self._sampler(self._num_trials - num_left)
             trial = self._study.ask(self._space)
             batch[trial.number] = trial.params
             num_left -= 1
@@ -107,10 +133,14 @@ class Search:
     def tell(self, results: Sequence[float | str | None]) -> None:
         """Take the results of the last batch: a number, why there is none, or None: not yet."""
         for number, result in zip(self._trials, results, strict=True):
-            if isinstance(result, str):
-                self._study.tell(number, state=self._states.FAIL)
-            elif result is not None:
-                self._study.tell(number, result)
+            if result is None:
+                continue
+            values, state = (None, self._states.FAIL) if isinstance(result, str) else (result, None)
+            try:  # another launcher of this search may have told it
+                self._study.tell(number, values, state=state, skip_if_finished=True)
+            except RuntimeError as error:
+                if "Study.stop" not in str(error):  # the grid sampler's, after its last trial
+                    raise
 
     def finish(self) -> None:
         """Write the best trial beside the study.

@@ -1,5 +1,6 @@
 """The folder of a sweep: asked for, found again, or new. Torch-free."""
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -47,8 +48,8 @@ def sweep_dir(composed: DictConfig, words: Sequence[str]) -> Iterator[Path]:
 
 def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool) -> Path | None:
     """Return the newest sweep in `parent` that the same command began and that has work left."""
-    wanted = {*TO_RUN, Status.RUNNING, *([Status.FAILED] if retry_failed else [])}
-    found = [path.parent for path in parent.glob(f"*/{PLAN}")]
+    wanted = {*TO_RUN, *([Status.FAILED] if retry_failed else [])}
+    found = [path.parent for path in parent.glob(f"*/{PLAN}") if path.stat().st_uid == os.geteuid()]
     for folder in sorted(found, key=_changed_at, reverse=True):
         try:
             plan = read_plan(folder)
@@ -56,7 +57,8 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
             continue  # damaged, or of another version
         if list(plan.command) != list(command):
             continue
-        if plan.is_open or any(one.standing(folder).status in wanted for one in plan.jobs.values()):
+        states = (one.standing(folder) for one in plan.jobs.values())
+        if plan.is_open or any(one.is_alive or one.status in wanted for one in states):
             return folder
     return None
 

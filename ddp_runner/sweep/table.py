@@ -10,8 +10,9 @@ from typing import Any
 from ddp_runner.compare.run import best_step, is_finite
 from ddp_runner.errors import UserError, nearest, printable
 from ddp_runner.host.streams import shortened, wrapped
-from ddp_runner.job import Status
+from ddp_runner.job import Outcome, Status
 from ddp_runner.metric_names import headlines
+from ddp_runner.sweep.jobs import failure
 from ddp_runner.sweep.plan_file import PlannedJob, read_plan
 from ddp_runner.tracking.alive import DAMAGED, Standing
 from ddp_runner.tracking.start_block import shown_path
@@ -39,6 +40,13 @@ def objective_of(run_dir: Path, found: Standing, *, name: str) -> float | str | 
     meant = nearest(name, given, cutoff=0.0)
     hint = f"write sweep.objective={meant}" if meant else "it has no metrics"
     raise UserError(f"sweep.objective ({name}) is not a metric of {run_dir.name}; {hint}")
+
+
+def failed_jobs(folder: Path) -> list[Outcome]:
+    """Return the outcomes of the jobs of a sweep that have failed."""
+    found = [(one, one.standing(folder)) for one in read_plan(folder).jobs.values()]
+    failed = (Status.FAILED, DAMAGED)
+    return [failure(state, folder / one.folder) for one, state in found if state.status in failed]
 
 
 def sweep_table(folder: Path, *, width: int = 0) -> str:

@@ -34,8 +34,7 @@ from ddp_runner.tracking.run_record import (
     write_run_record,
 )
 
-PATIENCE_S = 20.0  # for the ranks of an earlier attempt to release the folder
-POLL_S = 0.2
+PATIENCE_S, POLL_S = 20.0, 0.2  # for the ranks of an earlier attempt to release the folder
 UNFINISHED = (Status.RUNNING, Status.PREEMPTED, Status.FAILED)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -77,6 +76,7 @@ def claim_run(job: Job, *, marks: Sequence[str], held: ExitStack) -> Claim:
         if not has_begun(earlier):
             fields |= RunFields(status=Status.RUNNING, work_hash=work_hash(config))
         write_run_record(run_dir, **fields)
+        os.utime(run_dir.holder)  # so that ``alive`` sees the start
     keeps_size = config.resume in (None, AUTO)  # else the config has it already
     return Claim(run_dir, _global_size(run_dir) if earlier and keeps_size else None)
 

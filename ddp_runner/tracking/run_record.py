@@ -1,9 +1,11 @@
 """run.json: its fields, and the times of a run's sessions. Torch-free.
 
-A session lasts from a start of the run to its end. One process writes the file at a time: the one
-that has claimed the folder until there are ranks, rank 0 while they live, and then the launcher.
+A session lasts from a start of the run to its end. One process writes the file at a time: whoever
+has claimed the folder until there are ranks, rank 0 while they live, and then the launcher. On
+several machines all launchers may write how the run ended: a lock on the folder keeps all fields.
 """
 
+import fcntl
 import json
 import os
 import time
@@ -132,18 +134,19 @@ def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> 
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
     path = Path(run_dir, RUN_RECORD)
-    record = {**read_run_record(run_dir, missing_ok=True), **fields}
     with os_errors(f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(json_safe(record), indent=2, allow_nan=False) + "\n")
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            record = {**read_run_record(run_dir, missing_ok=True), **fields}
+            replace_file(path, json.dumps(json_safe(record), indent=2, allow_nan=False) + "\n")
+        finally:
+            os.close(folder)
 
 
 def add_warning(run_dir: os.PathLike[str], sentence: str) -> None:
-    """Add a warning to those of run.json.
-
-    Raises:
-        UserError: the existing run.json is damaged, or the new one cannot be written.
-    """
+    """Add a warning to those of run.json; it raises what ``write_run_record`` does."""
     known = read_run_record(run_dir, missing_ok=True).get("warnings") or ()
     write_run_record(run_dir, warnings=[*known, sentence])
 

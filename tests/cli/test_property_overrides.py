@@ -200,7 +200,8 @@ class Watch:
         # Not resolve(): a link itself is what would be changed.
         place = Path(os.path.normpath(Path(os.fsdecode(path)).absolute()))
         own = (self.folder, Path(os.devnull))
-        if not place.is_relative_to(self.folder) and place not in own and place.suffix != ".pyc":
+        is_compiled = place.suffix == ".pyc" or place.name == "__pycache__"
+        if not place.is_relative_to(self.folder) and place not in own and not is_compiled:
             self.events.append(f"{event} {place}")
             raise PermissionError(13, "kept from it by the test", str(place))
 

@@ -503,7 +503,7 @@ def test_a_signal_before_the_launcher_answers_them_marks_the_run(
     monkeypatch.setattr(launcher, "run_ranks", leave)
     config, _ = resolved("model=toy")
     with pytest.raises(SystemExit):
-        launcher.launch(Job(config=config, started_at=1.0, code={}, run_dir=tmp_path))
+        launcher.launch(Job(config=config, started_at=time.time(), code={}, run_dir=tmp_path))
     assert record(tmp_path)["status"] == "preempted"
 
 

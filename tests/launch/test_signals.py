@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from ddp_runner.launch.stop_requests import StopRequests
 from ddp_runner.tracking.run_record import write_run_record
 
 run = Path("run")
-write_run_record(run, status="running")
+write_run_record(run, status="running", started_at=time.time())
 runs, timeout_s = [run], float(sys.argv[1])
 stop = StopRequests(running=lambda: runs)
 stop.may_save = True
@@ -274,3 +275,13 @@ def test_a_rank_of_another_launcher_answers_slurms_notice(tmp_path: Path) -> Non
     fields = record(end.run_dir)
     assert fields["status"] == "preempted"
     assert checkpoint_steps(end.run_dir)[-1] == fields["step"]
+
+
+def test_a_session_of_another_launcher_is_not_marked(tmp_path: Path) -> None:
+    """It may be alive; and one that was killed keeps its times."""
+    write_run_record(tmp_path, status="running", started_at=1.0)
+    mark_ended(tmp_path)
+    assert record(tmp_path)["status"] == "running"
+    write_run_record(tmp_path, started_at=time.time())
+    mark_ended(tmp_path)
+    assert record(tmp_path)["status"] == "preempted"

@@ -9,13 +9,22 @@ from pathlib import Path
 
 import pytest
 from commands import background, run_command, wait_for, wait_for_end
-from configs import write_experiment
+from configs import resolved, write_experiment
 from run_folders import last_step, metrics, record, run_dirs
 from sweeps import only_sweep, statuses, table_row
 from tiers import first_of
 
+from ddp_runner.cli.command_line import parse
+from ddp_runner.cli.compose import compose
+from ddp_runner.cli.sweeping import job_composer
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs
+from ddp_runner.config.identity import config_hash
+from ddp_runner.config.schema import Config
+from ddp_runner.job import Job
+from ddp_runner.sweep.local import Local
+from ddp_runner.sweep.planner import Planner, SweepCommand
+from ddp_runner.tracking.run_record import write_run_record
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
 
@@ -118,3 +127,44 @@ def test_two_launchers_share_a_sweep(tmp_path: Path) -> None:
     assert all(
         table_row(end.stdout, f"seed={seed}")[1] == "completed" for end in ends for seed in (1, 6)
     )
+
+
+def test_an_invalid_job_counts_as_a_failure(tmp_path: Path) -> None:
+    """Under fail_fast nothing is started beside it."""
+    rows = ("-m", "optimizer.lr=0.1,-1", *TOY, "sweep.fail_fast=true")
+    end = run_command(*rows, folder=tmp_path)
+    assert end.exit_code == 2
+    found = statuses(only_sweep(tmp_path))
+    assert found == {"optimizer.lr=0.1": "queued", "optimizer.lr=-1": "failed"}
+
+
+def test_a_folder_with_a_run_of_another_config_is_left_alone(tmp_path: Path) -> None:
+    """The plan may have been deleted; a run of the same config is found again."""
+    sweep = tmp_path / "mine"
+
+    def of_seed(seed: int) -> Config:
+        return resolved("model=toy", f"seed={seed}")[0]
+
+    for folder, seed in (("seed=1", 9), ("seed=2", 2)):
+        hashed = config_hash(of_seed(seed))
+        write_run_record(sweep / folder, status="completed", config_hash=hashed)
+    command = parse(["-m", "model=toy", "seed=1,2"])
+    common = compose(command)
+    planner = Planner(
+        SweepCommand(
+            words=["-m"],
+            overrides=(),
+            read=lambda words: [],
+            common=common,
+            compose=job_composer(command, common),
+            name_of=lambda composed: f"seed={composed.seed}",
+            plan=lambda composed, _: Job(
+                resolved("model=toy", f"seed={composed.seed}")[0], 0.0, {}
+            ),
+        ),
+        sweep,
+        Local(),
+        is_search=False,
+    )
+    drafts = planner.draft([["model=toy", "seed=1"], ["model=toy", "seed=2"]])
+    assert [one.planned.folder for one in drafts] == ["seed=1-2", "seed=2"]

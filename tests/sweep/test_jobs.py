@@ -12,6 +12,7 @@ from sweeps import batch_of, planned, statuses, table_row
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import jobs as module
 from ddp_runner.sweep.jobs import failure, run_left
+from ddp_runner.sweep.plan_file import change_plan, read_plan
 from ddp_runner.sweep.table import sweep_table
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.run_dir import RunDir
@@ -167,3 +168,25 @@ def test_a_job_whose_launcher_is_gone_is_lost_in_the_table(sweep: Path) -> None:
     batch = batch_of(sweep, "a")
     outcomes = run_left(batch, execute=lambda job: end(replace(job), "completed"))
     assert outcomes["a"].status == "completed"
+
+
+def test_a_resumed_run_that_is_refused_is_tried_once_by_all_launchers(sweep: Path) -> None:
+    """Its folder says nothing of it, so the plan does, also to slots that began before."""
+    begin_session(sweep / "a", started_at=1.0, status="running")
+    write_run_record(sweep / "a", status="completed", startup_s=1.0)
+    resumed = replace(read_plan(sweep).jobs["a"], resumes=1.0)
+    change_plan(sweep, lambda plan: replace(plan, jobs={**plan.jobs, "a": resumed}))
+    batches = [batch_of(sweep, "a") for _ in range(2)]
+    tried = list[Job]()
+
+    def refuse(job: Job) -> Outcome:
+        tried.append(job)
+        assert job.run_dir is not None
+        return Outcome.invalid(job.run_dir, "the batch must not change")
+
+    for batch in batches:
+        outcomes = run_left(batch, execute=refuse)
+        assert outcomes["a"].exit_code == 2
+        assert batch.failures({**outcomes, "signal": outcomes["a"]}) == 1
+    assert len(tried) == 1
+    assert "a: the batch must not change" in sweep_table(sweep)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from commands import background, command_line, run_command, wait_for, wait_for_end
 from configs import compose_raw
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from run_folders import last_step, record
 from slow_models import CONVNET, slow_models
@@ -121,3 +122,59 @@ def slot(launcher_pid: int) -> psutil.Process:
     """Return one of the processes that run the jobs of a sweep side by side."""
     children = psutil.Process(launcher_pid).children()
     return next(one for one in children if "spawn_main" in command_line(one))
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "gp", "cmaes", "nsgaii", "grid"])
+def test_a_search_ends_with_each_sampler(tmp_path: Path, sampler: str) -> None:
+    """A trial fails, another launcher tells one first, and the search is begun again."""
+    pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    node = compose(parse(["hydra/sweeper=optuna", f"hydra/sweeper/sampler={sampler}"]))
+    node = node.hydra.sweeper
+    node.n_trials, node.sampler.seed = 6, 1
+    words = ["a=range(1,4)", "b=choice(x,y)", "same=3"]
+    if sampler in ("gp", "cmaes"):
+        words[1] = "b=interval(0.1,0.5)"
+    overrides = OverridesParser.create().parse_overrides(words)
+
+    def begin() -> Search:
+        return Search(node, overrides, folder=tmp_path, batch_size=2)
+
+    mine, told = begin(), 0
+    first = mine.ask()
+    theirs = begin()  # the running trials are taken over
+    assert [set(one) for one in theirs.ask()] == [set(one) for one in first]
+    theirs.tell([0.5, "it failed"])
+    mine.tell([0.5, "it failed"])
+    while batch := mine.ask():
+        assert all("same=3" in one for one in batch)
+        mine.tell([float(told + number) for number, _ in enumerate(batch)])
+        told += len(batch)
+    mine.finish()
+    assert told == 4
+    assert begin().ask() == []
+    retrying = Search(node, overrides, folder=tmp_path, batch_size=2, retries=True)
+    assert [set(one) for one in retrying.ask()] == [set(first[1])]
+    node.direction = "maximize"
+    with pytest.raises(UserError, match="differs from that of the study, minimize"):
+        begin()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["hydra.sweeper.n_trials=-1"], r"hydra\.sweeper\.n_trials \(-1\) must be a number"),
+        (["hydra.sweeper.sampler._target_=os.getcwd"], "must be a class of optuna.samplers"),
+        (["a=tag(log,interval(0,1))"], "^a=tag"),
+        (["hydra/sweeper/sampler=grid", "a=interval(0,1)"], "a is an interval, and"),
+    ],
+)
+def test_what_optuna_cannot_search_is_one_line(words: list[str], sentence: str) -> None:
+    """It names the key."""
+    pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    of_hydra = [one for one in words if one.startswith("hydra")]
+    node = compose(parse(["hydra/sweeper=optuna", *of_hydra])).hydra.sweeper
+    overrides = OverridesParser.create().parse_overrides(
+        [one for one in words if one not in of_hydra]
+    )
+    with pytest.raises(UserError, match=sentence):
+        Search(node, overrides, folder=None, batch_size=1)

@@ -167,6 +167,22 @@ def test_a_reader_of_the_run_record_sees_whole_files_only(tmp_path: Path) -> Non
     assert len(read_run_record(tmp_path)) == 41
 
 
+def test_run_record_keeps_the_fields_of_all_who_write_at_once(tmp_path: Path) -> None:
+    """The launchers of several machines may say how a run ended; a reader sees whole files only."""
+    write_run_record(tmp_path, first=1)
+
+    def write(writer: int) -> None:
+        for number in range(10):
+            write_run_record(tmp_path, **{f"writer_{writer}_{number}": number})
+
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert read_run_record(tmp_path)["first"] == 1
+    assert len(read_run_record(tmp_path)) == 41
+
+
 @pytest.mark.parametrize("content", [None, "", '{"status": "runn', "[1]"])
 def test_a_missing_or_damaged_run_record_is_named(tmp_path: Path, content: str | None) -> None:
     """One line with the path, never a traceback."""
