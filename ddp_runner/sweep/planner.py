@@ -26,6 +26,7 @@ from ddp_runner.sweep.layout import JobHardware
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.plan_file import PlannedJob, change_plan, extended
 from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
@@ -115,7 +116,9 @@ class Planner:
         job = replace(job, run_dir=self.folder / name, number=self.number)
         # A run's config changes as it is resumed, so its job is known by what the command says. The
         # name counts as well: two jobs may differ only in how their ranks start.
-        identity = config_hash(job.config) if resumes is None else digest(job.overrides)
+        identity = (
+            config_hash(job.config) if resumes is None else digest(sweep_command(job.overrides))
+        )
         folder = name if resumes is not None else self._free(name, identity)
         return Draft(PlannedJob(f"{identity} {name}", folder, resumes=resumes), job)
 

@@ -73,4 +73,5 @@ def _changed_at(folder: Path) -> float:
 def sweep_command(arguments: Sequence[str]) -> list[str]:
     """Return what identifies a sweep: its command line, without how and where its jobs run."""
     others = ("sweep.", "verbose=", "hydra/launcher=", "hydra.launcher.")
-    return [one for one in arguments if not one.startswith(others)]
+    own = "sweep.objective="  # of a search: another one makes another study
+    return [one for one in arguments if one.startswith(own) or not one.startswith(others)]
