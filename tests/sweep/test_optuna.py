@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from run_folders import last_step, record
 from slow_models import CONVNET, slow_models
 from sweeps import POLL_S, both_train, needs_two_cores, only_sweep, statuses, table_row
+from tiers import first_of
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import compose, register
@@ -124,7 +125,7 @@ def slot(launcher_pid: int) -> psutil.Process:
     return next(one for one in children if "spawn_main" in command_line(one))
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "gp", "cmaes", "nsgaii", "grid"])
+@pytest.mark.parametrize("sampler", first_of(["tpe", "grid", "random", "gp", "cmaes", "nsgaii"]))
 def test_a_search_ends_with_each_sampler(tmp_path: Path, sampler: str) -> None:
     """A trial fails, another launcher tells one first, and the search is begun again."""
     pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
