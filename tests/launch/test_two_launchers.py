@@ -81,7 +81,6 @@ def saved_run(folder: Path) -> Path:
     return run
 
 
-@pytest.mark.full
 def test_a_machine_may_come_before_the_first_and_a_signal_to_either_saves_both(
     tmp_path: Path,
 ) -> None:
