@@ -25,7 +25,6 @@ from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.settings import slurm_settings
 from ddp_runner.sweep.sweep_dir import sweep_command, sweep_dir
 from ddp_runner.sweep.table import failed_jobs, objective_of, print_report, sweep_table
-from ddp_runner.tracking.run_dir import RunDir
 
 
 def run_sweep(command: SweepCommand) -> int:
@@ -82,7 +81,6 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> list[Outcome]:
         drafts = planner.draft(words)
         validate_resumed(drafts, skip_invalid=planner.settings.skip_invalid)
         if planner.number == len(drafts):  # the first batch
-            RunDir(folder).ensure_writable()
             change_plan(folder, partial(begun, sweep_command(planner.command.words)))
         for one in drafts:
             if one.planned.fault and not one.planned.is_skipped:

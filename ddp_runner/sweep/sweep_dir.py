@@ -13,6 +13,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.sweep.plan_file import PLAN, TO_RUN, read_plan
 from ddp_runner.tracking.outputs import claim, sweep_folder
+from ddp_runner.tracking.run_dir import RunDir
 
 UNNAMED = AUTO  # hydra.sweep.dir, unless the user names a folder
 
@@ -34,6 +35,7 @@ def sweep_dir(composed: DictConfig, words: Sequence[str]) -> Iterator[Path]:
     if folder is not None or composed.sweep.dry_run:
         if folder is not None and not composed.sweep.dry_run:
             folder.mkdir(parents=True, exist_ok=True)
+            RunDir(folder).ensure_writable()
         yield folder or new
         return
     folder = claim(new)

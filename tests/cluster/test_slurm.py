@@ -150,6 +150,7 @@ def test_preempted_jobs_of_an_array_go_on_with_their_own_runs_bit_for_bit(
     assert "start 1" in output
 
 
+@pytest.mark.slow
 def test_the_script_of_the_documentation_goes_on_after_its_time_limit(
     cluster: Slurm, tmp_path: Path, slow: SlowModels, undisturbed: Path
 ) -> None:

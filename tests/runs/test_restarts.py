@@ -103,6 +103,7 @@ def two_launchers(folder: Path, *overrides: str, loses_a_rank: bool = False) -> 
         return list(map(wait_for_end, processes, places))
 
 
+@pytest.mark.slow
 def test_two_machines_continue_a_run_in_its_folder_after_a_lost_rank(tmp_path: Path) -> None:
     """Both continue from the last checkpoint; `resume` works on two machines, too."""
     ends = two_launchers(tmp_path, *EQUAL, loses_a_rank=True)

@@ -119,7 +119,7 @@ TABLE = {
 # By default; the other rows are `full`. Those are `slow` that other tests train as well:
 # test_text_runs.py, test_experiments.py, those of parity and of resuming, of optimizers and rates.
 SLOW = (
-    *("bert", "resnet18", "mnist_net", "mnist_net_mp", "accumulation"),
+    *("bert", "dp", "resnet18", "mnist_net", "mnist_net_mp", "accumulation"),
     *("sgd", "momentum", "adam", "adamw", "adadelta", "cosine", "step", "plateau", "onecyclelr"),
 )
 QUICK = ("single", "ddp", "ps", "gpt")

@@ -46,6 +46,7 @@ STREAM = (
 HELPERS = {"PYTHONPATH": own_streams.__file__.rpartition("/")[0]}  # as a user's package
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_a_stream_goes_on_exactly(tmp_path: Path, chance: Random) -> None:
     """Each sample is used once an epoch, and no bit of the weights differs."""
     folder = tmp_path / "killed"
