@@ -25,7 +25,7 @@ from ddp_runner.data.cache import load_dataset
 from ddp_runner.errors import UserError
 from ddp_runner.train.build_model import model_factory
 
-pytestmark = [pytest.mark.full, pytest.mark.slow]  # the meetings train text as well
+pytestmark = [pytest.mark.full, pytest.mark.slow]  # the default tier trains gpt on text
 
 SMALL = (
     *TINY_BERT,
