@@ -38,17 +38,6 @@ TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_step
 PARALLEL = ("-m", *TOY, "sweep.parallel_jobs=2")
 
 
-def num_importing(launcher_pid: int) -> int:
-    """Return how many fork servers of slots have begun to import torch."""
-    count = 0
-    for process in psutil.Process(launcher_pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            count += "multiprocessing.forkserver" in " ".join(process.cmdline()) and any(
-                "libtorch" in one.path for one in process.memory_maps()
-            )
-    return count
-
-
 def test_cores_and_gpus_are_dealt_out_evenly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,19 +220,23 @@ def test_a_sweep_in_slots_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.full
 @needs_two_cores
 def test_a_second_ctrl_c_ends_all_slots_at_once(tmp_path: Path) -> None:
-    """The first waits for a step, here while torch is imported still; the second for nothing."""
-    patient = "launch.shutdown_timeout_s=3600"
-    with background(*PARALLEL, patient, "seed=0,1", folder=tmp_path, fresh=True) as process:
-        wait_for(lambda: num_importing(process.pid) == 2)
+    """The first waits for a step, which a suspended rank never ends; the second for nothing."""
+    slow = slow_models(tmp_path / "models")
+    command = (*PARALLEL, *SLOWED_TOY, "seed=0,1", "launch.shutdown_timeout_s=3600")
+    with background(*command, folder=tmp_path, environ=slow.environ, spares=2) as process:
+        wait_for(lambda: both_train(process, tmp_path), every_s=POLL_S)
+        for _, rank in rank_logs(process.pid):
+            rank.suspend()
         os.killpg(process.pid, signal.SIGINT)
         wait_for(lambda: "again to end at once" in (tmp_path / "stdout").read_text())
-        assert process.poll() is None
         time.sleep(2 * ONE_REQUEST_S)  # before that it would be the same request
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
         process.wait(TIME_LIMIT_S)
         wait_for(lambda: not session_pids(process.pid))
         end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stderr) == (130, "")
+    assert len(end.run_dirs) == 2
     for run_dir in end.run_dirs:
         fields = record(run_dir)
         assert fields["status"] == "preempted"
