@@ -94,7 +94,8 @@ def test_a_preempted_job_completes_and_a_cancelled_one_is_noticed(
     assert end.exit_code == 128 + signal.SIGTERM
     completed, cancelled = run_dirs(sweep)
     assert statuses(sweep) == {completed.name: "completed", cancelled.name: "preempted"}
-    assert f"Slurm's job {other} was cancelled; the same command goes on with it" in end.stdout
+    name = cluster.run("squeue", "-h", "-r", "-t", "all", "-j", other, "-o", "%j_%K").strip()
+    assert f"Slurm's job {name} was cancelled; the same command goes on with it" in end.stdout
     assert "resumed from" in rank_log(completed)
     assert record(completed)["step"] == 600
     assert checkpoint_steps(cancelled)[-1] == record(cancelled)["step"] < 600
@@ -118,7 +119,7 @@ def test_a_failure_cancels_the_other_jobs_and_ctrl_c_leaves_them(
         os.kill(process.pid, signal.SIGINT)
         end = wait_for_end(process, tmp_path)
     assert end.exit_code == 130
-    assert "SIGINT: 2 jobs go on; Ctrl-C again within 5 s cancels them" in end.stdout
+    assert "SIGINT: leaving 2 jobs to Slurm; Ctrl-C again within 5 s cancels them" in end.stdout
     with start(cluster, *arguments, folder=tmp_path, environ=slow.environ) as process:
         end = wait_for_end(process, tmp_path)
     assert end.exit_code == 2

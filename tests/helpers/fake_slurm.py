@@ -30,7 +30,7 @@ def program(folder: Path, name: str, *lines: str) -> None:
 
 
 class Queue:
-    """Stands for Slurm: its jobs, by number, and those that were cancelled."""
+    """Stands for Slurm: its jobs, by name, and those that were cancelled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, states: Mapping[str, str]) -> None:
         self.states = dict(states)
@@ -49,7 +49,7 @@ class Queue:
             raise UserError("squeue failed: no controller")
         return dict(self.states)
 
-    def _cancel(self, numbers: Collection[str]) -> None:
-        self.cancelled += numbers
-        for number in numbers:
-            self.states[number] = "CANCELLED"
+    def _cancel(self, names: Collection[str]) -> None:
+        self.cancelled += names
+        for name in names:
+            self.states[name] = "CANCELLED"

@@ -5,10 +5,9 @@ The command may end before its jobs do, even by SIGKILL. The same command finds 
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from ddp_runner.config.schema import Config, RunConfig
 from ddp_runner.config.sections import AUTO
@@ -19,9 +18,8 @@ from ddp_runner.files import READER_S, locked
 from ddp_runner.job import Outcome, Status
 from ddp_runner.sweep.jobs import Batch, SweepJob, ended
 from ddp_runner.sweep.layout import JobHardware, NodeLayout
-from ddp_runner.sweep.slurm.commands import queued_states
-from ddp_runner.sweep.slurm.jobs import job_state, number_of, submission_of, submit
-from ddp_runner.sweep.slurm.sbatch_file import LOGS, write_sbatch_file
+from ddp_runner.sweep.slurm.queue import LOGS, name_of, queued_states, standing
+from ddp_runner.sweep.slurm.script import Options, submit, write_sbatch_file
 from ddp_runner.sweep.slurm.settings import (
     SlurmSettings,
     job_layout,
@@ -40,9 +38,9 @@ class Slurm:
     """Slurm; ``hydra/launcher=slurm``. ``folder`` is the sweep's."""
 
     def __init__(self, folder: Path, settings: SlurmSettings) -> None:
-        self._folder, self._settings = folder, settings
+        self._folder, self._settings = folder.absolute(), settings
         self._node = node_hardware(settings)
-        self._held: ExitStack | None = None  # the lock of the sweep
+        self._held, self._is_held = ExitStack(), False  # the lock of the sweep
         self.starts_jobs = settings.submit
 
     def validate(self, config: Config, *, searches: bool) -> None:
@@ -78,48 +76,40 @@ class Slurm:
             return self._write(batch)
         self._hold()
         with kept_signals() as signals:
-            return Watch(batch, self._submitted(batch), signals).run()
+            names = self._submitted(batch)
+            return Watch(batch, names, folder=self._folder, signals=signals).run()
 
     def close(self) -> None:
         """Let another command watch the sweep."""
-        if self._held is not None:
-            self._held.close()
+        self._held.close()
 
     def _hold(self) -> None:
         """Keep other commands from submitting the same jobs."""
-        if self._held is not None:
+        if self._is_held:
             return
-        held = ExitStack()
         try:
-            held.enter_context(locked(self._folder / WATCHED, wait_s=READER_S))
+            self._held.enter_context(locked(self._folder / WATCHED, wait_s=READER_S))
         except TimeoutError:
             raise UserError(
                 f"another command submits the jobs of {shown_path(self._folder)}; wait for it, or "
                 "end it with Ctrl-C: its jobs go on"
             ) from None
-        self._held = held
+        self._is_held = True
 
     def _submitted(self, batch: Batch) -> dict[str, str]:
-        """Return the number in Slurm of each job whose end nobody has seen, after submitting more.
+        """Return the name in Slurm of each job whose end nobody has seen, after submitting more.
 
         What is neither there nor done is submitted.
         """
-        states, again = queued_states(), batch.settings.retry == "failed"
-        numbers, left = dict[str, str](), dict[str, SweepJob]()
+        states, names, left = queued_states(), dict[str, str](), list[SweepJob]()
+        to_run = {Status.PREEMPTED, *([Status.FAILED] if batch.settings.retry else [])}
         for job_id, one in batch.jobs.items():
-            run_dir, number = one.run_dir, None
-            submission = submission_of(run_dir.path)
-            if submission is not None and not submission.is_noted:
-                number = number_of(submission)
-            if number is not None:
-                found = job_state(
-                    run_dir.path, number=number, state=states.get(number), folder=self._folder
-                )
-                is_left = found.status == Status.PREEMPTED or (
-                    found.status == Status.FAILED and again
-                )
-                if not is_left:
-                    numbers[job_id] = number
+            run_dir = one.run_dir
+            if (name := name_of(run_dir.path)) is not None:
+                state, sweep = states.get(name), self._folder
+                found = standing(run_dir.path, name=name, state=state, sweep=sweep)
+                if found.status not in to_run:
+                    names[job_id] = name
                     continue
             elif ended(batch, one) is not None:
                 continue
@@ -128,53 +118,47 @@ class Slurm:
                     f"{shown_path(run_dir.path)} is in use by a process outside of this sweep's "
                     "queue; wait for it to end"
                 )
-            left[job_id] = one
-        for options, job_ids in self._arrays(left):
+            left.append(one)
+        for options, jobs in self._arrays(left):
             submitted = submit(
-                [left[job_id].job for job_id in job_ids],
-                folder=self._folder.absolute(),
+                [one.job for one in jobs],
+                folder=self._folder,
                 options=options,
                 settings=self._settings,
             )
-            numbers |= zip(job_ids, submitted, strict=True)
-        return numbers
+            names |= zip((one.planned.job_id for one in jobs), submitted, strict=True)
+        return names
 
-    def _arrays(
-        self, jobs: Mapping[str, SweepJob]
-    ) -> Iterator[tuple[Mapping[str, Any], list[str]]]:
-        """Yield the options of each array, and the ids of its jobs, which are of one layout."""
-        found = dict[str, tuple[Mapping[str, Any], list[str]]]()
-        for job_id, one in jobs.items():
+    def _arrays(self, jobs: Iterable[SweepJob]) -> Iterator[tuple[Options, Sequence[SweepJob]]]:
+        """Yield the options of each array and its jobs, which are of one layout."""
+        found = dict[str, tuple[Options, list[SweepJob]]]()
+        for one in jobs:
             config = one.job.config
-            options = sbatch_options(config, self.layout(config), self._node, self._settings)
-            found.setdefault(json.dumps(options), (options, []))[1].append(job_id)
-        for options, job_ids in found.values():
-            for first in range(0, len(job_ids), MOST_ELEMENTS):
-                yield options, job_ids[first : first + MOST_ELEMENTS]
+            layout = self.layout(config)
+            options = sbatch_options(config, layout, self._node, self._settings)
+            found.setdefault(json.dumps(options), (options, []))[1].append(one)
+        for options, alike in found.values():
+            for first in range(0, len(alike), MOST_ELEMENTS):
+                yield options, alike[first : first + MOST_ELEMENTS]
 
     def _write(self, batch: Batch) -> dict[str, Outcome]:
         """Write the arrays of what is left as scripts for sbatch; return how the others ended."""
-        outcomes, left = dict[str, Outcome](), dict[str, SweepJob]()
-        for job_id, one in batch.jobs.items():
-            if (outcome := ended(batch, one)) is not None:
-                outcomes[job_id] = outcome
-            elif batch.is_to_run(one, one.standing):
-                left[job_id] = one
+        found = {job_id: ended(batch, one) for job_id, one in batch.jobs.items()}
+        left = [one for one in batch.jobs.values() if batch.is_to_run(one, one.standing)]
         for path in self._folder.glob("sweep*.sbatch"):
             path.unlink()  # of an earlier start of this sweep
-        for number, (options, job_ids) in enumerate(self._arrays(left), start=1):
+        for number, (options, jobs) in enumerate(self._arrays(left), start=1):
             path = self._folder / ("sweep.sbatch" if number == 1 else f"sweep-{number}.sbatch")
             write_sbatch_file(
                 path,
-                [left[job_id].job for job_id in job_ids],
+                [one.job for one in jobs],
                 folder=self._folder,
-                name=self._folder.name,
                 options=options,
                 settings=self._settings,
             )
-            jobs = counted(len(job_ids), "job")
-            print(f"\n{jobs}: submit with  sbatch {shlex.quote(str(shown_path(path)))}", flush=True)
+            what, shown = counted(len(jobs), "job"), shlex.quote(str(shown_path(path)))
+            print(f"\n{what}: submit with  sbatch {shown}", flush=True)
         if left:
             shown = shlex.quote(str(shown_path(self._folder)))
             print(f"then see how they stand with  python -m ddp_runner.sweep {shown}", flush=True)
-        return outcomes
+        return {job_id: outcome for job_id, outcome in found.items() if outcome is not None}

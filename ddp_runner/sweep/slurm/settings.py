@@ -17,7 +17,7 @@ from ddp_runner.config.sections import AUTO
 from ddp_runner.errors import UserError, in_yaml
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.layout import NodeLayout
-from ddp_runner.sweep.slurm.commands import run_slurm
+from ddp_runner.sweep.slurm.queue import run_slurm
 
 LOCAL = "ddp_runner.sweep.local.Local"  # the _target_ of hydra/launcher=ddp_runner
 OURS = "ddp_runner.sweep.slurm.executor.Slurm"  # and of hydra/launcher=slurm
@@ -195,33 +195,3 @@ def sbatch_options(
     more = {key.replace("-", "_"): value for key, value in settings.additional_parameters.items()}
     # By identity: 0 is a value, as of nice.
     return {k: v for k, v in {**options, **more}.items() if v is not None and v is not False}
-
-
-def srun_options(options: Mapping[str, str | int | bool]) -> list[str]:
-    """Return the options of srun in a job with these options of sbatch.
-
-    Since Slurm 22.05 srun gives a task one core, whatever the job has for each task.
-    """
-    return [f"--cpus-per-task={options['cpus_per_task']}"]
-
-
-def after_srun(settings: SlurmSettings) -> list[str]:
-    """Return the lines of shell that queue a job again if its time limit has stopped it.
-
-    Slurm itself queues a job again only after a preemption. A rank that SIGUSR1 has stopped ends
-    with 128 + 10; one that stopped with the others, before the signal reached it, with 128 + 15.
-    After scancel, too, but then the job is no longer running.
-    """
-    return [
-        "code=$?",
-        'if [ "$code" -eq 138 ] || [ "$code" -eq 143 ]; then',
-        # An array has the number of its last element, so that SLURM_JOB_ID may mean all of it.
-        '  job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
-        '  state=$(squeue --noheader --jobs="$job" --format=%T)',
-        f'  if [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt '
-        f"{settings.max_requeues} ]; then",
-        '    scontrol requeue "$job"',
-        "  fi",
-        "fi",
-        'exit "$code"',
-    ]

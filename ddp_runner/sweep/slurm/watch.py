@@ -1,7 +1,4 @@
-"""Watches the jobs of a sweep in Slurm's queue, and notes how each ends. Torch-free.
-
-Slurm's accounting is not needed: squeue says whether a job is there, and its run.json how it ended.
-"""
+"""Watches the jobs of a sweep in Slurm's queue, and notes how each ends. Torch-free."""
 
 import math
 import shlex
@@ -10,17 +7,18 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from ddp_runner.errors import UserError, counted
 from ddp_runner.host.processes import answering, handled_signals
 from ddp_runner.host.streams import print_line
-from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Failure, Outcome, Status
+from ddp_runner.job import EXIT_COMPLETED, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
-from ddp_runner.sweep.jobs import Batch, ended
-from ddp_runner.sweep.slurm.commands import cancel, queued_states
-from ddp_runner.sweep.slurm.jobs import JobState, job_state, note_end
+from ddp_runner.sweep.jobs import Batch, ended, failure
+from ddp_runner.sweep.slurm.queue import cancel, note_end, queued_states, standing
+from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.start_block import shown_path
 
 POLL_S, MOST_POLL_S = 5.0, 60.0  # from one look at the queue and the jobs to the next
@@ -49,20 +47,22 @@ class Watch:
 
     Args:
         batch: all its jobs.
-        numbers: of Slurm, for each job that is in its queue or has left it unnoticed.
+        names: in the queue, of each job that is there or whose end nobody has noted.
+        folder: of the sweep.
         signals: that this process receives meanwhile.
     """
 
-    def __init__(self, batch: Batch, numbers: Mapping[str, str], signals: Signals) -> None:
-        self._batch, self._numbers, self._signals = batch, dict(numbers), signals
-        self._folder = next(iter(batch.jobs.values())).sweep.absolute()
-        self._num_failed = 0
-        found = {one: ended(batch, job) for one, job in batch.jobs.items() if one not in numbers}
+    def __init__(
+        self, batch: Batch, names: Mapping[str, str], *, folder: Path, signals: Signals
+    ) -> None:
+        self._batch, self._left, self._signals = batch, dict(names), signals
+        self._folder, self._num_failed = folder, 0
+        found = {one: ended(batch, job) for one, job in batch.jobs.items() if one not in names}
         self._outcomes = {one: outcome for one, outcome in found.items() if outcome is not None}
-        self._ended_at: dict[str, float] = {}
+        self._ended_at: dict[str, float] = {}  # when each job was first seen to have ended
         self._received: int | None = None  # the first signal
-        self._received_at = 0.0  # the last one that counts, by time.monotonic()
-        self._deadline: float | None = None  # for leaving the jobs that are left
+        self._received_at = 0.0  # the last one that counts
+        self._deadline = math.inf  # for leaving the jobs that are left
         self._is_cancelling = False
         self._is_silent = False  # whether Slurm did not answer
 
@@ -73,55 +73,45 @@ class Watch:
         meanwhile is for the next command to note. Another signal leaves them at once, and so does
         any once they are being cancelled.
         """
-        poll_at, folder = -math.inf, shlex.quote(str(shown_path(self._folder)))
-        if self._numbers:
-            jobs = counted(len(self._numbers), "job")
-            self._say(f"waits for {jobs}: python -m ddp_runner.status {folder} shows how they are")
-        while self._numbers and not self._is_over():
+        if self._left:
+            jobs = counted(len(self._left), "job")
+            folder = shlex.quote(str(shown_path(self._folder)))
+            _say(f"waits for {jobs}: python -m ddp_runner.status {folder} shows how they are")
+        poll_at = 0.0
+        while self._left and (now := time.monotonic()) < self._deadline:
             is_leaving = self._received is not None and not self._is_cancelling
-            if not is_leaving and (began_at := time.monotonic()) >= poll_at:
+            if not is_leaving and now >= poll_at:
                 self._poll()
-                poll_at = began_at + poll_interval(time.monotonic() - began_at)
+                poll_at = now + poll_interval(time.monotonic() - now)
                 continue
-            until = min(math.inf if is_leaving else poll_at, self._deadline or math.inf)
+            until = self._deadline if is_leaving else min(poll_at, self._deadline)
             with suppress(Empty):
                 self._react(self._signals.get(timeout=max(0.0, until - time.monotonic())))
         if self._received is not None:
             self._outcomes["signal"] = Outcome(Status.PREEMPTED, 128 + self._received)
         return self._outcomes
 
-    def _is_over(self) -> bool:
-        return self._deadline is not None and time.monotonic() >= self._deadline
-
     def _react(self, signum: int) -> None:
-        now = time.monotonic()
-        jobs = counted(len(self._numbers), "job")
-        go_on = f"{jobs} {'goes' if len(self._numbers) == 1 else 'go'} on"
-        if self._is_cancelling:
-            go_on = f"{jobs} cancelled"
+        now, jobs = time.monotonic(), counted(len(self._left), "job")
         if self._received is None:
-            self._received, self._received_at = signum, now
-            word = signal.Signals(signum).name
+            self._received, self._received_at, self._deadline = signum, now, now
+            what = f"{signal.Signals(signum).name}: leaving {jobs} to Slurm"
             if signum == signal.SIGINT and not self._is_cancelling:
-                self._say(
-                    f"{word}: {go_on}; Ctrl-C again within {SECOND_CHANCE_S:.0f} s "
-                    "cancels them (scancel); started again, the same command finds its jobs"
-                )
                 self._deadline = now + SECOND_CHANCE_S
-            else:
-                self._say(f"{word}: {go_on}; the same command finds its jobs")
-                self._deadline = now
-        elif now > self._received_at + ONE_REQUEST_S:
-            if self._is_cancelling or signum != signal.SIGINT:
-                self._deadline = now
-            else:
-                self._cancel(f"cancelling {jobs}; Ctrl-C again to leave at once")
-                self._received_at = now
+                what += f"; Ctrl-C again within {SECOND_CHANCE_S:.0f} s cancels them (scancel)"
+            _say(f"{what}; the same command finds them again")
+        elif now <= self._received_at + ONE_REQUEST_S:
+            return
+        elif signum == signal.SIGINT and not self._is_cancelling:
+            self._received_at = now
+            self._cancel(f"cancelling {jobs}; Ctrl-C again to leave at once")
+        else:
+            self._deadline = now
 
     def _cancel(self, sentence: str) -> None:
-        self._say(sentence)
+        _say(sentence)
         self._is_cancelling, self._deadline = True, time.monotonic() + CANCEL_S
-        if (fault := cancel(self._numbers.values())) is not None:
+        if (fault := cancel(self._left.values())) is not None:
             print_error(fault)
 
     def _poll(self) -> None:
@@ -133,42 +123,40 @@ class Watch:
                 print_error(f"{error}; its jobs go on, and this command keeps asking")
             self._is_silent = True
             return
-        self._is_silent, before = False, self._num_failed
-        for job_id, number in list(self._numbers.items()):
-            run_dir, state = self._batch.jobs[job_id].run_dir.path, states.get(number)
-            found = job_state(run_dir, number=number, state=state, folder=self._folder)
-            ended_at = self._ended_at.setdefault(job_id, time.monotonic())
+        self._is_silent, before, now = False, self._num_failed, time.monotonic()
+        for job_id, name in list(self._left.items()):
+            run_dir, state = self._batch.jobs[job_id].run_dir.path, states.get(name)
+            found = standing(run_dir, name=name, state=state, sweep=self._folder)
             if found.status in (Status.QUEUED, Status.RUNNING):
-                del self._ended_at[job_id]
-            elif found.is_final or time.monotonic() >= ended_at + SETTLE_S:
+                self._ended_at.pop(job_id, None)
+                continue
+            is_recorded = found.record.get("status") == found.status
+            if is_recorded or now >= self._ended_at.setdefault(job_id, now) + SETTLE_S:
                 self._note(job_id, found)
-        is_left = bool(self._numbers) and not self._is_cancelling
         has_failed = self._num_failed > before
-        if is_left and has_failed and self._batch.is_over(self._num_failed):
-            self._cancel(f"enough jobs have failed: cancelling {len(self._numbers)} more")
+        is_over = has_failed and self._batch.is_over(self._num_failed)
+        if self._left and is_over and not self._is_cancelling:
+            self._cancel(f"enough jobs have failed: cancelling {len(self._left)} more")
 
-    def _note(self, job_id: str, found: JobState) -> None:
-        del self._numbers[job_id]
+    def _note(self, job_id: str, found: Standing) -> None:
+        del self._left[job_id]
         one = self._batch.jobs[job_id]
+        run_dir = one.run_dir.path
         try:
-            note_end(one.run_dir.path, found)
+            note_end(run_dir, found)
         except UserError as error:
             print_error(str(error))
-        self._say(f"{one.job.title}  {found.status}")
-        code = EXIT_COMPLETED
-        if found.status == Status.FAILED:
+        _say(f"{one.job.title}  {found.status}")
+        if found.status == Status.COMPLETED:
+            self._outcomes[job_id] = Outcome(Status.COMPLETED, EXIT_COMPLETED, run_dir)
+        elif found.status != Status.PREEMPTED:
             self._num_failed += 1
-            code = EXIT_USER_ERROR if found.kind == "user" else EXIT_FAILED
-            if found.sentence:
-                print_error(found.sentence)
-        elif found.status == Status.PREEMPTED:
+            self._outcomes[job_id] = failure(found, run_dir)
+            print_error(found.sentence or f"{run_dir.name} has failed")
+        elif not self._is_cancelling:
             code = 128 + signal.SIGTERM
-        if found.status == Status.PREEMPTED and self._is_cancelling:
-            return
-        failure = None
-        if found.kind is not None:
-            failure = Failure(rank=0, kind=found.kind, sentence=found.sentence or "")
-        self._outcomes[job_id] = Outcome(found.status, code, one.run_dir.path, failure)
+            self._outcomes[job_id] = Outcome(Status.PREEMPTED, code, run_dir)
 
-    def _say(self, sentence: str) -> None:
-        print_line(sentence, stream=sys.stdout)
+
+def _say(sentence: str) -> None:
+    print_line(sentence, stream=sys.stdout)

@@ -3,7 +3,6 @@
 tests/cluster has whole sweeps on a real Slurm.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from ddp_runner.job import Job
 from ddp_runner.sweep.jobs import Batch
 from ddp_runner.sweep.slurm import executor as slurm
 from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.slurm.jobs import RECORD
+from ddp_runner.sweep.slurm.queue import RECORD
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -33,17 +32,16 @@ def test_a_start_submits_only_what_is_neither_there_nor_done(
     """One job is in the queue, one was completed meanwhile, one was cancelled."""
     sweep, submitted = batch.jobs["a"].sweep, list[str]()
     for index, name in enumerate("abc"):
-        submission = {"name": "x", "index": index, "number": f"1_{index}"}
-        (sweep / name / RECORD).write_text(json.dumps(submission))
+        (sweep / name / RECORD).write_text(f"x_{index}")
     write_run_record(sweep / "b", status="completed")
     write_run_record(sweep / "c", status="preempted")
 
     def fake_submit(jobs: list[Job], **_: object) -> list[str]:
         submitted.extend(job.title for job in jobs)
-        return ["2"]
+        return ["y_0"]
 
     monkeypatch.setattr(slurm, "submit", fake_submit)
-    queue = Queue(monkeypatch, {"1_0": "RUNNING", "2": "RUNNING"})
+    queue = Queue(monkeypatch, {"x_0": "RUNNING", "y_0": "RUNNING"})
 
     def ask(num_asked: int) -> None:
         if num_asked == 3:
@@ -66,14 +64,14 @@ def test_a_failed_job_is_submitted_again_only_if_asked(
     """It failed while nobody watched."""
     sweep, submitted = batch.jobs["a"].sweep, list[str]()
     one = replace(batch, jobs={"a": batch.jobs["a"]})
-    (sweep / "a" / RECORD).write_text(json.dumps({"name": "x", "index": None, "number": "1"}))
+    (sweep / "a" / RECORD).write_text("x_0")
     error = {"rank": 0, "kind": "crash", "sentence": "why"}
     write_run_record(sweep / "a", status="failed", error=error)
 
     def fake_submit(jobs: list[Job], **_: object) -> list[str]:
         submitted.extend(job.title for job in jobs)
         write_run_record(sweep / "a", status="completed")
-        return ["2"]
+        return ["y_0"]
 
     monkeypatch.setattr(slurm, "submit", fake_submit)
     Queue(monkeypatch, {})

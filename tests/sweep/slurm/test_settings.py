@@ -1,14 +1,11 @@
 """How the jobs of a sweep are spread over the nodes of a Slurm, by the launcher's keys."""
 
-import os
 import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from configs import compose_raw, resolved
-from fake_slurm import SETTINGS, program
+from fake_slurm import SETTINGS
 from omegaconf import OmegaConf
 
 from ddp_runner.cli.compose import register
@@ -153,41 +150,6 @@ def test_a_sweep_stays_the_same_wherever_its_jobs_run() -> None:
     assert sweep_command(on_slurm) == sweep_command(("-m", "seed=1,2", "sweep.parallel_jobs=2"))
     searches = [sweep_command(("-m", f"sweep.objective={name}")) for name in ("a", "b")]
     assert searches[0] != searches[1]
-
-
-@pytest.mark.parametrize(
-    ("code", "state", "restarts", "is_requeued"),
-    [
-        (138, "RUNNING", "", True),
-        (143, "RUNNING", "2", True),
-        (138, "RUNNING", "20", False),
-        (143, "COMPLETING", "", False),
-        (1, "RUNNING", "", False),
-        (0, "RUNNING", "", False),
-    ],
-)
-def test_a_job_that_its_time_limit_stops_is_queued_again(
-    tmp_path: Path, code: int, state: str, restarts: str, *, is_requeued: bool
-) -> None:
-    """Not after scancel, a failure, or too many times; the exit code stays.
-
-    An array's last job has the number of the array, which means all of them to Slurm.
-    """
-    programs = tmp_path / "bin"
-    of_array = f"echo {state}; echo RUNNING"
-    program(programs, "squeue", f'[[ "$*" == *=7_3* ]] && echo {state} || {{ {of_array}; }}')
-    program(programs, "scontrol", f'echo "$@" > {tmp_path}/asked')
-    lines = [f"(exit {code})", *slurm_settings.after_srun(SlurmSettings())]
-    environ = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
-    if restarts:
-        environ["SLURM_RESTART_COUNT"] = restarts
-    done = subprocess.run(["bash", "-c", "\n".join(lines)], env=environ, check=False)
-    assert done.returncode == code
-    asked = tmp_path / "asked"
-    assert (asked.read_text() if asked.exists() else None) == (
-        "requeue 7_3\n" if is_requeued else None
-    )
 
 
 @pytest.mark.parametrize("override", ["sweep.parallel_jobs=2", "launch.init_method=file:///x"])

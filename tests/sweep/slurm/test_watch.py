@@ -22,9 +22,12 @@ def batch(tmp_path: Path) -> Batch:
     return three_jobs(tmp_path / "sweep")
 
 
-def watch(batch: Batch, **numbers: str) -> slurm_watch.Watch:
-    """Return what watches the jobs, given the number of each."""
-    return slurm_watch.Watch(batch, numbers, slurm_watch.Signals())
+def watch(
+    batch: Batch, signals: slurm_watch.Signals | None = None, **names: str
+) -> slurm_watch.Watch:
+    """Return what watches the jobs, given the name of each in the queue."""
+    folder, kept = batch.jobs["a"].sweep, signals or slurm_watch.Signals()
+    return slurm_watch.Watch(batch, names, folder=folder, signals=kept)
 
 
 def record_failure(run_dir: Path) -> None:
@@ -38,22 +41,22 @@ def test_a_command_follows_the_queue_to_the_end_of_each_job(
 ) -> None:
     """Also of one that was cancelled, and of one that Slurm has forgotten."""
     sweep = batch.jobs["a"].sweep
-    queue = Queue(monkeypatch, {"1_0": "PENDING", "1_1": "PENDING", "1_2": "PENDING"})
+    queue = Queue(monkeypatch, {"x_0": "PENDING", "x_1": "PENDING", "x_2": "PENDING"})
 
     def ask(num_asked: int) -> None:
         match num_asked:
             case 2:
-                queue.states |= {"1_0": "RUNNING", "1_1": "RUNNING"}
+                queue.states |= {"x_0": "RUNNING", "x_1": "RUNNING"}
             case 3:
                 write_run_record(sweep / "a", status="completed")
                 queue.is_down = True
             case 5:
-                queue.is_down, queue.states = False, {"1_1": "RUNNING", "1_2": "CANCELLED"}
+                queue.is_down, queue.states = False, {"x_1": "RUNNING", "x_2": "CANCELLED"}
             case 6:
                 queue.states = {}
 
     queue.on_ask = ask
-    outcomes = watch(batch, a="1_0", b="1_1", c="1_2").run()
+    outcomes = watch(batch, a="x_0", b="x_1", c="x_2").run()
     assert statuses(sweep) == {"a": "completed", "b": "preempted", "c": "preempted"}
     assert [(one.status, one.exit_code) for one in outcomes.values()] == [
         ("completed", 0),
@@ -66,8 +69,8 @@ def test_a_command_follows_the_queue_to_the_end_of_each_job(
     assert err.count("squeue failed: no controller; its jobs go on") == 1
 
     table = sweep_table(sweep)
-    assert "b: Slurm has forgotten job 1_1 and its run has not completed" in table
-    assert "c: Slurm's job 1_2 was cancelled; the same command goes on with it" in table
+    assert "b: Slurm has forgotten job x_1 and its run has not completed" in table
+    assert "c: Slurm's job x_2 was cancelled; the same command goes on with it" in table
     write_run_record(sweep / "b", status="completed")
     assert table_row(sweep_table(sweep), "b")[1] == "completed"
 
@@ -75,11 +78,11 @@ def test_a_command_follows_the_queue_to_the_end_of_each_job(
 def test_too_many_failures_cancel_the_rest(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is cancelled then can go on later, and does not decide the exit code."""
     sweep = batch.jobs["a"].sweep
-    queue = Queue(monkeypatch, {"1_0": "FAILED", "1_1": "RUNNING", "1_2": "PENDING"})
+    queue = Queue(monkeypatch, {"x_0": "FAILED", "x_1": "RUNNING", "x_2": "PENDING"})
     record_failure(sweep / "a")
     strict = replace(batch, settings=SweepConfig(fail_fast=True))
-    outcomes = watch(strict, a="1_0", b="1_1", c="1_2").run()
-    assert queue.cancelled == ["1_1", "1_2"]
+    outcomes = watch(strict, a="x_0", b="x_1", c="x_2").run()
+    assert queue.cancelled == ["x_1", "x_2"]
     assert [one.exit_code for one in outcomes.values()] == [1]
     assert statuses(sweep) == {"a": "failed", "b": "preempted", "c": "preempted"}
 
@@ -88,14 +91,17 @@ def test_the_first_ctrl_c_leaves_the_jobs_and_the_second_cancels_them(
     batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SIGTERM leaves them at once."""
-    queue = Queue(monkeypatch, {"1_0": "RUNNING", "1_1": "PENDING", "1_2": "PENDING"})
-    numbers = {"a": "1_0", "b": "1_1", "c": "1_2"}
+    queue = Queue(monkeypatch, {"x_0": "RUNNING", "x_1": "PENDING", "x_2": "PENDING"})
+    names = {"a": "x_0", "b": "x_1", "c": "x_2"}
     for signum, words in (
-        (signal.SIGINT, "SIGINT: 3 jobs go on; Ctrl-C again within 0 s cancels them (scancel)"),
-        (signal.SIGTERM, "SIGTERM: 3 jobs go on; the same command finds its jobs"),
+        (
+            signal.SIGINT,
+            "SIGINT: leaving 3 jobs to Slurm; Ctrl-C again within 0 s cancels them (scancel)",
+        ),
+        (signal.SIGTERM, "SIGTERM: leaving 3 jobs to Slurm; the same command finds them again"),
     ):
         monkeypatch.setattr(slurm_watch, "SECOND_CHANCE_S", 0.05)
-        leaving = watch(batch, **numbers)
+        leaving = watch(batch, **names)
         leaving._signals.put(signum)
         (outcome,) = leaving.run().values()
         assert (outcome.status, outcome.exit_code) == ("preempted", 128 + signum)
@@ -104,50 +110,50 @@ def test_the_first_ctrl_c_leaves_the_jobs_and_the_second_cancels_them(
 
     monkeypatch.setattr(slurm_watch, "SECOND_CHANCE_S", 600.0)
     monkeypatch.setattr(slurm_watch, "ONE_REQUEST_S", 0.0)
-    cancelling = watch(batch, **numbers)
+    cancelling = watch(batch, **names)
     for _ in range(2):
         cancelling._signals.put(signal.SIGINT)
     outcomes = cancelling.run()
-    assert queue.cancelled == ["1_0", "1_1", "1_2"]
+    assert queue.cancelled == ["x_0", "x_1", "x_2"]
     assert [one.exit_code for one in outcomes.values()] == [130]
 
 
 def test_a_failure_after_ctrl_c_is_left_to_the_next_command(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The jobs were said to go on; a failure noted here would not count for that command."""
+    """The jobs were left to Slurm; a failure noted here would not count for that command."""
     sweep, strict = batch.jobs["a"].sweep, replace(batch, settings=SweepConfig(fail_fast=True))
-    numbers = {"a": "1_0", "b": "1_1", "c": "1_2"}
-    queue = Queue(monkeypatch, dict.fromkeys(numbers.values(), "RUNNING"))
+    names = {"a": "x_0", "b": "x_1", "c": "x_2"}
+    queue = Queue(monkeypatch, dict.fromkeys(names.values(), "RUNNING"))
     monkeypatch.setattr(slurm_watch, "SECOND_CHANCE_S", 0.2)
 
     class CtrlC(slurm_watch.Signals):
         """One between two looks, just before a job fails."""
 
         def get(self, *args: Any, **kwargs: Any) -> int:
-            if queue.states["1_0"] == "FAILED":
+            if queue.states["x_0"] == "FAILED":
                 return super().get(*args, **kwargs)
-            queue.states["1_0"] = "FAILED"
+            queue.states["x_0"] = "FAILED"
             record_failure(sweep / "a")
             return signal.SIGINT
 
-    leaving = slurm_watch.Watch(strict, numbers, CtrlC())
+    leaving = watch(strict, CtrlC(), **names)
     assert [one.exit_code for one in leaving.run().values()] == [130]
     assert queue.cancelled == []
-    watch(strict, **numbers).run()
-    assert queue.cancelled == ["1_1", "1_2"]
+    watch(strict, **names).run()
+    assert queue.cancelled == ["x_1", "x_2"]
     assert statuses(sweep)["a"] == "failed"
 
 
 def test_ctrl_c_leaves_jobs_that_are_being_cancelled(
     batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At once, without the words for jobs that go on."""
-    Queue(monkeypatch, {"1_0": "FAILED", "1_1": "RUNNING", "1_2": "RUNNING"})
-    monkeypatch.setattr(slurm_watch, "cancel", lambda numbers: None)  # they are still saving
+    """At once, without the offer to cancel them."""
+    Queue(monkeypatch, {"x_0": "FAILED", "x_1": "RUNNING", "x_2": "RUNNING"})
+    monkeypatch.setattr(slurm_watch, "cancel", lambda names: None)  # they are still saving
     record_failure(batch.jobs["a"].run_dir.path)
-    leaving = watch(replace(batch, settings=SweepConfig(fail_fast=True)), a="1_0", b="1_1", c="1_2")
+    leaving = watch(replace(batch, settings=SweepConfig(fail_fast=True)), a="x_0", b="x_1", c="x_2")
     leaving._signals.put(signal.SIGINT)
     assert [one.exit_code for one in leaving.run().values()] == [1, 130]
     *_, last = capsys.readouterr().out.splitlines()
-    assert last == "SIGINT: 2 jobs cancelled; the same command finds its jobs"
+    assert last == "SIGINT: leaving 2 jobs to Slurm; the same command finds them again"

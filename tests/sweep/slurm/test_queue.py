@@ -1,0 +1,130 @@
+"""Slurm's queue, and how each job stands by it and by its run.json."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import SETTINGS, program, three_jobs
+
+from ddp_runner.sweep.slurm.queue import RECORD, cancel, name_of, note_end, queued_states, standing
+from ddp_runner.sweep.slurm.script import submit
+from ddp_runner.tracking.run_record import read_run_record, write_run_record
+
+
+def test_jobs_are_found_and_cancelled_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One array that scancel fails for keeps no other from it; the first fault is told."""
+    asked = tmp_path / "asked"
+    jobs = ("PENDING a.1_0", "RUNNING a.1_1", "FAILED b.2_0", "RUNNING my own job_N/A")
+    program(tmp_path / "bin", "squeue", f'echo "$@" >> {asked}', *(f"echo {one}" for one in jobs))
+    program(tmp_path / "bin", "scancel", f'echo "$@" >> {asked}; [ "$1" != --name=a.1 ]')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    states = queued_states()
+    assert states.pop("my own job_N/A") == "RUNNING"
+    assert states == {"a.1_0": "PENDING", "a.1_1": "RUNNING", "b.2_0": "FAILED"}
+    assert cancel(states) == "scancel failed: exit code 1"
+    squeue, *cancelled = asked.read_text().splitlines()
+    assert "--format=%T %j_%K" in squeue
+    assert cancelled == ["--name=a.1", "--name=b.2"]
+
+
+@pytest.mark.parametrize(
+    ("state", "fields", "status", "part"),
+    [
+        ("PENDING", {"status": "preempted"}, "queued", None),
+        ("COMPLETING", {"status": "completed"}, "running", None),
+        ("COMPLETED", {"status": "completed"}, "completed", None),
+        (None, {"status": "completed"}, "completed", None),
+        (
+            "FAILED",
+            {"status": "failed", "error": {"rank": 1, "kind": "user", "sentence": "why"}},
+            "failed",
+            "why",
+        ),
+        ("CANCELLED", None, "preempted", "x_1 was cancelled; the same command goes on with it"),
+        ("TIMEOUT", {"status": "running"}, "preempted", "reached its time limit"),
+        (None, {"status": "running"}, "preempted", "Slurm has forgotten job x_1"),
+        ("FAILED", {"status": "running"}, "failed", "ended (FAILED) before its run did"),
+        ("OUT_OF_MEMORY", {"status": "running"}, "failed", "more memory than hydra.launcher.mem"),
+    ],
+)
+def test_how_a_job_stands_follows_from_the_queue_and_run_json(
+    tmp_path: Path,
+    state: str | None,
+    fields: dict[str, Any] | None,
+    status: str,
+    part: str | None,
+) -> None:
+    """Without accounting: a job that Slurm has forgotten has ended, and is not waited for."""
+    run_dir = tmp_path / "run"
+    if fields is not None:
+        write_run_record(run_dir, **fields)
+    found = standing(run_dir, name="x_1", state=state, sweep=tmp_path)
+    assert found.status == status
+    assert (part is None) == (found.sentence is None)
+    assert part is None or part in str(found.sentence)
+
+
+def test_a_job_that_fails_before_it_has_a_run_is_explained_by_its_log(tmp_path: Path) -> None:
+    """Its last error line, and where the log is."""
+    log = tmp_path / "slurm" / "x_0.log"
+    log.parent.mkdir()
+    log.write_text("error: not this\nslurmstepd: x\nerror: data_root (x) is not a folder\nmore\n")
+    found = standing(tmp_path / "run", name="x_0", state="FAILED", sweep=tmp_path)
+    assert (found.status, found.kind) == ("failed", "user")
+    assert found.sentence == f"data_root (x) is not a folder; see {log}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("state", "before", "status", "part"),
+    [
+        ("FAILED", "preempted", "failed", "dataset.folder (x)"),
+        ("NODE_FAIL", "failed", "preempted", "lost a node"),
+        (None, "failed", "failed", "dataset.folder (x)"),
+        ("COMPLETED", "completed", "completed", None),
+    ],
+)
+def test_a_job_that_dies_before_its_run_goes_on_is_not_judged_by_the_run_before(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str | None,
+    before: str,
+    status: str,
+    part: str | None,
+) -> None:
+    """Its run.json is that of an earlier job, until a rank writes it."""
+    batch = three_jobs(tmp_path / "sweep")
+    program(tmp_path / "bin", "srun")
+    program(tmp_path / "bin", "sbatch", "")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    sweep, run_dir = batch.jobs["a"].sweep, batch.jobs["a"].sweep / "a"
+    error = {"rank": 0, "kind": "crash", "sentence": "an old crash"}
+    write_run_record(run_dir, status=before, error=error)
+    options = {"cpus_per_task": 1}
+    (submitted,) = submit([batch.jobs["a"].job], folder=sweep, options=options, settings=SETTINGS)
+    if part is not None and "folder" in part:
+        (sweep / "slurm" / f"{submitted}.log").write_text(f"error: {part}\n")
+    found = standing(run_dir, name=submitted, state=state, sweep=sweep)
+    assert found.status == status
+    assert part is None or part in str(found.sentence)
+    write_run_record(run_dir, status="failed", error={**error, "sentence": "a new crash"})
+    found = standing(run_dir, name=submitted, state=state, sweep=sweep)
+    assert (found.status, found.sentence) == ("failed", "a new crash")
+
+
+def test_an_end_is_noted_once_and_never_changes_what_a_run_has_said(tmp_path: Path) -> None:
+    """Its folder then names no job, so the next start of the sweep looks at run.json alone."""
+    error = {"rank": 1, "kind": "crash", "sentence": "why"}
+    write_run_record(tmp_path, status="failed", error=error, finished_at=1.0)
+    (tmp_path / RECORD).write_text("x_0")
+    note_end(tmp_path, standing(tmp_path, name="x_0", state="FAILED", sweep=tmp_path))
+    assert read_run_record(tmp_path) == {"status": "failed", "error": error, "finished_at": 1.0}
+    assert name_of(tmp_path) is None
+    write_run_record(tmp_path, status="running", error=None)
+    note_end(tmp_path, standing(tmp_path, name="x_1", state="TIMEOUT", sweep=tmp_path))
+    found = read_run_record(tmp_path)
+    assert (found["status"], found["error"]["kind"]) == ("preempted", "signal")
+    assert "x_1 reached its time limit" in found["error"]["sentence"]
