@@ -123,51 +123,33 @@ def freeze_unheld(job: Job) -> None:
         freeze(job, run_dir)
 
 
-def run_left(
-    batch: Batch,
-    *,
-    execute: Callable[[Job], Outcome],
-    stop_requested: Callable[[], bool] = lambda: False,
-) -> dict[str, Outcome]:
+def run_left(batch: Batch, *, execute: Callable[[Job], Outcome]) -> dict[str, Outcome]:
     """Run every job that is left; return how each job ended that was reached.
 
-    Wait for a job that another launcher runs. A preempted job resumes from its checkpoint, since it
-    runs in the folder that it had.
+    Wait for a job that another launcher runs. A preempted job is the last one. The next start of
+    the sweep resumes it from its checkpoint, since it runs in the folder that it had.
 
     Args:
         batch: the jobs, frozen in their folders.
         execute: runs one job to its end.
-        stop_requested: returns whether to start no further job.
     """
-    outcomes, left, held = dict[str, Outcome](), dict(batch.jobs), set[str]()
+    outcomes, left = dict[str, Outcome](), dict(batch.jobs)
     num_failed = 0
-
-    def note(job_id: str, outcome: Outcome) -> None:
-        nonlocal num_failed
+    while left and not batch.is_over(num_failed):
+        # Jobs that others run stay first, so a failure there stops the sweep before the next job.
+        for job_id in left:
+            one = batch.jobs[job_id]
+            outcome = ended(batch, one) or _take(batch, one, execute)
+            if outcome is not None:
+                break
+        else:
+            time.sleep(POLL_S)
+            continue
         num_failed += batch.failures({job_id: outcome})
         outcomes[job_id] = outcome
         del left[job_id]
-
-    while left:
-        before = len(left)
-        for job_id, one in list(left.items()):
-            # What others ran meanwhile may be the failure that stops the sweep.
-            for other in sorted(held & left.keys()):
-                if (outcome := ended(batch, left[other])) is not None:
-                    note(other, outcome)
-            if stop_requested() or batch.is_over(num_failed):
-                return outcomes
-            if job_id not in left:
-                continue
-            outcome = ended(batch, one) or _take(batch, one, execute)
-            if outcome is None:
-                held.add(job_id)  # another launcher has it
-                continue
-            note(job_id, outcome)
-            if outcome.status == Status.PREEMPTED:
-                return outcomes
-        if len(left) == before:
-            time.sleep(POLL_S)
+        if outcome.status == Status.PREEMPTED:
+            break
     return outcomes
 
 

@@ -8,14 +8,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ddp_runner.errors import UserError
-from ddp_runner.host.streams import line_width
+from ddp_runner.config.rules import known_steps
+from ddp_runner.errors import UserError, counted, printable
+from ddp_runner.host.streams import line_width, wrapped
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Outcome, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.sweep.dry_run import print_jobs
 from ddp_runner.sweep.grid import Grid
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.plan_file import PLAN, begun, change_plan, read_plan
@@ -24,7 +25,10 @@ from ddp_runner.sweep.search import Search
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.settings import slurm_settings
 from ddp_runner.sweep.sweep_dir import sweep_command, sweep_dir
-from ddp_runner.sweep.table import failed_jobs, objective_of, print_report, sweep_table
+from ddp_runner.sweep.table import aligned, failed_jobs, objective_of, print_report, sweep_table
+from ddp_runner.tracking.start_block import shown_path
+
+DRY_COLUMNS = ("job", "nodes", "ranks", "computes on", "steps")  # of sweep.dry_run=true
 
 
 def run_sweep(command: SweepCommand) -> int:
@@ -54,7 +58,7 @@ def run_sweep(command: SweepCommand) -> int:
         else:
             chooser = Grid(overrides)
         if common.sweep.dry_run:
-            return print_jobs(planner, planner.draft(chooser.ask()))
+            return _print_jobs(planner, planner.draft(chooser.ask()))
         try:
             outcomes = _run_batches(planner, chooser)
         finally:
@@ -113,6 +117,39 @@ def _results(planner: Planner, drafts: Sequence[Draft]) -> list[float | str | No
         one.fault or objective_of(folder / one.folder, one.standing(folder), name=name)
         for one in known
     ]
+
+
+def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
+    """Print a line for each job, then why the invalid ones are, then how many there are.
+
+    Returns:
+        The exit code: whether a job is invalid, and not skipped.
+    """
+    folder, width = planner.folder, line_width(sys.stdout)
+    rows, known, jobs = [DRY_COLUMNS], read_plan(folder).jobs, planner.jobs(drafts)
+    for job_id, job in jobs.items():
+        layout, config = planner.where.layout(job.config), job.config
+        is_done = job_id in known and known[job_id].standing(folder).status == Status.COMPLETED
+        device = f"{config.backend.device}, {config.backend.name}"
+        # A dash where only the run itself will know them.
+        steps = (config.task == "train" and known_steps(config)) or "-"
+        note = f"{steps}  {Status.COMPLETED} already" if is_done else str(steps)
+        rows.append((job.title, str(layout.num_nodes), str(layout.num_ranks), device, note))
+    invalid = [one.planned for one in drafts if one.job is None]
+    names = [str(shown_path(Path(one.folder))) for one in invalid]
+    for name, one in zip(names, invalid, strict=True):
+        rows.append((name, "-", "-", "-", "skipped" if one.is_skipped else "invalid"))
+    print("", *aligned(rows, width=width), sep="\n")
+    for name, one in zip(names, invalid, strict=True):
+        print(wrapped(printable(f"{name}: {one.fault}"), width))
+    counts = [counted(len(jobs), "valid job"), counted(len(invalid), "invalid job")]
+    print(f"{', '.join(counts)}; nothing was started (sweep.dry_run=true)")
+    if planner.is_search:
+        print(
+            "a search chooses its later jobs by the results of these, so "
+            f"{shown_path(folder)} may get others besides"
+        )
+    return EXIT_COMPLETED if all(one.is_skipped for one in invalid) else EXIT_USER_ERROR
 
 
 def _is_search(sweeper: DictConfig) -> bool:

@@ -1,16 +1,15 @@
 """Parallel jobs of a sweep: each slot is a process on its own cores and GPUs.
 
 A slot is a launcher with its own fork server. It shares the sweep with the other slots by the locks
-of the jobs' folders, as any two launchers do. Its parent sends it the batches, and SIGTERM as the
-request to stop; it ends with its parent. What it prints begins with the number of its job.
-
-Through its pipe a slot sends the number of each job that it starts; at the end of a batch it sends
-None.
+of the jobs' folders, as any two launchers do. Its parent sends it the batches, each of which it
+answers with None at its end, and SIGTERM as the request to stop. It ends with its parent. What it
+prints begins with the number of its job.
 """
 
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from functools import partial
 from itertools import chain, repeat
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
@@ -46,7 +46,6 @@ class Slots:
 
     def __init__(self, num_slots: int, hardware: Hardware) -> None:
         self._temp = temp_folder()
-        self._current: dict[Connection, int] = {}  # the number of the job that each slot runs
         cores = core_shares(num_slots, num_cores=hardware.num_cores)
         gpus = gpu_shares(num_slots, hardware)
         self._slots: dict[Connection, SpawnProcess] = {}
@@ -59,12 +58,9 @@ class Slots:
 
     def run(self, batch: Batch) -> dict[str, Outcome]:
         """Run a batch to its end; return how each job ended, and a signal that stopped it."""
-        folders = {one.job.number: one.run_dir.path for one in batch.jobs.values()}
-        stop = StopRequests(
-            running=lambda: [folders[one] for one in folders.keys() & self._current.values()]
-        )
+        stop = StopRequests(running=lambda: self._running(batch))
         stop.may_save = True
-        self._current, is_told = {}, False
+        is_told = False
         with stop.handled():
             for pipe in self._slots:
                 with suppress(OSError):  # the slot has ended, as its pipe tells below
@@ -73,20 +69,22 @@ class Slots:
             while working:
                 if stop.is_asked and not is_told:
                     is_told = True
-                    stop.say(is_training=bool(self._current))
+                    stop.say(is_training=bool(self._running(batch)))
                     for pipe in working:
                         self._slots[pipe].terminate()
                 for pipe in working & set(wait(working, timeout=POLL_S)):
+                    working.remove(pipe)
                     try:
-                        number = pipe.recv()
+                        pipe.recv()
                     except (EOFError, OSError):
-                        working.remove(pipe)
-                        self._note_end(pipe, is_expected=stop.is_asked)
-                        continue
-                    if number is None:
-                        working.remove(pipe)
-                    else:
-                        self._current[pipe] = number
+                        process = self._slots.pop(pipe)
+                        process.join()
+                        if not stop.is_asked:
+                            print_error(
+                                f"a slot of the sweep ended with exit code {process.exitcode}; the "
+                                "other slots take its jobs; if any are left, give the same "
+                                "command again"
+                            )
         found = {job_id: ended(batch, one) for job_id, one in batch.jobs.items()}
         outcomes = {job_id: one for job_id, one in found.items() if one is not None}
         if stop.received is not None:
@@ -96,6 +94,12 @@ class Slots:
             outcomes["slots"] = Outcome(Status.FAILED, EXIT_FAILED)
         return outcomes
 
+    def _running(self, batch: Batch) -> list[Path]:
+        """Return the folders of the jobs that slots run."""
+        slots = {(process.pid, socket.gethostname()) for process in self._slots.values()}
+        folders = (one.run_dir for one in batch.jobs.values())
+        return [one.path for one in folders if one.holder_process in slots]
+
     def close(self) -> None:
         """End all slots."""
         for pipe, process in self._slots.items():
@@ -103,16 +107,6 @@ class Slots:
                 pipe.send(None)
             process.join(SHUTDOWN_GRACE_S)
             process.kill()
-
-    def _note_end(self, pipe: Connection, *, is_expected: bool) -> None:
-        """Take a slot off that has ended, and print so if nobody asked it to."""
-        process = self._slots.pop(pipe)
-        process.join()
-        if not is_expected:
-            print_error(
-                f"a slot of the sweep ended with exit code {process.exitcode}; the other slots "
-                "take its jobs; if any are left, give the same command again"
-            )
 
     def _start(self, slot: Slot) -> None:
         pipe, child_end = multiprocessing.Pipe()
@@ -136,7 +130,7 @@ def run_slot(slot: Slot, pipe: Connection) -> None:
     keep_streams(prefix=f"[slot {slot.number}] ")
     start_fork_server()
     headers = chain([slot.number == 1], repeat(False))  # one for the whole sweep
-    execute = partial(_launch_in, slot, pipe, headers)
+    execute = partial(_launch_in, slot, headers)
     while (batch := pipe.recv()) is not None:
         try:
             run_left(batch, execute=execute)
@@ -147,9 +141,8 @@ def run_slot(slot: Slot, pipe: Connection) -> None:
     os._exit(0)  # skips the second that unloading torch takes
 
 
-def _launch_in(slot: Slot, pipe: Connection, headers: Iterator[bool], job: Job) -> Outcome:
+def _launch_in(slot: Slot, headers: Iterator[bool], job: Job) -> Outcome:
     job = replace(job, slot=slot, shows_header=next(headers))
     keep_streams(prefix=job.line_prefix)
-    pipe.send(job.number)
     print(job.title, flush=True)
     return launch(job)

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +52,12 @@ def failed_jobs(folder: Path) -> list[Outcome]:
 def sweep_table(folder: Path, *, width: int = 0) -> str:
     """Return a line for each job of a sweep, and a sentence for each that failed or was skipped.
 
-    In `width` columns, unless it is 0, names are shortened; then the last cells are left out.
+    See ``aligned`` for the `width`.
     """
     jobs = [(one, one.standing(folder)) for one in read_plan(folder).jobs.values()]
     places = [one.absolute() for one in _places((one for one, _ in jobs), folder)] or [folder]
     rows = [COLUMNS, *(_row(*one) for one in jobs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    width = width or sys.maxsize
-    excess = max(0, sum(widths) + 2 * (len(widths) - 1) - width)
-    names = [shortened(name, max(MIN_NAME, widths[0] - excess)) for name, *_ in rows]
-    widths[0] = max(map(len, names))
-    lines = [""]
-    for name, (_, *cells) in zip(names, rows, strict=True):
-        padded = [cell.ljust(size) for cell, size in zip((name, *cells), widths, strict=True)]
-        line = printable("  ".join(padded).rstrip())
-        if len(line) > width:
-            line = f"{line[: width - 1].rpartition('  ')[0].rstrip()} …"
-        lines.append(line)
+    lines = ["", *aligned(rows, width=width)]
     lines += [
         wrapped(printable(f"{shown_path(Path(one.folder))}: {found.sentence}"), width)
         for one, found in jobs
@@ -77,6 +66,26 @@ def sweep_table(folder: Path, *, width: int = 0) -> str:
     common = shown_path(Path(os.path.commonpath(places)))
     tail = f"tensorboard --logdir {shlex.quote(str(common))}"
     return "\n".join([*lines, printable(tail)])
+
+
+def aligned(rows: Sequence[Sequence[str]], *, width: int) -> list[str]:
+    """Return the lines of a table whose first cells are the names of jobs.
+
+    In `width` columns, unless it is 0, names are shortened; then the last cells are left out.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    width = width or sys.maxsize
+    excess = max(0, sum(widths) + 2 * (len(widths) - 1) - width)
+    names = [shortened(name, max(MIN_NAME, widths[0] - excess)) for name, *_ in rows]
+    widths[0] = max(map(len, names))
+    lines = []
+    for name, (_, *cells) in zip(names, rows, strict=True):
+        padded = [cell.ljust(size) for cell, size in zip((name, *cells), widths, strict=True)]
+        line = printable("  ".join(padded).rstrip())
+        if len(line) > width:
+            line = f"{line[: width - 1].rpartition('  ')[0].rstrip()} …"
+        lines.append(line)
+    return lines
 
 
 def _places(jobs: Iterable[PlannedJob], folder: Path) -> list[Path]:
