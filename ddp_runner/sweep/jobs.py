@@ -163,6 +163,12 @@ def ended(batch: Batch, one: SweepJob) -> Outcome | None:
     return failure(found, one.run_dir.path)
 
 
+def ended_jobs(batch: Batch) -> dict[str, Outcome]:
+    """Return how each job has ended that has, by its id."""
+    found = {job_id: ended(batch, one) for job_id, one in batch.jobs.items()}
+    return {job_id: outcome for job_id, outcome in found.items() if outcome is not None}
+
+
 def failure(found: Standing, run_dir: Path) -> Outcome:
     """Return the outcome of a job that has failed."""
     cause = Failure(rank=0, kind=found.kind or "crash", sentence=found.sentence or "")

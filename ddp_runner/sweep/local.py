@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ddp_runner.config.schema import Config, RunConfig
-from ddp_runner.host.hardware import detect
+from ddp_runner.errors import UserError
+from ddp_runner.host.hardware import VISIBLE, Hardware, detect
 from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import line_width, print_line, shortened
 from ddp_runner.job import Job, Outcome, Status
@@ -13,7 +14,6 @@ from ddp_runner.launch.launcher import launch
 from ddp_runner.sweep.jobs import Batch, run_left
 from ddp_runner.sweep.layout import JobHardware, NodeLayout
 from ddp_runner.sweep.slots import Slots
-from ddp_runner.sweep.validate import validate_sweep
 
 
 class Local:
@@ -27,8 +27,11 @@ class Local:
         self._slots: Slots | None = None
 
     def validate(self, config: Config, *, searches: bool) -> None:
-        """Reject what this machine cannot do; only sweep, launch and backend are read."""
-        validate_sweep(config, self._hardware, searches=searches)
+        """Reject what this machine cannot do; only sweep, launch and backend are read.
+
+        Whether the sweep `searches` is for Slurm alone.
+        """
+        validate_sweep(config, self._hardware)
 
     def hardware_of(self, config: Config) -> JobHardware:
         """Return the job's share of this machine."""
@@ -66,3 +69,52 @@ class Local:
         if width and outcome.status == Status.FAILED:
             print_line(f"{shortened(job.title, width - 8)}  failed", stream=sys.stdout)
         return outcome
+
+
+def validate_sweep(config: Config, hardware: Hardware) -> None:
+    """Reject settings that a sweep cannot run its jobs on this machine with.
+
+    Raises:
+        UserError: a rule is broken.
+    """
+    sweep, launch = config.sweep, config.launch
+    if launch.nnodes > 1:
+        raise UserError(
+            f"launch.nnodes ({launch.nnodes}) must be 1 in a sweep, which runs on this machine; "
+            "write hydra/launcher=slurm, or start each job by a command of its own, without -m"
+        )
+    slots = sweep.parallel_jobs
+    if slots < 1:
+        raise UserError(f"sweep.parallel_jobs ({slots}) must be greater than 0")
+    if slots == 1:
+        return
+    if launch.init_method is not None:
+        raise UserError(
+            f"sweep.parallel_jobs ({slots}) would let jobs meet at one address, which "
+            f"launch.init_method ({launch.init_method}) gives; leave one of them out"
+        )
+    if sweep.calibrate:
+        raise UserError(
+            "sweep.calibrate measures what the jobs beside it disturb, sweep.parallel_jobs is "
+            f"{slots}; leave one of them out"
+        )
+    if sys.platform != "linux":
+        raise UserError(
+            f"sweep.parallel_jobs ({slots}) gives each job cores of its own, which only Linux can; "
+            "leave it out"
+        )
+    if slots > hardware.num_cores:
+        raise UserError(
+            f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_cores} cores that this "
+            f"process may use; write {hardware.num_cores} or fewer"
+        )
+    if hardware.num_gpus and slots > hardware.num_gpus and config.backend.device != "cpu":
+        raise UserError(
+            f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_gpus} GPUs that its "
+            f"jobs use; write {hardware.num_gpus} or fewer, or backend.device=cpu"
+        )
+    if hardware.num_gpus and hardware.kind not in VISIBLE and config.backend.device != "cpu":
+        raise UserError(
+            f"sweep.parallel_jobs ({slots}) shares out {' and '.join(VISIBLE)} devices, not "
+            f"{hardware.kind}; leave it out, or write backend.device=cpu"
+        )

@@ -41,7 +41,7 @@ def run_sweep(command: SweepCommand) -> int:
         UserError: the sweep is invalid, or the search has no best job.
     """
     common, node = command.common, command.common.hydra
-    is_search = _is_search(node.sweeper)
+    is_search = _is_search(common)
     params = [f"{key}={value}" for key, value in node.sweeper.params.items()]
     overrides = command.read([*params, *command.overrides])  # the command's own win
     settings = slurm_settings(node.launcher)
@@ -152,17 +152,23 @@ def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
     return EXIT_COMPLETED if all(one.is_skipped for one in invalid) else EXIT_USER_ERROR
 
 
-def _is_search(sweeper: DictConfig) -> bool:
+def _is_search(common: DictConfig) -> bool:
     """Return whether Optuna chooses the jobs.
 
     Raises:
-        UserError: neither it nor a grid does.
+        UserError: neither it nor a grid does, or it has no objective.
     """
-    kinds = {f"{kind.__module__}.{kind.__name__}": kind for kind in (Grid, Search)}
-    kind = kinds.get(str(sweeper.get("_target_")))
-    if kind is None:
+    target = str(common.hydra.sweeper.get("_target_"))
+    if target == f"{Grid.__module__}.{Grid.__name__}":
+        return False
+    if target != f"{Search.__module__}.{Search.__name__}":
         raise UserError(
-            f"hydra/sweeper: {sweeper.get('_target_')} is of another package; write "
-            "hydra/sweeper=optuna for a search, or leave hydra/sweeper out"
+            f"hydra/sweeper: {target} is of another package; write hydra/sweeper=optuna for a "
+            "search, or leave hydra/sweeper out"
         )
-    return kind is Search
+    if common.sweep.objective is None:
+        raise UserError(
+            "sweep.objective is null and this hydra/sweeper looks for the best of a metric; "
+            "write sweep.objective=eval/accuracy hydra.sweeper.direction=maximize"
+        )
+    return True

@@ -35,7 +35,7 @@ from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.launch.stop_requests import StopRequests
-from ddp_runner.sweep.jobs import Batch, ended, run_left
+from ddp_runner.sweep.jobs import Batch, ended_jobs, run_left
 
 SHUTDOWN_GRACE_S = 10.0  # from the end of the work to that of a slot
 POLL_S = 0.05  # between two checks for a request to stop
@@ -85,11 +85,10 @@ class Slots:
                                 "other slots take its jobs; if any are left, give the same "
                                 "command again"
                             )
-        found = {job_id: ended(batch, one) for job_id, one in batch.jobs.items()}
-        outcomes = {job_id: one for job_id, one in found.items() if one is not None}
+        outcomes = ended_jobs(batch)
         if stop.received is not None:
             outcomes["signal"] = Outcome(Status.PREEMPTED, 128 + stop.received)
-        elif len(outcomes) < len(found) and not batch.is_over(batch.failures(outcomes)):
+        elif len(outcomes) < len(batch.jobs) and not batch.is_over(batch.failures(outcomes)):
             # All slots have ended early; each has printed why.
             outcomes["slots"] = Outcome(Status.FAILED, EXIT_FAILED)
         return outcomes

@@ -32,27 +32,29 @@ def sweep_dir(composed: DictConfig, words: Sequence[str]) -> Iterator[Path]:
     if folder is None:
         retries = composed.sweep.retry is not None
         folder = unfinished_sweep(new.parent, command=sweep_command(words), retry_failed=retries)
-    if folder is not None or composed.sweep.dry_run:
-        if folder is not None and not composed.sweep.dry_run:
-            folder.mkdir(parents=True, exist_ok=True)
-            RunDir(folder).ensure_writable()
+    if composed.sweep.dry_run:
         yield folder or new
-        return
-    folder = claim(new)
-    try:
+    elif folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        RunDir(folder).ensure_writable()
         yield folder
-    finally:
-        if not (folder / PLAN).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):
-                folder.parent.rmdir()  # outputs, if it is empty
+    else:
+        folder = claim(new)
+        try:
+            yield folder
+        finally:
+            if not (folder / PLAN).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):
+                    folder.parent.rmdir()  # outputs, if it is empty
 
 
 def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool) -> Path | None:
     """Return the newest sweep in `parent` that the same command began and that has work left."""
     wanted = {*TO_RUN, *([Status.FAILED] if retry_failed else [])}
-    found = [path.parent for path in parent.glob(f"*/{PLAN}") if path.stat().st_uid == os.geteuid()]
-    for folder in sorted(found, key=_changed_at, reverse=True):
+    plans = [path for path in parent.glob(f"*/{PLAN}") if path.stat().st_uid == os.geteuid()]
+    for path in sorted(plans, key=lambda one: one.stat().st_mtime, reverse=True):
+        folder = path.parent
         try:
             plan = read_plan(folder)
         except UserError:
@@ -63,13 +65,6 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
         if plan.is_open or any(one.is_alive or one.status in wanted for one in states):
             return folder
     return None
-
-
-def _changed_at(folder: Path) -> float:
-    """Return when the plan of a sweep was last written; 0.0 if it is gone."""
-    with suppress(OSError):  # another launcher removes the sweep
-        return (folder / PLAN).stat().st_mtime
-    return 0.0
 
 
 def sweep_command(arguments: Sequence[str]) -> list[str]:

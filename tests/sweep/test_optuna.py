@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import background, command_line, run_command, wait_for, wait_for_end
-from configs import compose_raw
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from run_folders import last_step, record
@@ -16,13 +15,11 @@ from slow_models import CONVNET, slow_models
 from sweeps import POLL_S, both_train, needs_two_cores, only_sweep, statuses, table_row
 from tiers import first_of
 
+from ddp_runner.cli.app import run
 from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import compose, register
-from ddp_runner.config.load import to_config
+from ddp_runner.cli.compose import compose
 from ddp_runner.errors import UserError
-from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.search import Search
-from ddp_runner.sweep.validate import validate_sweep
 
 # Seed 58 of the sampler tries 0.1 and 0.01, both with seed 1, then 1e30, which diverges, and 0.1
 # with seed 1 once more.
@@ -39,10 +36,8 @@ def test_a_search_without_a_metric_or_without_optuna_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one line that says what to write, or to install."""
-    register()
-    config = to_config(compose_raw())
     with pytest.raises(UserError, match=r"write sweep\.objective=eval/accuracy"):
-        validate_sweep(config, Hardware(num_gpus=0, num_cores=4), searches=True)
+        run(["-m", "hydra/sweeper=optuna", "seed=1,2"], started_at=0.0)
     monkeypatch.setitem(sys.modules, "optuna", None)
     node = compose(parse(["hydra/sweeper=optuna"])).hydra.sweeper
     with pytest.raises(UserError, match=r"pip install 'ddp-runner\[optuna\]'"):

@@ -32,7 +32,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
-from ddp_runner.sweep.validate import validate_sweep
+from ddp_runner.sweep.local import validate_sweep
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
 PARALLEL = ("-m", *TOY, "sweep.parallel_jobs=2")
@@ -88,7 +88,7 @@ def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: 
     config = to_config(compose_raw(*overrides.split()))
     expected = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
     with expected:
-        validate_sweep(config, Hardware(num_gpus=2, num_cores=4), searches=False)
+        validate_sweep(config, Hardware(num_gpus=2, num_cores=4))
 
 
 def test_gpus_that_cannot_be_shown_to_some_jobs_alone_are_not_shared() -> None:
@@ -97,7 +97,7 @@ def test_gpus_that_cannot_be_shown_to_some_jobs_alone_are_not_shared() -> None:
     config = to_config(compose_raw("sweep.parallel_jobs=2"))
     machine = Hardware(num_gpus=2, num_cores=4, kind="npu", backend="hccl")
     with pytest.raises(UserError, match="shares out cuda and xpu devices, not npu; leave it"):
-        validate_sweep(config, machine, searches=False)
+        validate_sweep(config, machine)
 
 
 @pytest.mark.full

@@ -16,18 +16,18 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
 from ddp_runner.files import READER_S, locked
 from ddp_runner.job import Outcome, Status
-from ddp_runner.sweep.jobs import Batch, SweepJob, ended
+from ddp_runner.sweep.jobs import Batch, SweepJob, ended, ended_jobs
 from ddp_runner.sweep.layout import JobHardware, NodeLayout
 from ddp_runner.sweep.slurm.queue import LOGS, name_of, queued_states, standing
-from ddp_runner.sweep.slurm.script import Options, submit, write_sbatch_file
+from ddp_runner.sweep.slurm.script import submit, write_sbatch_file
 from ddp_runner.sweep.slurm.settings import (
+    Options,
     SlurmSettings,
     job_layout,
     node_hardware,
     sbatch_options,
 )
 from ddp_runner.sweep.slurm.watch import Watch, kept_signals
-from ddp_runner.sweep.validate import validate_slurm_sweep
 from ddp_runner.tracking.start_block import shown_path
 
 WATCHED = ".slurm.lock"  # held by the command that watches the sweep's jobs
@@ -45,7 +45,22 @@ class Slurm:
 
     def validate(self, config: Config, *, searches: bool) -> None:
         """Reject what Slurm cannot do; only sweep, launch and backend are read."""
-        validate_slurm_sweep(config, searches=searches, submits=self._settings.submit)
+        slots, address = config.sweep.parallel_jobs, config.launch.init_method
+        if slots != 1:
+            raise UserError(
+                f"sweep.parallel_jobs ({slots}) shares one machine among jobs, and Slurm runs as "
+                "many as fit; to limit them, write hydra.launcher.array_parallelism=N"
+            )
+        if address is not None:
+            raise UserError(
+                f"launch.init_method ({address}) lets all jobs of a sweep meet at one address, and "
+                "Slurm runs them at the same time; leave it out"
+            )
+        if searches and not self._settings.submit:
+            raise UserError(
+                "hydra.launcher.submit=false leaves the jobs to you, and a search chooses the next "
+                "ones by their results; leave it out"
+            )
 
     def hardware_of(self, config: Config) -> JobHardware:
         """Return a node of the partition, and the job's rank 0 as srun will start it."""
@@ -143,7 +158,7 @@ class Slurm:
 
     def _write(self, batch: Batch) -> dict[str, Outcome]:
         """Write the arrays of what is left as scripts for sbatch; return how the others ended."""
-        found = {job_id: ended(batch, one) for job_id, one in batch.jobs.items()}
+        outcomes = ended_jobs(batch)
         left = [one for one in batch.jobs.values() if batch.is_to_run(one, one.standing)]
         for path in self._folder.glob("sweep*.sbatch"):
             path.unlink()  # of an earlier start of this sweep
@@ -161,4 +176,4 @@ class Slurm:
         if left:
             shown = shlex.quote(str(shown_path(self._folder)))
             print(f"then see how they stand with  python -m ddp_runner.sweep {shown}", flush=True)
-        return {job_id: outcome for job_id, outcome in found.items() if outcome is not None}
+        return outcomes

@@ -8,20 +8,19 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_runner.files import replace_file
 from ddp_runner.job import Job, Status
 from ddp_runner.sweep.slurm.queue import LOGS, RECORD, run_slurm
-from ddp_runner.sweep.slurm.settings import SlurmSettings
+from ddp_runner.sweep.slurm.settings import Options, SlurmSettings
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 RUNNER = (sys.executable, "-m", "ddp_runner")
 OF_USER = ("SLURM_CONF", "SLURM_JWT")  # where Slurm is, and who asks
 AROUND = ("SLURM", "SRUN_", "SBATCH_", "MASTER_")  # variables of a job, and of where ranks meet
-Options = Mapping[str, str | int | bool]  # of sbatch, by their names with underscores
 
 
 def submit(

@@ -22,6 +22,7 @@ from ddp_runner.sweep.slurm.queue import run_slurm
 LOCAL = "ddp_runner.sweep.local.Local"  # the _target_ of hydra/launcher=ddp_runner
 OURS = "ddp_runner.sweep.slurm.executor.Slurm"  # and of hydra/launcher=slurm
 NOT_NEGATIVE = ("gpus_per_node", "max_requeues")
+Options = Mapping[str, str | int | bool]  # of sbatch, by their names with underscores
 OF_SWEEP = ("job_name", "array", "output", "error", "chdir")  # options of sbatch that a sweep sets
 
 
@@ -91,13 +92,11 @@ def node_hardware(settings: SlurmSettings) -> Hardware:
         UserError: Slurm does not answer, or does not have the partition.
     """
     num_gpus, num_cores = settings.gpus_per_node, settings.cpus_per_node
-    if num_gpus is None or num_cores is None:
-        nodes = _nodes(settings.partition)
-        if num_cores is None:
-            num_cores = min(cores for cores, _ in nodes)
-        if num_gpus is None:
-            num_gpus = min(gpus for _, gpus in nodes)
-    return Hardware(num_gpus=num_gpus, num_cores=num_cores)
+    nodes = _nodes(settings.partition) if None in (num_gpus, num_cores) else []
+    return Hardware(
+        num_gpus=min(gpus for _, gpus in nodes) if num_gpus is None else num_gpus,
+        num_cores=min(cores for cores, _ in nodes) if num_cores is None else num_cores,
+    )
 
 
 def _nodes(partition: str | None) -> list[tuple[int, int]]:
@@ -168,8 +167,8 @@ def rank_cores(config: Config, node: Hardware, settings: SlurmSettings) -> int:
 
 def sbatch_options(
     config: Config, layout: NodeLayout, node: Hardware, settings: SlurmSettings
-) -> Mapping[str, str | int | bool]:
-    """Return the options of sbatch for a resolved job, by their names with underscores.
+) -> Options:
+    """Return the options of sbatch for a resolved job.
 
     A job is queued again when it was preempted. It receives SIGUSR1 before its time limit.
     """

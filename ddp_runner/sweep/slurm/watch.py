@@ -16,7 +16,7 @@ from ddp_runner.host.streams import print_line
 from ddp_runner.job import EXIT_COMPLETED, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
-from ddp_runner.sweep.jobs import Batch, ended, failure
+from ddp_runner.sweep.jobs import Batch, ended_jobs, failure
 from ddp_runner.sweep.slurm.queue import cancel, note_end, queued_states, standing
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.start_block import shown_path
@@ -57,8 +57,7 @@ class Watch:
     ) -> None:
         self._batch, self._left, self._signals = batch, dict(names), signals
         self._folder, self._num_failed = folder, 0
-        found = {one: ended(batch, job) for one, job in batch.jobs.items() if one not in names}
-        self._outcomes = {one: outcome for one, outcome in found.items() if outcome is not None}
+        self._outcomes = {k: v for k, v in ended_jobs(batch).items() if k not in names}
         self._ended_at: dict[str, float] = {}  # when each job was first seen to have ended
         self._received: int | None = None  # the first signal
         self._received_at = 0.0  # the last one that counts

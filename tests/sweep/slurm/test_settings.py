@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from configs import compose_raw, resolved
@@ -14,6 +15,7 @@ from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.slurm import settings as slurm_settings
+from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.settings import (
     LOCAL,
     OURS,
@@ -24,7 +26,6 @@ from ddp_runner.sweep.slurm.settings import (
 )
 from ddp_runner.sweep.slurm.settings import slurm_settings as read_settings
 from ddp_runner.sweep.sweep_dir import sweep_command
-from ddp_runner.sweep.validate import validate_slurm_sweep
 
 GPU_NODE, CPU_NODE = Hardware(num_gpus=8, num_cores=96), Hardware(num_gpus=0, num_cores=16)
 
@@ -153,9 +154,17 @@ def test_a_sweep_stays_the_same_wherever_its_jobs_run() -> None:
 
 
 @pytest.mark.parametrize("override", ["sweep.parallel_jobs=2", "launch.init_method=file:///x"])
-def test_keys_for_jobs_of_one_machine_are_rejected(override: str) -> None:
+def test_keys_for_jobs_of_one_machine_are_rejected(tmp_path: Path, override: str) -> None:
     """Slurm decides how many jobs run at the same time."""
     register()
     config, (key, value) = to_config(compose_raw(override)), override.split("=")
     with pytest.raises(UserError, match=rf"^{re.escape(key)} \({re.escape(value)}\) "):
-        validate_slurm_sweep(config, searches=False, submits=False)
+        Slurm(tmp_path, SETTINGS).validate(config, searches=False)
+
+
+def test_a_search_submits_its_jobs_itself(tmp_path: Path) -> None:
+    """It needs the results of a batch to choose the next one."""
+    register()
+    slurm = Slurm(tmp_path, replace(SETTINGS, submit=False))
+    with pytest.raises(UserError, match=r"^hydra\.launcher\.submit=false leaves the jobs to you"):
+        slurm.validate(to_config(compose_raw()), searches=True)
