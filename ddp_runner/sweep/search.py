@@ -53,21 +53,15 @@ class Search:
             ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._node, self._folder = optuna, node, folder
-        self._space: dict[str, Any] = {}
-        self._same: list[str] = []
-        for one in overrides:
-            if one.is_hydra_override():
-                continue
-            key = one.get_key_element()
-            self._same = [word for word in self._same if word.partition("=")[0] != key]
-            self._space.pop(key, None)
-            if one.is_sweep_override():
-                try:
-                    self._space[key] = self._distribution(one)
-                except ValueError as error:
-                    raise UserError(f"{one.input_line}: {one_line(error)}") from error
-            else:
-                self._same.append(str(one.input_line))
+        given = {one.get_key_element(): one for one in overrides if not one.is_hydra_override()}
+        searched = {key: one for key, one in given.items() if one.is_sweep_override()}
+        self._same = [str(one.input_line) for key, one in given.items() if key not in searched]
+        self._space = dict[str, Any]()
+        for key, one in searched.items():
+            try:
+                self._space[key] = self._distribution(one)
+            except ValueError as error:
+                raise UserError(f"{one.input_line}: {one_line(error)}") from error
         for name, value in {"n_trials": node.n_trials, "n_jobs": node.n_jobs or batch_size}.items():
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"hydra.sweeper.{name} ({value}) must be a number greater than 0")
@@ -96,8 +90,7 @@ class Search:
                 f"hydra.sweeper.direction ({node.direction}) differs from that of the study, "
                 f"{self._study.direction.name.lower()}; give another hydra.sweep.dir or study_name"
             )
-        states = optuna.trial.TrialState
-        self._states = states
+        self._states = states = optuna.trial.TrialState
         # A search that was stopped left them; their runs are resumed.
         self._stopped = self._study.get_trials(deepcopy=False, states=[states.RUNNING])
         self._trials: list[int] = []  # the numbers of the last batch

@@ -18,7 +18,7 @@ from ddp_runner.files import READER_S, locked
 from ddp_runner.job import Outcome, Status
 from ddp_runner.sweep.jobs import Batch, SweepJob, ended, ended_jobs
 from ddp_runner.sweep.layout import JobHardware, NodeLayout
-from ddp_runner.sweep.slurm.queue import LOGS, name_of, queued_states, standing
+from ddp_runner.sweep.slurm.queue import LOGS, job_standing, queued_states, submitted_as
 from ddp_runner.sweep.slurm.script import submit, write_sbatch_file
 from ddp_runner.sweep.slurm.settings import (
     Options,
@@ -120,9 +120,9 @@ class Slurm:
         to_run = {Status.PREEMPTED, *([Status.FAILED] if batch.settings.retry else [])}
         for job_id, one in batch.jobs.items():
             run_dir = one.run_dir
-            if (name := name_of(run_dir.path)) is not None:
+            if (name := submitted_as(run_dir.path)) is not None:
                 state, sweep = states.get(name), self._folder
-                found = standing(run_dir.path, name=name, state=state, sweep=sweep)
+                found = job_standing(run_dir.path, name=name, state=state, sweep=sweep)
                 if found.status not in to_run:
                     names[job_id] = name
                     continue

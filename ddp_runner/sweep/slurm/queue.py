@@ -96,13 +96,13 @@ def cancel(names: Iterable[str]) -> str | None:
     return faults[0] if faults else None
 
 
-def name_of(run_dir: Path) -> str | None:
+def submitted_as(run_dir: Path) -> str | None:
     """Return the name of the job that runs a run; None if there is none whose end is unknown."""
     path = run_dir / RECORD
     return path.read_text(encoding="utf-8") if path.exists() else None
 
 
-def standing(run_dir: Path, *, name: str, state: str | None, sweep: Path) -> Standing:
+def job_standing(run_dir: Path, *, name: str, state: str | None, sweep: Path) -> Standing:
     """Return how a job stands, by Slurm's word for it, and by its run.json once it has ended.
 
     Where Slurm ended the job before its run could say so, the record differs from run.json: it has

@@ -136,8 +136,6 @@ def job_layout(config: Config, node: Hardware, settings: SlurmSettings) -> NodeL
     if num_ranks == AUTO:
         needs = mode_needs(config.parallelism)
         num_ranks = needs.max_ranks or max(needs.min_ranks, most * launch.nnodes)
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        return NodeLayout(1, 1)  # ``resolve`` reports it
     num_nodes = launch.nnodes if launch.nnodes > 1 else -(-num_ranks // most)
     if num_ranks % num_nodes:
         below = num_ranks // num_nodes * num_nodes

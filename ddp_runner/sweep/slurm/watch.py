@@ -17,7 +17,7 @@ from ddp_runner.job import EXIT_COMPLETED, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 from ddp_runner.sweep.jobs import Batch, ended_jobs, failure
-from ddp_runner.sweep.slurm.queue import cancel, note_end, queued_states, standing
+from ddp_runner.sweep.slurm.queue import cancel, job_standing, note_end, queued_states
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.start_block import shown_path
 
@@ -125,7 +125,7 @@ class Watch:
         self._is_silent, before, now = False, self._num_failed, time.monotonic()
         for job_id, name in list(self._left.items()):
             run_dir, state = self._batch.jobs[job_id].run_dir.path, states.get(name)
-            found = standing(run_dir, name=name, state=state, sweep=self._folder)
+            found = job_standing(run_dir, name=name, state=state, sweep=self._folder)
             if found.status in (Status.QUEUED, Status.RUNNING):
                 self._ended_at.pop(job_id, None)
                 continue

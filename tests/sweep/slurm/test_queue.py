@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from fake_slurm import SETTINGS, program, three_jobs
 
-from ddp_runner.sweep.slurm.queue import RECORD, cancel, name_of, note_end, queued_states, standing
+from ddp_runner.sweep.slurm.queue import (
+    RECORD,
+    cancel,
+    job_standing,
+    note_end,
+    queued_states,
+    submitted_as,
+)
 from ddp_runner.sweep.slurm.script import submit
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
@@ -61,7 +68,7 @@ def test_how_a_job_stands_follows_from_the_queue_and_run_json(
     run_dir = tmp_path / "run"
     if fields is not None:
         write_run_record(run_dir, **fields)
-    found = standing(run_dir, name="x_1", state=state, sweep=tmp_path)
+    found = job_standing(run_dir, name="x_1", state=state, sweep=tmp_path)
     assert found.status == status
     assert (part is None) == (found.sentence is None)
     assert part is None or part in str(found.sentence)
@@ -72,7 +79,7 @@ def test_a_job_that_fails_before_it_has_a_run_is_explained_by_its_log(tmp_path: 
     log = tmp_path / "slurm" / "x_0.log"
     log.parent.mkdir()
     log.write_text("error: not this\nslurmstepd: x\nerror: data_root (x) is not a folder\nmore\n")
-    found = standing(tmp_path / "run", name="x_0", state="FAILED", sweep=tmp_path)
+    found = job_standing(tmp_path / "run", name="x_0", state="FAILED", sweep=tmp_path)
     assert (found.status, found.kind) == ("failed", "user")
     assert found.sentence == f"data_root (x) is not a folder; see {log}"
 
@@ -107,11 +114,11 @@ def test_a_job_that_dies_before_its_run_goes_on_is_not_judged_by_the_run_before(
     (submitted,) = submit([batch.jobs["a"].job], folder=sweep, options=options, settings=SETTINGS)
     if part is not None and "folder" in part:
         (sweep / "slurm" / f"{submitted}.log").write_text(f"error: {part}\n")
-    found = standing(run_dir, name=submitted, state=state, sweep=sweep)
+    found = job_standing(run_dir, name=submitted, state=state, sweep=sweep)
     assert found.status == status
     assert part is None or part in str(found.sentence)
     write_run_record(run_dir, status="failed", error={**error, "sentence": "a new crash"})
-    found = standing(run_dir, name=submitted, state=state, sweep=sweep)
+    found = job_standing(run_dir, name=submitted, state=state, sweep=sweep)
     assert (found.status, found.sentence) == ("failed", "a new crash")
 
 
@@ -120,11 +127,11 @@ def test_an_end_is_noted_once_and_never_changes_what_a_run_has_said(tmp_path: Pa
     error = {"rank": 1, "kind": "crash", "sentence": "why"}
     write_run_record(tmp_path, status="failed", error=error, finished_at=1.0)
     (tmp_path / RECORD).write_text("x_0")
-    note_end(tmp_path, standing(tmp_path, name="x_0", state="FAILED", sweep=tmp_path))
+    note_end(tmp_path, job_standing(tmp_path, name="x_0", state="FAILED", sweep=tmp_path))
     assert read_run_record(tmp_path) == {"status": "failed", "error": error, "finished_at": 1.0}
-    assert name_of(tmp_path) is None
+    assert submitted_as(tmp_path) is None
     write_run_record(tmp_path, status="running", error=None)
-    note_end(tmp_path, standing(tmp_path, name="x_1", state="TIMEOUT", sweep=tmp_path))
+    note_end(tmp_path, job_standing(tmp_path, name="x_1", state="TIMEOUT", sweep=tmp_path))
     found = read_run_record(tmp_path)
     assert (found["status"], found["error"]["kind"]) == ("preempted", "signal")
     assert "x_1 reached its time limit" in found["error"]["sentence"]

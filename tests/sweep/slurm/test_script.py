@@ -15,7 +15,7 @@ from sweeps import statuses, table_row
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.jobs import Batch
 from ddp_runner.sweep.slurm import queue as slurm_queue
-from ddp_runner.sweep.slurm.queue import name_of
+from ddp_runner.sweep.slurm.queue import submitted_as
 from ddp_runner.sweep.slurm.script import resuming_words, submit, write_sbatch_file
 
 
@@ -46,7 +46,7 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
     )
     (path,) = (sweep / "slurm").glob("sweep.*.sbatch")
     assert names == [f"{path.stem}_{index}" for index in range(3)]
-    assert [name_of(sweep / job) for job in "abc"] == names
+    assert [submitted_as(sweep / job) for job in "abc"] == names
     script = path.read_text()
     assert f"#SBATCH --job-name={path.stem}\n" in script
     assert f"#SBATCH --output={sweep}/slurm/%x_%a.log\n" in script
@@ -103,7 +103,7 @@ def test_what_slurm_rejects_is_one_line(
     sweep, jobs = batch.jobs["a"].sweep, [one.job for one in batch.jobs.values()]
     with pytest.raises(UserError, match=sentence):
         submit(jobs, folder=sweep, options={"cpus_per_task": 1}, settings=SETTINGS)
-    assert str(name_of(sweep / "a")).startswith("sweep.")
+    assert str(submitted_as(sweep / "a")).startswith("sweep.")
 
 
 @pytest.mark.parametrize(
