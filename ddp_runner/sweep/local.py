@@ -29,7 +29,7 @@ class Local:
     def validate(self, config: Config, *, searches: bool) -> None:
         """Reject what this machine cannot do; only sweep, launch and backend are read.
 
-        Whether the sweep `searches` is for Slurm alone.
+        Only Slurm needs to know whether the sweep `searches`.
         """
         validate_sweep(config, self._hardware)
 

@@ -51,10 +51,13 @@ def run_sweep(command: SweepCommand) -> int:
         planner.validate(common)
         chooser: Grid | Search
         if is_search:
-            kept = None if common.sweep.dry_run else folder
-            size = common.sweep.parallel_jobs
-            retries = common.sweep.retry is not None
-            chooser = Search(node.sweeper, overrides, folder=kept, batch_size=size, retries=retries)
+            chooser = Search(
+                node.sweeper,
+                overrides,
+                folder=None if common.sweep.dry_run else folder,
+                batch_size=common.sweep.parallel_jobs,
+                retries=common.sweep.retry is not None,
+            )
         else:
             chooser = Grid(overrides)
         if common.sweep.dry_run:
