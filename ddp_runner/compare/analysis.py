@@ -29,10 +29,11 @@ from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
 
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
 SUPERLINEAR = 1.1  # the additional devices alone cannot explain an efficiency above it
+NO_METRICS = {"startup_s", "wall_s", "time_to_target_s", "sessions"}  # of the results of a row
 BUSY = 0.1  # share of the cores' time that other work may use
 # The tasks with rows of their own. An evaluation is no training: beside one it has no speed, steps
 # or parity. Benchmarks beside other runs only serve predictions.
-TRAINING, EVALUATION, BENCHMARK = TASKS = ("train", "evaluate", "collectives")
+TASKS = ("train", "evaluate", "collectives")
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,16 @@ def compare(
     Raises:
         UserError: no run has the metric of `target` or of `best`, or no two differ in `over`.
     """
-    usable = {
-        task: [run for run in runs if run.reason is None and run.task == task] for task in TASKS
-    }
-    task = next((task for task, found in usable.items() if found), TRAINING)
-    compared, fits = usable[task], fit_all_reduces(usable[BENCHMARK])
-    left_out = usable[EVALUATION] if task == TRAINING else []
-    _validate_metrics(compared, target=target, best=best)
+    usable: dict[str, list[Run]] = {task: [] for task in TASKS}
+    for run in runs:
+        if run.reason is None:
+            usable[run.task].append(run)
+    task = next((task for task in TASKS if usable[task]), TASKS[0])
+    compared, fits = usable[task], fit_all_reduces(usable["collectives"])
+    left_out = usable["evaluate"] if task == "train" else []
+    if target and compared:
+        logged = {name for run in compared for line in run.lines for name in line}
+        _ensure_known("--target", target.metric, logged - LINE_FIELDS)
     shown = [*compared, *(run for run in runs if run.ran_out and run.task == task)]
     settings = [run.setting for run in shown]
     averaged = tied_keys(settings, over) if over != "seed" else ()
@@ -179,17 +183,10 @@ def compare(
     )
 
 
-def _validate_metrics(runs: Sequence[Run], *, target: Target | None, best: str | None) -> None:
-    logged = {name for run in runs for line in run.lines for name in line} - LINE_FIELDS
-    asked = [("--target", target.metric, logged)] if target else []
-    if best is not None:
-        names = logged.union(*(run.final for run in runs))
-        with_result = {name for run in runs for name in names if run.result(name) is not None}
-        asked.append(("--best", best, with_result))
-    for option, metric, names in asked:
-        if runs and metric not in names:
-            known = ", ".join(sorted(names))
-            raise UserError(f"{option} ({metric}) is a metric of no run; use one of {known}")
+def _ensure_known(option: str, metric: str, known: set[str]) -> None:
+    if metric not in known:
+        names = ", ".join(sorted(known))
+        raise UserError(f"{option} ({metric}) is a metric of no run; use one of {names}")
 
 
 def _stats(runs: Sequence[Run], target: Target | None) -> dict[str, Stat]:
@@ -213,14 +210,14 @@ def _stats(runs: Sequence[Run], target: Target | None) -> dict[str, Stat]:
 
 
 def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:
-    """Return the best row by a metric that a run has, of equals the first; see ``compare``."""
+    """Return the best row by a metric, of equals the first; see ``compare``."""
+    _ensure_known("--best", metric, {name for row in rows for name in row.stats} - NO_METRICS)
     is_lower = any(is_lower_better(metric, run.directions) for row in rows for run in row.runs)
     mode = mode or ("min" if is_lower else "max")
     sign = 1 if mode == "max" else -1
-    means = [(stat(run.result(metric) for run in row.runs), row) for row in rows]
-    stats = [(mean, row) for mean, row in means if mean is not None]
-    value, row = max(stats, key=lambda pair: sign * pair[0].mean)
-    return Best(metric, mode, row, value)
+    measured = [row for row in rows if metric in row.stats]
+    row = max(measured, key=lambda row: sign * row.stats[metric].mean)
+    return Best(metric, mode, row, row.stats[metric])
 
 
 def _warnings(rows: Sequence[ComparisonRow], runs: Sequence[Run]) -> Iterator[str]:

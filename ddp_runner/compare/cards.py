@@ -57,13 +57,12 @@ class Card:
         return f"{self.number} {self.name}"
 
 
-def details(card: Card, *, num_points: int, has_config: bool) -> dict[str, Any]:
+def details(card: Card, *, is_single: bool) -> dict[str, Any]:
     """Return what the template shows of a run, whatever its files hold; what is empty is left out.
 
     Args:
         card: The run; one that cannot be compared has what could be read of it.
-        num_points: Most points of a curve.
-        has_config: Whether to list the whole config.
+        is_single: Whether the page is about this run only: then list the whole config, too.
     """
     run, record = card.run, card.run.record
     # A run that did not end has no metrics but those of its lines.
@@ -90,9 +89,9 @@ def details(card: Card, *, num_points: int, has_config: bool) -> dict[str, Any]:
         "beside": [table for table in beside if table is not None],
         "facts": [*_facts(record)],
         "last_values": _values(run, last),
-        "curves": curves(run, num_points=num_points),
+        "curves": curves(run, num_points=300 if is_single else 60),
         "records": [table for table in records if table is not None],
-        "config": [(key, setting_text(value)) for key, value in run.config.items() if has_config],
+        "config": [(key, setting_text(value)) for key, value in run.config.items() if is_single],
         "traceback": _traceback(run.folder) if record else "",
     }
 

@@ -5,7 +5,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.compare.analysis import BUSY, SUPERLINEAR, Comparison, ComparisonRow
+from ddp_runner.compare.analysis import (
+    BUSY,
+    NO_METRICS,
+    SUPERLINEAR,
+    Comparison,
+    ComparisonRow,
+)
 from ddp_runner.compare.parity import promises_parity
 from ddp_runner.compare.run import Stat
 from ddp_runner.compare.settings import title_of
@@ -15,7 +21,6 @@ from ddp_runner.errors import counted
 from ddp_runner.metric_names import best_end, headlines
 
 MOST_FIRST_KEYS = 6  # before the metrics; more would push them off the screen
-TIMES = ("startup_s", "wall_s", "time_to_target_s")  # results that are no metrics
 PERF = (
     *("perf/samples_per_s", "perf/peak_memory_gib", "perf/comm_share", "perf/skew_ms"),
     *("perf/mfu", "perf/step_time_ms"),
@@ -59,8 +64,8 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
         is_brief: bool = True,
     ) -> Column:
         values = [row.stats.get(name) for row in rows]
-        end = "min" if name in TIMES else best_end(name, directions)
-        is_speed = name in TIMES or name.startswith("perf/")
+        end = "min" if name in NO_METRICS - {"sessions"} else best_end(name, directions)
+        is_speed = name in NO_METRICS or name.startswith("perf/")
         return Column(
             name.removeprefix("perf/") if name in known else name,
             title or name,
@@ -82,7 +87,7 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
         for key in comparison.keys
     ]
     has_many_keys = len(keys) > MOST_FIRST_KEYS
-    names = sorted({name for row in rows for name in row.stats} - {*known, *TIMES, "sessions"})
+    names = sorted({name for row in rows for name in row.stats} - known - NO_METRICS)
     first = [name for name in dict.fromkeys((*sorted(asked), *headlines(names))) if name in names]
     metrics = [result(name) for name in first]
     if has_many_keys:
@@ -104,7 +109,7 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
     if "num_devices" not in comparison.keys:
         devices = [row.runs[0].num_devices for row in rows]
         yield Column("num_devices", "devices", devices, is_brief=False)
-    hint = "median of a run's lines without its first line, the warm-up"
+    hint = "median of a run's perf/samples_per_s without its first line, the warm-up"
     yield result("perf/samples_per_s", "samples/s", digits, hint)
     for kind, same in (("strong", "global batch"), ("weak", "batch per rank")):
         yield from _scaling(kind, same, rows)

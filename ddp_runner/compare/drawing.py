@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.compare.table import cut, digits
+from ddp_runner.errors import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,25 +118,26 @@ def draw_lines(
     axes.set_xlabel(xlabel + note)
 
 
-def draw_bar(
+def draw_bars(
     axes: "Axes",
-    place: float,
-    parts: Mapping[str, float],
+    bars: Mapping[float, Mapping[str, float]],
     colours: Mapping[str, str],
     height: float,
-    *,
-    is_predicted: bool = False,
+    word: str = "",
 ) -> None:
-    """Draw the parts of a step, one behind the other; of a prediction, pale and without numbers."""
-    start, width = 0.0, axes.get_xlim()[1]
+    """Draw bars at their places. With a `word` they are pale, and their parts have no numbers."""
+    starts = [0.0] * len(bars)
     for name, colour in colours.items():
-        length = max(0.0, parts.get(name, 0.0))
-        drawn = axes.barh([place], [length], height, start, color=colour, edgecolor="white")
-        if is_predicted:
-            drawn.patches[0].set_alpha(0.45)
-        elif length > MIN_NUMBERED * width:
-            axes.bar_label(drawn, [digits(length)], label_type="center", color="white")
-        start += length
-    text = f"  {digits(sum(parts.values()))} ms{' predicted' if is_predicted else ''}"
-    size = 8 if is_predicted else None
-    axes.text(start, place, text, va="center", color=TEXT, fontsize=size)
+        lengths = [max(0.0, parts.get(name, 0.0)) for parts in bars.values()]
+        drawn = axes.barh([*bars], lengths, height, starts, color=colour, edgecolor="white")
+        drawn.set_label("" if word else printable(name))
+        for bar in drawn.patches if word else ():
+            bar.set_alpha(0.45)
+        if not word:
+            least = MIN_NUMBERED * axes.get_xlim()[1]
+            numbers = [digits(length) if length > least else "" for length in lengths]
+            axes.bar_label(drawn, numbers, label_type="center", color="white")
+        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+    for (place, parts), start in zip(bars.items(), starts, strict=True):
+        text = f"  {digits(sum(parts.values()))} ms{word}"
+        axes.text(start, place, text, va="center", color=TEXT, fontsize=8 if word else None)

@@ -16,7 +16,7 @@ from ddp_runner.compare.drawing import (
     PART_COLOURS,
     STYLE,
     Points,
-    draw_bar,
+    draw_bars,
     draw_lines,
     new_figure,
     wrapped,
@@ -25,7 +25,6 @@ from ddp_runner.compare.parity import LOSS
 from ddp_runner.compare.settings import BATCH_SIZES, labels
 from ddp_runner.compare.speedup import REST, parts_ms
 from ddp_runner.compare.table import digits
-from ddp_runner.errors import printable
 from ddp_runner.metric_names import StepPart
 
 if TYPE_CHECKING:
@@ -207,15 +206,15 @@ def _step_parts(comparison: Comparison) -> "Figure | str":
     figure, (axes,) = new_figure("Parts of an optimizer step", height=height)
     axes.set_xlim(0, 1.2 * max(sum(parts.values()) for _, parts, _ in bars))
     at, size = (-0.15, 0.5) if has_predicted else (0.0, 0.8)
-    for place, (_, parts, predicted) in enumerate(bars):
-        draw_bar(axes, place + at, parts, colours, size)
-        for one in predicted:
-            draw_bar(axes, place + 0.22, one.parts_ms, colours, 0.18, is_predicted=True)
+    measured = {place + at: parts for place, (_, parts, _) in enumerate(bars)}
+    draw_bars(axes, measured, colours, size)
+    predictions = {
+        place + 0.22: one.parts_ms for place, (_, _, found) in enumerate(bars) for one in found
+    }
+    draw_bars(axes, predictions, colours, 0.18, word=" predicted")
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("milliseconds per step (median without the first line)")
-    for name, colour in colours.items():
-        axes.barh([0], [0], color=colour, label=printable(name))
     figure.legend(loc="outside lower center", ncols=min(len(names), 5), frameon=False)
     return figure

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 MAX_DETAILED = 100  # runs with details of their own; more would take megabytes and minutes
 MAX_SHOWN = 50_000  # characters of any text; a curve and a command are shorter
-NUM_POINTS = 6000  # of one metric's curves, over all runs
-FEWEST_POINTS, MOST_POINTS = 60, 300  # of a curve
 MIN_FILTERED = 6  # rows; fewer are seen at a glance
 
 Cards = Mapping[Path, Card]  # by the folder of the run
@@ -87,9 +85,8 @@ def _report(
     """Return all that the template shows; None, and what is empty, it leaves out."""
     cards = _cards(comparison)
     is_single = len(cards) == 1
-    num_points = max(FEWEST_POINTS, min(MOST_POINTS, NUM_POINTS // max(1, len(cards))))
     detailed = [one for one in cards.values() if one.anchor]
-    every = [details(one, num_points=num_points, has_config=is_single) for one in detailed]
+    every = [details(one, is_single=is_single) for one in detailed]
     links = tuple(cards[row.runs[0].folder].anchor for row in comparison.all_rows)
     main = replace(results_table(comparison), links=links)
     has_table = bool(main.labels) and not is_single
