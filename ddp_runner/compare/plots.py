@@ -211,7 +211,8 @@ def _step_parts(comparison: Comparison) -> "Figure | str":
     predictions = {
         place + 0.22: one.parts_ms for place, (_, _, found) in enumerate(bars) for one in found
     }
-    draw_bars(axes, predictions, colours, 0.18, word=" predicted")
+    if predictions:
+        draw_bars(axes, predictions, colours, 0.18, word=" predicted")
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
