@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from ddp_runner.cli import app
 from ddp_runner.cli.sweeping import job_composer
 from ddp_runner.job import EXIT_COMPLETED, Job, Outcome, Status
-from ddp_runner.status.find import survey
+from ddp_runner.status.look import survey
 from ddp_runner.sweep import run as run_module
 from ddp_runner.sweep.jobs import Batch, run_left
 from ddp_runner.sweep.local import Local

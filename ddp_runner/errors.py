@@ -81,6 +81,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units, such as 2 h 5 min."""
+    whole = round(seconds)
+    units = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min")]
+    parts = [f"{count} {unit}" for count, unit in [*units, (whole % 60, "s")] if count]
+    return " ".join(parts[:2]) or "0 s"
+
+
 def in_yaml(value: Any) -> str:
     """Return a value as a config writes it: null, true and false; other values as Python does."""
     if isinstance(value, bool):

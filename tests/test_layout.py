@@ -181,11 +181,11 @@ def test_no_import_leads_back(graph: str) -> None:
 
 
 def test_the_top_level_stays_small() -> None:
-    """Twelve modules and 20 packages: what is new has a subject, and goes to its package."""
+    """13 modules and 19 packages: what is new has a subject, and goes to its package."""
     modules = {path.stem for path in FILES if path.parent == PACKAGE} - {"__init__"}
     packages = {path.parent.name for path in FILES if path.parent.parent == PACKAGE}
-    assert len(modules) <= 12
-    assert len(packages) <= 20
+    assert len(modules) <= 13
+    assert len(packages) <= 19
     assert modules | packages == set(ALLOWED)
 
 

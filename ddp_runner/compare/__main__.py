@@ -40,7 +40,6 @@ def run(arguments: Sequence[str]) -> None:
         over=args.over,
         tolerance=args.tolerance,
         each=args.each,
-        include_parallel_jobs=args.include_parallel_jobs,
     )
     out = args.out
     written = write_all(comparison, out, paths=args.paths) if out is not None else []
@@ -58,7 +57,8 @@ def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) ->
     Raises:
         UserError: the folder cannot be written.
     """
-    from ddp_runner.compare.plots import figures, write_plots  # matplotlib is slow
+    from ddp_runner.compare.drawing import write_plots
+    from ddp_runner.compare.plots import figures  # matplotlib is slow
     from ddp_runner.compare.report import html
 
     lines = []
@@ -106,8 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--over", metavar="KEY", default="seed", help=over)
     tolerance = "relative difference of losses that counts as parity (default: %(default)s)"
     add("--tolerance", type=float, default=TOLERANCE, help=tolerance)
-    parallel = "count runs that shared the machine with parallel jobs for speedups"
-    add("--include-parallel-jobs", action="store_true", help=parallel)
     return parser
 
 

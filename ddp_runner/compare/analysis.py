@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 from ddp_runner.compare.parity import Parity, parities
 from ddp_runner.compare.run import Run, Stat, Target, stat
@@ -20,7 +19,6 @@ from ddp_runner.compare.settings import (
 )
 from ddp_runner.compare.speedup import (
     AllReduceFit,
-    Prediction,
     Scaling,
     Stats,
     fit_all_reduces,
@@ -31,8 +29,11 @@ from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
 
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
 SUPERLINEAR = 1.1  # the additional devices alone cannot explain an efficiency above it
-EVALUATES = "an evaluation of {}; name only evaluations to compare them"
+NO_METRICS = {"startup_s", "wall_s", "time_to_target_s", "sessions"}  # of the results of a row
 BUSY = 0.1  # share of the cores' time that other work may use
+# The tasks with rows of their own. An evaluation is no training: beside one it has no speed, steps
+# or parity. Benchmarks beside other runs only serve predictions.
+TASKS = ("train", "evaluate", "collectives")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class ComparisonRow:
     runs: tuple[Run, ...]
     stats: Stats
     scalings: Mapping[str, Scaling]  # strong, weak, both or none
-    predicted: Mapping[str, Prediction]  # from the baseline's step
     parity: tuple[Parity, ...]  # one per run that was compared with a reference
 
     @property
@@ -76,7 +76,7 @@ class Best:
 class RunNote:
     """A sentence about one run."""
 
-    folder: Path
+    run: Run
     sentence: str
 
 
@@ -97,7 +97,12 @@ class Comparison:
     best: Best | None
     warnings: tuple[str, ...]  # why rows may not be comparable, and doubtful speeds
     notes: tuple[RunNote, ...]  # about runs that are in a row
-    skipped: tuple[RunNote, ...]  # why a run is not compared
+    skipped: tuple[RunNote, ...]  # why a run has no results
+
+    @property
+    def all_rows(self) -> tuple[ComparisonRow, ...]:
+        """The rows of a table."""
+        return self.rows + self.ran_out
 
 
 def compare(
@@ -109,7 +114,6 @@ def compare(
     over: str = "seed",
     tolerance: float = TOLERANCE,
     each: bool = False,
-    include_parallel_jobs: bool = False,
 ) -> Comparison:
     """Compare runs, grouped by their settings.
 
@@ -121,83 +125,68 @@ def compare(
         over: A key whose values are repetitions, such as the fold of a dataset, beside the seed.
         tolerance: Relative difference of losses that still counts as parity.
         each: Make a row for each run instead of one for all seeds of a setting.
-        include_parallel_jobs: Count runs that shared the machine with parallel jobs for speedups.
 
     Raises:
         UserError: no run has the metric of `target` or of `best`, or no two differ in `over`.
     """
-    # Benchmarks beside other runs only serve predictions. An evaluation of a run is no training:
-    # beside one it has no speed, steps or parity.
-    kinds = dict[str, list[Run]](training=[], evaluation=[], benchmark=[])
+    usable: dict[str, list[Run]] = {task: [] for task in TASKS}
     for run in runs:
         if run.reason is None:
-            kinds[_kind(run)].append(run)
-    kind = next((kind for kind, found in kinds.items() if found), "training")
-    usable, fits = kinds[kind], fit_all_reduces(kinds["benchmark"])
-    left_out = kinds["evaluation"] if kind == "training" else []
-    _validate_metrics(usable, target=target, best=best)
-    shown = [*usable, *(run for run in runs if run.ran_out and _kind(run) == kind)]
+            usable[run.task].append(run)
+    task = next((task for task in TASKS if usable[task]), TASKS[0])
+    compared, fits = usable[task], fit_all_reduces(usable["collectives"])
+    left_out = usable["evaluate"] if task == "train" else []
+    if target and compared:
+        logged = {name for run in compared for line in run.lines for name in line}
+        _ensure_known("--target", target.metric, logged - LINE_FIELDS)
+    shown = [*compared, *(run for run in runs if run.ran_out and run.task == task)]
     settings = [run.setting for run in shown]
     averaged = tied_keys(settings, over) if over != "seed" else ()
     settings = [{key: one[key] for key in one if key not in averaged} for one in settings]
     copies = with_copies(varied_keys(settings), settings)
     keys = (*copies, *(["seed"] if each else []))
-    parity = {result.run.folder: result for result in parities(usable, tolerance=tolerance)}
     named_groups: dict[str, list[Run]] = {}
     for run in shown:
         name = str(run.folder) if each else identity(run.setting, without=averaged)
         named_groups.setdefault(f"{run.ran_out}\n{name}", []).append(run)
     groups = [*named_groups.values()]
     firsts = [group[0] for group in groups]
-    whole = [{**run.setting, "seed": run.seed} for run in firsts]
-    values = [{key: setting.get(key) for key in keys} for setting in whole]
+    values = [{key: {**run.setting, "seed": run.seed}.get(key) for key in keys} for run in firsts]
     stats = [_stats(group, target) for group in groups]
-    verdicts = [[parity[run.folder] for run in group if run.folder in parity] for group in groups]
-    named = labels(values), values, map(tuple, groups)
-    speeds = speedups(firsts, stats, fits, include_parallel_jobs=include_parallel_jobs)
-    fields = zip(*named, stats, *speeds, map(tuple, verdicts), strict=True)
-    rows = [ComparisonRow(*row) for row in fields]
+    scalings = speedups(firsts, stats, fits)
+    parity = {result.run.folder: result for result in parities(compared, tolerance=tolerance)}
+    verdicts = [
+        tuple(parity[one.folder] for one in runs if one.folder in parity) for runs in groups
+    ]
+    fields = labels(values), values, map(tuple, groups), stats, scalings, verdicts
+    rows = [ComparisonRow(*row) for row in zip(*fields, strict=True)]
     rows.sort(key=lambda row: sort_key(row.setting))
-    compared = tuple(row for row in rows if not row.runs[0].ran_out)
+    completed = tuple(row for row in rows if not row.runs[0].ran_out)
+    skipped = [RunNote(run, run.reason) for run in runs if run.reason is not None]
+    evaluates = "an evaluation of {}; name only evaluations to compare them"
+    skipped += [RunNote(run, evaluates.format(run.record.get("of_run"))) for run in left_out]
     return Comparison(
         keys=keys,
         copies=copies,
         over=("seed", *averaged),
         same=same_keys(settings),
-        rows=compared,
+        rows=completed,
         ran_out=tuple(row for row in rows if row.runs[0].ran_out),
         all_reduces=tuple(fits.values()),
         parity=tuple(parity.values()),
         tolerance=tolerance,
         target=target,
-        best=_best(compared, best, mode=mode) if best and compared else None,
-        warnings=tuple(_warnings(compared, usable)),
-        notes=tuple(RunNote(run.folder, note) for run in usable for note in run.notes),
-        skipped=(
-            *(RunNote(run.folder, run.reason) for run in runs if run.reason is not None),
-            *(RunNote(run.folder, EVALUATES.format(run.record.get("of_run"))) for run in left_out),
-        ),
+        best=_best(completed, best, mode=mode) if best and completed else None,
+        warnings=tuple(_warnings(completed, compared)),
+        notes=tuple(RunNote(run, note) for run in compared for note in run.notes),
+        skipped=tuple(skipped),
     )
 
 
-def _kind(run: Run) -> str:
-    if "collectives" in run.record or run.record.get("task") == "collectives":
-        return "benchmark"
-    is_evaluation = "of_run" in run.record or run.record.get("task") == "evaluate"
-    return "evaluation" if is_evaluation else "training"
-
-
-def _validate_metrics(runs: Sequence[Run], *, target: Target | None, best: str | None) -> None:
-    logged = {name for run in runs for line in run.lines for name in line} - LINE_FIELDS
-    asked = [("--target", target.metric, logged)] if target else []
-    if best is not None:
-        names = logged.union(*(run.final for run in runs))
-        with_result = {name for run in runs for name in names if run.result(name) is not None}
-        asked.append(("--best", best, with_result))
-    for option, metric, names in asked:
-        if runs and metric not in names:
-            known = ", ".join(sorted(names))
-            raise UserError(f"{option} ({metric}) is a metric of no run; use one of {known}")
+def _ensure_known(option: str, metric: str, known: set[str]) -> None:
+    if metric not in known:
+        names = ", ".join(sorted(known))
+        raise UserError(f"{option} ({metric}) is a metric of no run; use one of {names}")
 
 
 def _stats(runs: Sequence[Run], target: Target | None) -> dict[str, Stat]:
@@ -221,14 +210,14 @@ def _stats(runs: Sequence[Run], target: Target | None) -> dict[str, Stat]:
 
 
 def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:
-    """Return the best row by a metric that a run has, of equals the first; see ``compare``."""
+    """Return the best row by a metric, of equals the first; see ``compare``."""
+    _ensure_known("--best", metric, {name for row in rows for name in row.stats} - NO_METRICS)
     is_lower = any(is_lower_better(metric, run.directions) for row in rows for run in row.runs)
     mode = mode or ("min" if is_lower else "max")
     sign = 1 if mode == "max" else -1
-    means = [(stat(run.result(metric) for run in row.runs), row) for row in rows]
-    stats = [(mean, row) for mean, row in means if mean is not None]
-    value, row = max(stats, key=lambda pair: sign * pair[0].mean)
-    return Best(metric, mode, row, value)
+    measured = [row for row in rows if metric in row.stats]
+    row = max(measured, key=lambda row: sign * row.stats[metric].mean)
+    return Best(metric, mode, row, row.stats[metric])
 
 
 def _warnings(rows: Sequence[ComparisonRow], runs: Sequence[Run]) -> Iterator[str]:

@@ -7,7 +7,6 @@ from itertools import groupby
 from operator import itemgetter
 
 from ddp_runner.compare.run import Run
-from ddp_runner.compare.table import digits
 from ddp_runner.metric_names import LINE_FIELDS, headlines
 
 SIZE = 10_000  # of a chart, in the units of its path: readings have four digits
@@ -29,11 +28,6 @@ class Curve:
     low: float
     high: float
     is_log: bool
-
-    @property
-    def edges(self) -> tuple[str, str]:
-        """The lowest and the highest value as text."""
-        return digits(self.low), digits(self.high)
 
 
 def curves(run: Run, *, num_points: int) -> list[Curve]:
@@ -77,15 +71,8 @@ def _curve(run: Run, name: str, num_points: int) -> Curve | None:
     shown = thinned(points, num_points)
     stretches = groupby(shown, key=lambda point: math.isnan(point[1]))
     parts = [[place(*point) for point in part] for is_gap, part in stretches if not is_gap]
-    is_dotted = len(shown) <= MAX_DOTTED
-    return Curve(
-        name=name,
-        path="".join(f"M{' '.join(part)}" for part in parts),
-        # A line without length has round ends: a dot that no scaling deforms.
-        dots="".join(f"M{one}h0" for part in parts for one in part) if is_dotted else "",
-        first=first,
-        last=last,
-        low=low,
-        high=high,
-        is_log=is_log,
-    )
+    path = "".join(f"M{' '.join(part)}" for part in parts)
+    # A line without length has round ends: a dot that no scaling deforms.
+    dots = "".join(f"M{one}h0" for part in parts for one in part)
+    dots = dots if len(shown) <= MAX_DOTTED else ""
+    return Curve(name, path, dots, first, last, low, high, is_log)

@@ -4,15 +4,16 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from shutil import get_terminal_size
 from typing import Any
 
-from ddp_runner.compare.analysis import Comparison, RunNote
+from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.columns import results_table
 from ddp_runner.compare.run import Run, Stat
 from ddp_runner.compare.settings import ALWAYS_SHOWN, label
+from ddp_runner.compare.speedup import Prediction
 from ddp_runner.compare.table import Column, Table, cut, digits
 from ddp_runner.errors import counted, listed, printable
 from ddp_runner.files import in_csv, in_markdown, json_safe
@@ -124,85 +125,97 @@ FORMATS = {"table": as_text, "markdown": as_markdown, "csv": as_csv, "json": as_
 SUFFIXES = {"table": "txt", "markdown": "md", "csv": "csv", "json": "json"}
 
 
-def remarks(comparison: Comparison, shown: Table) -> Iterator[tuple[str, list[str]]]:
-    """Yield the titles and lines of the lists below the table."""
+Remark = tuple[str, Sequence[str]]  # a title and the lines below it; none: nothing to say
+
+
+def remarks(comparison: Comparison, shown: Table) -> Sequence[Remark]:
+    """Return the lists below the table."""
+    every = *_results(comparison), *_faults(comparison), *_legend(comparison, shown)
+    return _shortened(every)
+
+
+def run_remarks(comparison: Comparison) -> Sequence[Remark]:
+    """Return the lists of warnings, notes and skipped runs."""
+    return _shortened(_faults(comparison))
+
+
+def _shortened(remarks: Iterable[Remark]) -> Sequence[Remark]:
+    found = []
+    for title, lines in remarks:
+        num_more = len(lines) - MAX_LINES
+        more = [f"and {num_more} more; --format json shows all"] if num_more > 0 else []
+        if lines:
+            found.append((title, [*map(cut, lines[:MAX_LINES]), *more]))
+    return found
+
+
+def _results(comparison: Comparison) -> Iterator[Remark]:
+    """Yield what no cell of the table has: the best models, predicted steps and broken parity."""
     if best := comparison.best:
         count, sd = counted(best.value.count, "run"), best.value.sd
         spread = "" if sd is None else f" ± {digits(sd)}"
         exports = [RunDir(run.folder).export for run in best.row.runs]
         models = listed([str(path) for path in exports if path.is_file()])
         value = f"{digits(best.value.mean)}{spread} over {count} ({best.row.label})"
-        title = f"best {best.metric} ({best.mode})"
-        yield title, _shortened([value, f"its models: {models or 'none was exported'}"])
-    if lines := [*_step_gaps(comparison)]:
-        title = "step time, measured and predicted, and the parts that differ (ms)"
-        yield title, [cut(line) for line in lines]
-    if lines := [
+        lines = [value, f"its models: {models or 'none was exported'}"]
+        yield f"best {best.metric} ({best.mode})", lines
+    title = "step time, measured and predicted, and the parts that differ (ms)"
+    yield (
+        title,
+        [
+            f"{row.label} ({kind}): {_gaps(scaling.predicted)}"
+            for row in comparison.rows
+            for kind, scaling in row.scalings.items()
+            if scaling.predicted
+        ],
+    )
+    lines = [
         f"{fit.backend}, {counted(fit.world_size, 'rank')}: {fit.latency_us:,.0f} us + bytes / "
         f"{fit.gb_per_s:.2f} GB/s, from {fit.num_sizes} sizes, median error {fit.error:.0%}"
         for fit in comparison.all_reduces
-    ]:
-        yield "time of an all-reduce, fitted to task=collectives", [cut(line) for line in lines]
-    if lines := [
+    ]
+    yield "time of an all-reduce, fitted to task=collectives", lines
+    lines = [
         f"{label(parity.run.setting, ALWAYS_SHOWN)}, seed {parity.run.seed}: {parity.verdict}, "
         f"compared with {label(parity.reference.setting, ALWAYS_SHOWN)}; difference up to "
         f"{parity.largest:.1%} ({parity.run.folder})"
         for parity in comparison.parity
         if parity.first_break is not None
-    ]:
-        title = f"loss parity broken, {counted(len(lines), 'run')}"
-        yield title, [*_shortened(lines), *PARITY_HINTS]
-    yield from run_remarks(comparison)
+    ]
+    yield f"loss parity broken, {counted(len(lines), 'run')}", lines
+    yield "what breaks loss parity", PARITY_HINTS if lines else ()
+
+
+def _gaps(step: Prediction) -> str:
+    """Return a measured and a predicted step, and the parts in which they differ."""
+    measured, predicted = step.measured_ms, step.parts_ms
+    total = sum(measured.values())
+    gaps = {part: ms - predicted[part] for part, ms in measured.items()}
+    largest = sorted(gaps.items(), key=lambda item: -abs(item[1]))
+    parts = ", ".join(f"{part} {ms:+.3g}" for part, ms in largest if abs(ms) >= 0.005 * total)
+    return f"{digits(total)} ms, predicted {digits(sum(predicted.values()))}; {parts}"
+
+
+def _faults(comparison: Comparison) -> Iterator[Remark]:
+    """Yield the warnings, the notes and the skipped runs; a line for each different sentence."""
+    yield "warnings", comparison.warnings
+    titles = "notes", f"skipped, {counted(len(comparison.skipped), 'run')}"
+    for title, notes in zip(titles, (comparison.notes, comparison.skipped), strict=True):
+        folders: dict[str, list[str]] = {}
+        for note in notes:
+            folders.setdefault(note.sentence, []).append(str(note.run.folder))
+        lines = []
+        for sentence, names in folders.items():
+            runs = listed(names) if len(names) == 1 else f"{len(names)} runs ({listed(names)})"
+            lines.append(f"{runs}: {sentence}")
+        yield title, lines
+
+
+def _legend(comparison: Comparison, shown: Table) -> Iterator[Remark]:
     lines = []
     if any(len(row.runs) > 1 for row in comparison.rows):
         over = " and ".join(comparison.over)
         lines.append(f"±: standard deviation over the runs of a row, its {over}")
     lines += [f"{one.title}: {one.hint}" for one in shown.columns if one.is_brief and one.hint]
     if shown.labels:
-        yield "columns", [cut(line) for line in dict.fromkeys(lines)]
-
-
-def run_remarks(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
-    """Yield the titles and lines of the warnings, the notes and the skipped runs, if any."""
-    if comparison.warnings:
-        yield "warnings", _shortened(comparison.warnings)
-    if comparison.notes:
-        yield "notes", _by_sentence(comparison.notes)
-    if skipped := comparison.skipped:
-        yield f"skipped, {counted(len(skipped), 'run')}", _by_sentence(skipped)
-
-
-def _step_gaps(comparison: Comparison) -> Iterator[str]:
-    """Yield by how much each predicted step differs from the measured one, and in which parts."""
-    for row in comparison.rows:
-        for kind, prediction in row.predicted.items():
-            measured, predicted = prediction.measured_ms, prediction.parts_ms
-            total = sum(measured.values())
-            gaps = {part: ms - predicted[part] for part, ms in measured.items()}
-            parts = ", ".join(
-                f"{part} {gap:+.3g}"
-                for part, gap in sorted(gaps.items(), key=lambda item: -abs(item[1]))
-                if abs(gap) >= 0.005 * total
-            )
-            yield (
-                f"{row.label} ({kind}): {digits(total)} ms, predicted "
-                f"{digits(sum(predicted.values()))}; {parts}"
-            )
-
-
-def _by_sentence(notes: Sequence[RunNote]) -> list[str]:
-    """Return a line for each different sentence, with the number and the folders of its runs."""
-    folders: dict[str, list[str]] = {}
-    for note in notes:
-        folders.setdefault(note.sentence, []).append(str(note.folder))
-    lines = []
-    for sentence, names in folders.items():
-        which = listed(names)
-        lines.append(f"{which if len(names) == 1 else f'{len(names)} runs ({which})'}: {sentence}")
-    return _shortened(lines)
-
-
-def _shortened(lines: Sequence[str]) -> list[str]:
-    num_more = len(lines) - MAX_LINES
-    more = [f"and {num_more} more; --format json shows all"] if num_more > 0 else []
-    return [*(cut(line) for line in lines[:MAX_LINES]), *more]
+        yield "columns", list(dict.fromkeys(lines))

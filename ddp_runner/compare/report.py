@@ -7,8 +7,8 @@ is not in the file. No function here builds HTML from values by hand.
 
 import base64
 import hashlib
-import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +19,23 @@ from markupsafe import Markup
 
 from ddp_runner import __version__
 from ddp_runner.compare.analysis import Comparison
-from ddp_runner.compare.cards import Card, date_text, details
+from ddp_runner.compare.cards import Card, details
 from ddp_runner.compare.columns import results_table
 from ddp_runner.compare.curves import SIZE
-from ddp_runner.compare.formats import PARITY_HINTS, remarks
-from ddp_runner.compare.plots import data_url
-from ddp_runner.compare.run_tables import (
-    config_table,
-    machines_table,
-    parity_table,
-    scaling_table,
+from ddp_runner.compare.drawing import data_url
+from ddp_runner.compare.formats import remarks
+from ddp_runner.compare.run import Run
+from ddp_runner.compare.table import (
+    NOTHING,
+    Table,
+    cut,
+    date_text,
+    digits,
+    percent,
+    setting_text,
+    values_table,
 )
-from ddp_runner.compare.runs import read_run, with_what_is_there
-from ddp_runner.compare.table import Table, cut, values_table
+from ddp_runner.config.identity import leaves
 from ddp_runner.errors import printable
 
 if TYPE_CHECKING:
@@ -39,10 +43,9 @@ if TYPE_CHECKING:
 
 MAX_DETAILED = 100  # runs with details of their own; more would take megabytes and minutes
 MAX_SHOWN = 50_000  # characters of any text; a curve and a command are shorter
-NUM_POINTS = 6000  # of one metric's curves, over all runs
-FEWEST_POINTS, MOST_POINTS = 60, 300  # of a curve
 MIN_FILTERED = 6  # rows; fewer are seen at a glance
-MAX_CHOICES = 12  # of a column; more would make its menu longer than the table
+
+Cards = Mapping[Path, Card]  # by the folder of the run
 
 
 def html(
@@ -65,6 +68,7 @@ def html(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["digits"] = digits
     return environment.get_template("page.html.j2").render(
         report=_report(comparison, drawn, paths),
         style=Markup(style),  # both are this package's own files
@@ -81,23 +85,16 @@ def _report(
     """Return all that the template shows; None, and what is empty, it leaves out."""
     cards = _cards(comparison)
     is_single = len(cards) == 1
-    num_points = max(FEWEST_POINTS, min(MOST_POINTS, NUM_POINTS // max(1, len(cards))))
     detailed = [one for one in cards.values() if one.anchor]
-    every = [details(one, num_points=num_points, has_config=is_single) for one in detailed]
-    main = results_table(comparison)
+    every = [details(one, is_single=is_single) for one in detailed]
+    links = tuple(cards[row.runs[0].folder].anchor for row in comparison.all_rows)
+    main = replace(results_table(comparison), links=links)
     has_table = bool(main.labels) and not is_single
     name = "A row for each run" if "seed" in comparison.keys else "A row for each setting"
-    rows = (*comparison.rows, *comparison.ran_out)
-    firsts = tuple(cards[row.runs[0].folder].anchor for row in rows)
     names = [path.resolve().name for path in paths]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    left_out = ("columns", "skipped", "loss parity", *(["notes"] if is_single else []))
-    sections = [one for one in remarks(comparison, main) if not one[0].startswith(left_out)]
-    skipped = [(cards[note.folder], note.sentence) for note in comparison.skipped]
-    why = {"run": [one.title for one, _ in skipped], "why": [why for _, why in skipped]}
-    links = [one.anchor for one, _ in skipped]
+    left_out = ("columns", "skipped", *(["notes"] if is_single else []))
     plots = [one for one in drawn.values() if has_table and not isinstance(one, str)]
-    is_broken = any(one.first_break is not None for one in comparison.parity)
     return {
         "title": detailed[0].name if is_single else ", ".join(names[:3]) + more,
         "headline": main.name,
@@ -105,34 +102,32 @@ def _report(
         "date": date_text(time.time()),
         "version": __version__,
         "single": every[0] if is_single else None,
-        "main": replace(main, name=name, links=firsts) if has_table else None,
+        "main": replace(main, name=name) if has_table else None,
         "legends": [(one.title, one.hint) for one in main.columns if one.hint],
-        "menus": _menus(main),
         "is_filtered": len(main.labels) >= MIN_FILTERED,
-        "sections": sections,
-        "skipped": values_table("Runs that are not compared", why, links=links),
+        "sections": [one for one in remarks(comparison, main) if not one[0].startswith(left_out)],
+        "skipped": None if is_single else _skipped_table(comparison, cards),
         "plots": [(figure.get_suptitle(), Markup(data_url(figure))) for figure in plots],
-        "scaling": scaling_table(comparison, cards),
-        "parity": parity_table(comparison, cards),
-        "hints": PARITY_HINTS if is_broken else (),
-        "config": config_table(comparison, cards) if has_table else None,
-        "machines": machines_table([*cards.values()]) if not is_single else None,
+        "scaling": _scaling_table(main) if has_table else None,
+        "parity": _parity_table(comparison, cards),
+        "config": _config_table(comparison, cards) if has_table else None,
+        "machines": _machines_table([*cards.values()]) if not is_single else None,
         "details": () if is_single else every,
         "num_without_details": len(cards) - len(detailed),
     }
 
 
-def _cards(comparison: Comparison) -> dict[Path, Card]:
+def _cards(comparison: Comparison) -> Cards:
     """Return the runs in the order of their rows, then those in no row."""
     cards = [
         Card(run, f"{place}.{index}" if len(row.runs) > 1 else str(place), row.label)
-        for place, row in enumerate((*comparison.rows, *comparison.ran_out), start=1)
+        for place, row in enumerate(comparison.all_rows, start=1)
         for index, run in enumerate(row.runs, start=1)
     ]
     known = {one.run.folder for one in cards}
-    others = [note for note in comparison.skipped if note.folder not in known]
-    cards += [  # the comparison needs no more of them than the sentence
-        Card(replace(with_what_is_there(read_run(note.folder)), reason=note.sentence), f"s{place}")
+    others = [note for note in comparison.skipped if note.run.folder not in known]
+    cards += [
+        Card(replace(note.run, reason=note.sentence), f"s{place}")
         for place, note in enumerate(others, start=1)
     ]
     if len(cards) <= MAX_DETAILED:
@@ -140,16 +135,100 @@ def _cards(comparison: Comparison) -> dict[Path, Card]:
     return {one.run.folder: one for one in cards}
 
 
-def _menus(main: Table) -> dict[str, list[str]]:
-    """Return the menus that filter the rows: the values of a setting, by the key of its column."""
-    menus = {}
-    for column in main.columns if len(main.labels) >= MIN_FILTERED else ():
-        orders = [(column.order(row), main.text(column, row)) for row in range(len(main.labels))]
-        orders.sort(key=lambda pair: (pair[0] if isinstance(pair[0], float) else math.inf, pair[1]))
-        texts = [*dict.fromkeys(text for _, text in orders)]
-        if column.is_key and 1 < len(texts) <= MAX_CHOICES:
-            menus[column.key] = texts
-    return menus
+def _skipped_table(comparison: Comparison, cards: Cards) -> Table:
+    skipped = [(cards[note.run.folder], note.sentence) for note in comparison.skipped]
+    why = {"run": [one.title for one, _ in skipped], "why": [why for _, why in skipped]}
+    links = [one.anchor for one, _ in skipped]
+    return values_table("Runs that are not compared", why, links=links)
+
+
+def _scaling_table(main: Table) -> Table | None:
+    """Return the settings and speedups of the main table; None if it has no speedups."""
+    speeds = [one for one in main.columns if one.key.startswith(("strong_", "weak_"))]
+    settings = [one for one in main.columns if one.is_key or one.key in ("setting", "num_devices")]
+    columns = tuple(replace(one, is_brief=True) for one in (*settings, *speeds))
+    return replace(main, name="Speedup and efficiency", columns=columns) if speeds else None
+
+
+def _parity_table(comparison: Comparison, cards: Cards) -> Table:
+    """Return how the losses of each run differ from its reference's."""
+    runs = [cards[one.run.folder] for one in comparison.parity]
+    return values_table(
+        "Losses beside those of the simplest mode on the fewest ranks",
+        {
+            "run": [one.title for one in runs],
+            "setting": [one.label for one in runs],
+            "seed": [one.run.seed for one in runs],
+            "reference": [cards[one.reference.folder].title for one in comparison.parity],
+            "steps": [one.num_steps for one in comparison.parity],
+            "largest difference": [one.largest for one in comparison.parity],
+            "verdict": [one.verdict for one in comparison.parity],
+        },
+        show={"largest difference": "{:.2%}".format},
+        links=[one.anchor for one in runs],
+    )
+
+
+def _config_table(comparison: Comparison, cards: Cards) -> tuple[Table, list[tuple[str, str]]]:
+    """Return a row for each key whose values differ, and the keys and values that all share.
+
+    Unlike the columns of the comparison, these are all keys: those of the launch, the seed and the
+    folder of the data as well. The seeds of the only setting are told apart.
+    """
+    rows = comparison.all_rows
+    groups = {f"{place} {row.label}": row.runs for place, row in enumerate(rows, start=1)}
+    if len(groups) == 1:
+        groups = {cards[run.folder].title: (run,) for run in rows[0].runs}
+    keys = dict.fromkeys(key for runs in groups.values() for run in runs for key in run.config)
+    values = {key: [_setting(runs, key) for runs in groups.values()] for key in keys}
+    differing = {key: texts for key, texts in values.items() if len(set(texts)) > 1}
+    columns = zip(*differing.values(), strict=True) if differing else ()
+    by_group = dict(zip(groups, columns, strict=bool(differing)))
+    same = [(key, texts[0]) for key, texts in values.items() if key not in differing]
+    return values_table("All keys that differ", {"key": [*differing], **by_group}), same
+
+
+def _setting(runs: Sequence[Run], key: str) -> str:
+    """Return a key's values over some runs, each once."""
+    texts = dict.fromkeys(setting_text(run.config[key]) for run in runs if key in run.config)
+    return ", ".join(texts) or NOTHING
+
+
+def _machines_table(cards: Sequence[Card]) -> tuple[Table, list[tuple[str, str]]]:
+    """Return when, where and on what each run ran, and what is the same for all runs."""
+    records = [one.run.record for one in cards]
+    nested = [dict(leaves({key: one.get(key) for key in ("load", "versions")})) for one in records]
+    names = dict.fromkeys(key for one in nested for key in one)
+    table = values_table(
+        "When and where each run ran",
+        {
+            "run": [one.title for one in cards],
+            "status": [one.get("status") for one in records],
+            "started": [date_text(one.get("started_at")) for one in records],
+            "wall s": [one.get("wall_s") for one in records],
+            "sessions": [len(one.run.sessions) for one in cards],
+            "restarts": [one.get("restarts") for one in records],
+            "hosts": [one.get("hosts") or one.get("host") for one in records],
+            "devices": [_counted(one.get("devices")) for one in records],
+            "threads": [one.get("num_threads") for one in records],
+            "git revision": [one.get("git_revision") for one in records],
+            **{key.removeprefix("versions."): [one.get(key) for one in nested] for key in names},
+        },
+        show={key: percent for key in names if "share" in key},
+        links=[one.anchor for one in cards],
+    )
+    texts = [{table.text(one, row) for row in range(len(cards))} for one in table.columns]
+    both = [*zip(table.columns, texts, strict=True)]
+    columns = tuple(one for one, found in both if len(found) > 1)
+    same = [(one.title, found.pop()) for one, found in both if len(found) == 1]
+    return replace(table, columns=columns), [pair for pair in same if pair[1] != NOTHING]
+
+
+def _counted(names: Any) -> str | None:
+    """Return names with how often each occurs: NVIDIA H200 (4)."""
+    counts = Counter(map(str, names)) if isinstance(names, list) else {}
+    words = [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]
+    return ", ".join(words) or None
 
 
 def _visible(value: Any) -> Any:

@@ -3,22 +3,16 @@
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from ddp_runner.compare.settings import Setting
-from ddp_runner.config.identity import only_used
+from ddp_runner.config.identity import counts, is_inside, only_used
 from ddp_runner.metric_names import is_lower_better
 
-# The seed, over which a row averages, and keys that change neither the work nor its speed.
-IGNORED = (
-    *("seed", "name", "tags", "notes", "resume", "data_root", "allowed_targets", "verbose"),
-    "train.profile",
-)
 # No measurement reaches it, and sums, squares and differences of numbers below stay floats.
 MAX_NUMBER = 1e150
-IGNORED_GROUPS = ("launch.", "sweep.", "metrics.", "trackers.")
 
 
 @dataclass(frozen=True)
@@ -26,26 +20,28 @@ class Run:
     """One run folder."""
 
     folder: Path  # the path that the user gave, or a folder below it
-    reason: str | None = None  # why it cannot be compared; None if it can
-    ran_out: str | None = None  # of memory or of time, in words: it has a row without results
-    notes: tuple[str, ...] = ()  # what a reader must know about it
     record: Mapping[str, Any] = field(default_factory=dict)  # run.json
     config: Mapping[str, Any] = field(default_factory=dict)  # dotted keys and values
     lines: tuple[Mapping[str, float | None], ...] = ()  # metrics.jsonl; None: not finite
+    reason: str | None = None  # why it cannot be compared; None if it can
+    ran_out: str | None = None  # of memory or of time, in words: it has a row without results
+    notes: tuple[str, ...] = ()  # what a reader must know about it
 
     @cached_property
     def setting(self) -> Setting:
         """Everything that two runs must share to count as repetitions of one setting."""
-        config = {
-            key: value
-            for key, value in only_used(self.config, uses=self.record.get("uses")).items()
-            if key not in IGNORED and not key.startswith(IGNORED_GROUPS)
-        }
-        return config | {
+        used = only_used(self.config, uses=self.record.get("uses"))
+        return {key: value for key, value in used.items() if _is_of_setting(key)} | {
             "world_size": self.world_size,
             "num_devices": self.num_devices,
             "parallel_jobs": self.is_parallel_job,  # its times differ from those of a run alone
         }
+
+    @property
+    def task(self) -> str:
+        """The task by which it is compared: a loop of the user's own counts as a training."""
+        task = self.record.get("task")
+        return task if task in ("evaluate", "collectives") else "train"
 
     @property
     def comm_hook(self) -> str | None:
@@ -107,8 +103,9 @@ class Run:
     @property
     def final(self) -> dict[str, float]:
         """Value of each metric by which the run is judged, see ``RunFields``, if it is finite."""
-        metrics = self.record["metrics"].items()
-        return {key: float(value) for key, value in metrics if is_finite(value)}
+        metrics = self.record.get("metrics")
+        items = metrics.items() if isinstance(metrics, dict) else ()
+        return {key: float(value) for key, value in items if is_finite(value)}
 
     def field(self, *keys: str) -> Any:
         """Return what run.json holds below nested keys; None if it does not have them."""
@@ -143,6 +140,15 @@ class Run:
             values = self.values(metric)[1:]
             return statistics.median(values) if values else None
         return self.final.get(metric)
+
+
+@cache  # thousands of runs have the same keys
+def _is_of_setting(key: str) -> bool:
+    """Return whether runs that differ in this key have different settings.
+
+    A row averages over the seed, and a metric changes neither the work nor its speed.
+    """
+    return counts(key) and not is_inside(key, ("seed", "name", "metrics"))
 
 
 @dataclass(frozen=True)

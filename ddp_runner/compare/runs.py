@@ -1,6 +1,6 @@
 """Find run folders below paths and read them: run.json, metrics.jsonl and .hydra/config.yaml.
 
-A run that cannot be used has a reason instead of data.
+Of a run that cannot be compared, whatever is readable is kept, beside the reason.
 """
 
 import json
@@ -8,11 +8,10 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from ddp_runner import __version__
 from ddp_runner.compare.run import Run, best_step, is_finite
@@ -22,13 +21,17 @@ from ddp_runner.files import is_missing, read_file, read_yaml
 from ddp_runner.job import Status
 from ddp_runner.tracking.alive import LOST, standing
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS, RunDir
-from ddp_runner.tracking.run_record import RunRecord, read_run_record
+from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
 REQUIRED = {"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
+SIZES = ("world_size", "num_devices")
+SHOWN = (  # by a comparison or a report
+    *(RUN_RECORD, METRICS_FILE, CONFIG_FILE, ".hydra", ".hydra/overrides.yaml"),
+    *("logs", "logs/failure.txt"),
+)
 WITHOUT_METRICS = ("check", "predict", "export", "sample")  # tasks
 # How torch, the kernel, Slurm and Python word it in an error.
 OUT_OF_MEMORY = re.compile(r"(?i)out ?of ?memory|allocate memory|took more memory|MemoryError")
-KNOWN_FIELDS = get_type_hints(RunRecord).keys()
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -50,14 +53,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             )
         for folder in folders:
             resolved = folder.resolve()
-            if resolved in seen:
-                continue
-            seen.add(resolved)
-            run = read_run(folder)
-            started_at = [run.record, *run.sessions][-1].get("started_at")
-            has_identity = is_finite(started_at) and "config_hash" in run.record
-            identity = (str(run.record["config_hash"]), started_at) if has_identity else resolved
-            runs.setdefault(identity, run)
+            if resolved not in seen:
+                seen.add(resolved)
+                run = read_run(folder)
+                identity = str(run.record.get("config_hash")), last_session_start(run.record)
+                runs.setdefault(identity if is_finite(identity[1]) else resolved, run)
     return list(runs.values())
 
 
@@ -76,49 +76,31 @@ def tagged(runs: Sequence[Run], tags: Sequence[str]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Return one run; a run that is damaged, not completed or of another format has a reason."""
-    record: Mapping[str, Any] = {}
-    try:
-        if folder.is_dir() and not (folder / RUN_RECORD).exists():
-            reason = f"no {RUN_RECORD}: the run never started, or the copy is incomplete"
-            return Run(folder, reason=reason)
-        if (link := _link_in(folder)) is not None:
-            reason = f"{link} is a link, which may lead to any file; put the file itself there"
-            return Run(folder, reason=reason)
-        record = read_run_record(folder)
-        if (problem := _problem(folder, record)) is not None:
-            run, ran_out = Run(folder, reason=problem, record=record), _ran_out(record)
-            if ran_out and (whole := with_what_is_there(run)).config:
-                return replace(whole, ran_out=ran_out)
-            return run
-        keys = _read_config(folder / CONFIG_FILE)
-        lines, num_damaged = _read_lines(folder / METRICS_FILE)
-    except UserError as error:
-        reason = str(error).replace(f"{folder}{os.sep}", "")  # equal for all runs with this fault
-    except OSError as error:
-        reason = f"{Path(error.filename or folder).name} cannot be read ({error.strerror or error})"
-    except Exception as error:  # PyYAML raises errors of any type for odd tags
-        name = CONFIG_FILE if record else RUN_RECORD
-        reason = f"{name} cannot be read ({one_line(error)})"
-    else:
-        run = Run(folder, record=record, config=keys, lines=tuple(lines))
-        return replace(run, notes=tuple(_notes(run, num_damaged)))
-    return Run(folder, reason=reason, record=record)
+    """Return one run; one that is damaged, not completed or of another format has a reason."""
+    reasons: list[str] = []
 
+    def read(name: str, reader: Callable[[Path], Any], nothing: Any) -> Any:
+        try:
+            return reader(folder / name)
+        except UserError as error:
+            reasons.append(str(error).replace(f"{folder}{os.sep}", ""))  # equal for all runs
+        except Exception as error:  # PyYAML raises errors of any type for odd tags
+            why = isinstance(error, OSError) and error.strerror
+            reasons.append(f"{name} cannot be read ({why or one_line(error)})")
+        return nothing
 
-def with_what_is_there(run: Run) -> Run:
-    """Return a run that cannot be compared with its config and its lines, where they are readable.
-
-    A reader of its page wants to know how far it came; a comparison does not wait for that.
-    """
-    with suppress(OSError):
-        if _link_in(run.folder) is not None:
-            return run
-    with suppress(Exception):  # its reason says what is wrong; PyYAML raises errors of any type
-        run = replace(run, config=_read_config(run.folder / CONFIG_FILE))
-    with suppress(OSError):
-        run = replace(run, lines=tuple(_read_lines(run.folder / METRICS_FILE)[0]))
-    return run
+    if link := read(RUN_RECORD, _link_beside, None):
+        reason = f"{link} is a link, which may lead to any file; put the file itself there"
+        return Run(folder, reason=reason)
+    record = read(RUN_RECORD, _read_record, {})
+    if not reasons and (problem := _problem(folder, record)):
+        reasons.append(problem)
+    config = read(CONFIG_FILE, _read_config, {})
+    lines, num_damaged = read(METRICS_FILE, _read_lines, ([], 0))
+    run = Run(folder, record, config, tuple(lines))
+    if reasons:
+        return replace(run, reason=reasons[0], ran_out=_ran_out(record) if config else None)
+    return replace(run, notes=tuple(_notes(run, num_damaged)))
 
 
 def _run_folders(path: Path) -> Iterator[Path]:
@@ -129,8 +111,7 @@ def _run_folders(path: Path) -> Iterator[Path]:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             unreadable.append(Path(error.filename))
 
-    walk = os.walk(path, onerror=note)
-    for name, subfolders, files in walk:
+    for name, subfolders, files in os.walk(path, onerror=note):
         folder = Path(name)
         if RUN_RECORD in files or METRICS_FILE in files or not is_missing(folder / CONFIG_FILE):
             subfolders[:] = set(subfolders) - set(SUBFOLDERS)
@@ -138,71 +119,18 @@ def _run_folders(path: Path) -> Iterator[Path]:
     yield from unreadable
 
 
-def _link_in(folder: Path) -> str | None:
-    """Return what is a link among that which a comparison reads; None if nothing is.
+def _link_beside(record: Path) -> str | None:
+    """Return which of the files that a report shows is a link; None if none is.
 
-    A folder may come from somebody else, and a report, which is passed on, shows what is read.
+    A folder may come from somebody else, and a report is passed on: a link could lead anywhere.
     """
-    names = (RUN_RECORD, METRICS_FILE, CONFIG_FILE, Path(CONFIG_FILE).parent.name)
-    return next((name for name in names if (folder / name).is_symlink()), None)
+    return next((name for name in SHOWN if (record.parent / name).is_symlink()), None)
 
 
-def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
-    """Return why a run is not completed or not usable; None if it is."""
-    status, error = record.get("status"), record.get("error")
-    if status == Status.RUNNING:
-        found = standing(RunDir(folder))
-        minutes = int(found.seen_s or 0.0) // 60
-        age = f"{minutes} min ago" if minutes > 0 else "less than a minute ago"
-        is_lost = found.status == LOST
-        return f"{'killed' if is_lost else f'still {found.status}'}; last sign of life {age}"
-    if status in (Status.FAILED, Status.PREEMPTED):
-        sentence = error.get("sentence") if isinstance(error, dict) else None
-        return f"{status}: {sentence or 'at step ' + str(record.get('step', 0))}"
-    if status != Status.COMPLETED:
-        return f"{RUN_RECORD} has an unknown format: status is {reprlib.repr(status)}"
-    if "checks" in record or record.get("task") in WITHOUT_METRICS:
-        task = "check" if "checks" in record else record["task"]
-        return f"a task={task} run has no metrics to compare"
-    for name, kind in REQUIRED.items():
-        if not _is_valid(record, name):
-            wrong = f"{name} is {reprlib.repr(record.get(name))}, expected {kind.__name__}"
-            return f"{RUN_RECORD} has an unknown format: {wrong}"
-    measured = record.get("collectives", [])
-    if not (isinstance(measured, list) and all(map(_is_measured, measured))):
-        return f"{RUN_RECORD} has an unknown format: collectives is {reprlib.repr(measured)}"
-    return None
-
-
-def _is_valid(record: Mapping[str, Any], name: str) -> bool:
-    value = record.get(name)
-    return isinstance(value, REQUIRED[name]) and not (isinstance(value, int) and value < 1)
-
-
-def _ran_out(record: Mapping[str, Any]) -> str | None:
-    """Return how a run ran out of memory or of time; None if it ended in another way.
-
-    A preempted run was stopped by a signal, as at the time limit of its job.
-    """
-    has_sizes = _is_valid(record, "world_size") and _is_valid(record, "num_devices")
-    if record.get("task") in WITHOUT_METRICS or not has_sizes:
-        return None
-    if record.get("status") == Status.PREEMPTED:
-        return "preempted"
-    error = record.get("error") if record.get("status") == Status.FAILED else None
-    sentence = str(error.get("sentence")) if isinstance(error, dict) else ""
-    if "out-of-memory killer" in sentence:  # or another process
-        return "perhaps out of memory"
-    return "out of memory" if OUT_OF_MEMORY.search(sentence) else None
-
-
-def _is_measured(call: Any) -> bool:
-    """Return whether an entry of a record's `collectives` has a size and a time."""
-    try:
-        size, time_us = call["bytes"], call["latency_us"]["median"]
-    except (LookupError, TypeError):
-        return False
-    return is_finite(size) and is_finite(time_us) and size >= 0 and time_us > 0
+def _read_record(path: Path) -> dict[str, Any]:
+    if is_missing(path) and path.parent.is_dir():
+        raise UserError(f"no {RUN_RECORD}: the run never started, or the copy is incomplete")
+    return read_run_record(path.parent)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -232,17 +160,72 @@ def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     return lines, num_damaged
 
 
+def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
+    """Return why a run is not completed or not usable; None if it is."""
+    status = record.get("status")
+    if status == Status.RUNNING:
+        found = standing(RunDir(folder))
+        minutes = int(found.seen_s or 0.0) // 60
+        age = f"{minutes} min ago" if minutes > 0 else "less than a minute ago"
+        words = "killed" if found.status == LOST else f"still {found.status}"
+        return f"{words}; last sign of life {age}"
+    if status in (Status.FAILED, Status.PREEMPTED):
+        return f"{status}: {_sentence(record) or 'at step ' + str(record.get('step', 0))}"
+    if record.get("task") in WITHOUT_METRICS:
+        return f"a task={record['task']} run has no metrics to compare"
+    wrong = [] if status == Status.COMPLETED else ["status"]
+    wrong += [name for name in REQUIRED if not _is_valid(record, name)]
+    measured = record.get("collectives", [])
+    if not (isinstance(measured, list) and all(map(_is_measured, measured))):
+        wrong.append("collectives")
+    if wrong:
+        value = reprlib.repr(record.get(wrong[0]))
+        return f"{RUN_RECORD} has an unknown format: {wrong[0]} is {value}"
+    return None
+
+
+def _sentence(record: Mapping[str, Any]) -> str | None:
+    """Return why a run failed; None if its record does not say so."""
+    error = record.get("error")
+    return error.get("sentence") if isinstance(error, dict) else None
+
+
+def _is_valid(record: Mapping[str, Any], name: str) -> bool:
+    value = record.get(name)
+    return isinstance(value, REQUIRED[name]) and not (isinstance(value, int) and value < 1)
+
+
+def _is_measured(call: Any) -> bool:
+    """Return whether an entry of a record's `collectives` has a size and a time."""
+    try:
+        size, time_us = call["bytes"], call["latency_us"]["median"]
+    except (LookupError, TypeError):
+        return False
+    return is_finite(size) and is_finite(time_us) and size >= 0 and time_us > 0
+
+
+def _ran_out(record: Mapping[str, Any]) -> str | None:
+    """Return how a run ran out of memory or of time; None if it ended in another way.
+
+    A preempted run was stopped by a signal, as at the time limit of its job.
+    """
+    if record.get("task") in WITHOUT_METRICS or not all(_is_valid(record, one) for one in SIZES):
+        return None
+    if record.get("status") == Status.PREEMPTED:
+        return "preempted"
+    sentence = str(_sentence(record)) if record.get("status") == Status.FAILED else ""
+    if "out-of-memory killer" in sentence:  # or another process
+        return "perhaps out of memory"
+    return "out of memory" if OUT_OF_MEMORY.search(sentence) else None
+
+
 def _notes(run: Run, num_damaged: int) -> Iterator[str]:
     """Yield what a reader must know about a run that is in a row."""
     theirs = run.field("versions", "ddp_runner")
     if theirs != __version__:
-        unknown = ", ".join(sorted(set(run.record) - KNOWN_FIELDS))
-        yield (
-            f"written by ddp_runner {theirs or '(unknown)'}, this is {__version__}"
-            + (f"; unknown fields: {unknown}" if unknown else "")
-        )
-    if lost := [name for name, value in run.record["metrics"].items() if not is_finite(value)]:
-        yield f"not finite at the end, so not compared: {listed(sorted(lost))}"
+        yield f"written by ddp_runner {theirs or '(unknown)'}, this is {__version__}"
+    if lost := sorted(run.record["metrics"].keys() - run.final.keys()):
+        yield f"not finite at the end, so not compared: {listed(lost)}"
     if best_step(run.record):
         yield "losses and metrics of its best step, whose model it exports; see checkpoint.monitor"
     if num_damaged:

@@ -25,19 +25,6 @@ SENT_FRACTION = {None: 1.0, "bf16": 0.5, "fp16": 0.5}  # of float32 gradients, b
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """The speed of a setting relative to its baseline."""
-
-    batch: int  # the constant size: global for strong scaling, per rank for weak scaling
-    base: str  # in words
-    base_index: int  # in the sequence of settings that were compared
-    base_num_devices: int
-    speedup: float  # ratio of samples per second
-    speedup_sd: float | None  # over the setting's runs; takes the baseline's mean as exact
-    efficiency: float  # speedup divided by the ratio of devices; 1 is ideal
-
-
-@dataclass(frozen=True)
 class Prediction:
     """The predicted step of a setting, beside the measured step."""
 
@@ -45,6 +32,19 @@ class Prediction:
     speedup: float  # over the baseline
     parts_ms: Mapping[str, float]  # predicted
     measured_ms: Mapping[str, float]  # the same parts
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The speed of a setting relative to its baseline."""
+
+    batch: int  # the constant size: global for strong scaling, per rank for weak scaling
+    base: str  # in words
+    base_num_devices: int
+    speedup: float  # ratio of samples per second
+    speedup_sd: float | None  # over the setting's runs; takes the baseline's mean as exact
+    efficiency: float  # speedup divided by the ratio of devices; 1 is ideal
+    predicted: Prediction | None  # from the baseline's step; None: a measurement is missing
 
 
 @dataclass(frozen=True)
@@ -75,29 +75,21 @@ def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
 
 
 def speedups(
-    runs: Sequence[Run],
-    stats: Sequence[Stats],
-    fits: AllReduceFits,
-    *,
-    include_parallel_jobs: bool,
-) -> tuple[list[dict[str, Scaling]], list[dict[str, Prediction]]]:
-    """Return the scalings of each setting, and its predictions, by kind: strong and weak.
+    runs: Sequence[Run], stats: Sequence[Stats], fits: AllReduceFits
+) -> list[dict[str, Scaling]]:
+    """Return the scalings of each setting by their kind, strong and weak.
 
-    `runs` has any run of each setting, `stats` what its runs measured. Parallel jobs have none,
-    unless they are included: they slow each other down.
+    `runs` has any run of each setting, `stats` what its runs measured. Parallel jobs have none:
+    they slow each other down.
     """
-    strong, weak = (_scalings(runs, stats, key, include_parallel_jobs) for key in BATCH_SIZES)
-    measured = [*zip(runs, stats, strict=True)]
-    scalings: list[dict[str, Scaling]] = []
-    predicted: list[dict[str, Prediction]] = []
-    for own, *both in zip(measured, strong, weak, strict=True):
-        kinds = zip(("strong", "weak"), both, strict=True)
-        scalings.append({kind: scaling for kind, scaling in kinds if scaling})
-        predicted.append({})
-        for kind, scaling in scalings[-1].items():
-            if prediction := _predict(own, measured[scaling.base_index], fits):
-                predicted[-1][kind] = prediction
-    return scalings, predicted
+    both = {
+        kind: _scalings(runs, stats, fits, key)
+        for kind, key in zip(("strong", "weak"), BATCH_SIZES, strict=True)
+    }
+    return [
+        {kind: found[index] for kind, found in both.items() if index in found}
+        for index in range(len(runs))
+    ]
 
 
 def parts_ms(stats: Stats) -> dict[str, float]:
@@ -111,22 +103,20 @@ def parts_ms(stats: Stats) -> dict[str, float]:
 
 
 def _scalings(
-    runs: Sequence[Run], stats: Sequence[Stats], batch_key: str, include_parallel_jobs: bool
-) -> list[Scaling | None]:
-    """Return the scaling of each setting among those that differ in ranks and devices alone.
+    runs: Sequence[Run], stats: Sequence[Stats], fits: AllReduceFits, batch_key: str
+) -> dict[int, Scaling]:
+    """Return the scalings, by the index of the setting, among those with other ranks and devices.
 
     `batch_key` is the constant batch size: global for strong scaling, per rank for weak scaling.
     """
     free = ["world_size", "num_devices", *BATCH_SIZES]
-    free += ["parallel_jobs"] if include_parallel_jobs else []
     # The indices by everything except the mode, then by the mode.
     groups: dict[str, dict[str, list[int]]] = {}
     for index, run in enumerate(runs):
         setting, stat = run.setting, stats[index].get("perf/samples_per_s")
-        is_left_out = setting["parallel_jobs"] and not include_parallel_jobs
         # Ranks that compute a sample together have less to do the more they are.
         size = setting.get("parallelism.tensor_parallel_size", 1)
-        is_left_out |= batch_key == BATCH_PER_RANK and size != 1
+        is_left_out = run.is_parallel_job or (batch_key == BATCH_PER_RANK and size != 1)
         if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
             same = f"{identity(setting, without=[*free, 'parallelism.'])}\n{setting[batch_key]!r}"
             modes = groups.setdefault(same, {})
@@ -145,14 +135,14 @@ def _scalings(
         return Scaling(
             batch=int(runs[index].setting[batch_key]),
             base=f"{mode}{counted(first.world_size, 'rank')}{devices}",
-            base_index=base[0],
             base_num_devices=first.num_devices,
             speedup=stat.mean / base_speed,
             speedup_sd=None if stat.sd is None else stat.sd / base_speed,
             efficiency=stat.mean / base_speed * first.num_devices / runs[index].num_devices,
+            predicted=_predict((runs[index], stats[index]), (first, stats[base[0]]), fits),
         )
 
-    results: list[Scaling | None] = [None] * len(runs)
+    results: dict[int, Scaling] = {}
     for modes in groups.values():
         on_one_device = [found for indices in modes.values() if (found := on(1, indices))]
         for indices in modes.values():
@@ -163,7 +153,8 @@ def _scalings(
                 mode = f"{runs[base[0]].setting.get('parallelism.name')}, "
             if len(on(runs[base[0]].num_devices, indices)) < len(indices):
                 for index in (*indices, *base):
-                    results[index] = results[index] or scaling(index, base, mode)
+                    if index not in results:
+                        results[index] = scaling(index, base, mode)
     return results
 
 

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
 from ddp_runner.compare.run import Stat, is_finite
-from ddp_runner.errors import in_yaml
+from ddp_runner.errors import duration, in_yaml
 
 NOTHING = "-"  # the text of a cell without a value
 MAX_TEXT = 2000  # characters of a value: one in a run folder may have megabytes
@@ -25,6 +26,18 @@ def digits(value: float) -> str:
 
 
 percent, times = "{:.0%}".format, "{:.2f}x".format
+
+
+def time_text(seconds: float) -> str:
+    """Return a duration as a reader would say it: 12.30 s, 4 min 10 s, 2 h 5 min."""
+    return duration(seconds) if seconds >= 60 else f"{digits(seconds)} s"
+
+
+def date_text(seconds: Any) -> str:
+    """Return a time since the epoch as a date in UTC, which means the same to every reader."""
+    if not is_finite(seconds) or not 0 <= seconds < 253_402_300_800:  # the year 10000
+        return text_of(seconds)
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def text_of(value: Any) -> str:
@@ -128,26 +141,3 @@ def values_table(
     (head, labels), *others = columns.items()
     made = [Column(key, key, values, (show or {}).get(key, text_of)) for key, values in others]
     return Table(name, tuple(made), tuple(map(text_of, labels)), head=head, links=tuple(links))
-
-
-def without_same(shown: Table) -> tuple[Table, list[tuple[str, str]]]:
-    """Return a table without the columns that are equal in all rows, and those as pairs.
-
-    A table of one row has nothing to tell apart and stays whole.
-    """
-    if len(shown.labels) < 2:
-        return shown, []
-    texts = [{shown.text(one, row) for row in range(len(shown.labels))} for one in shown.columns]
-    both = [*zip(shown.columns, texts, strict=True)]
-    same = [(one.title, found.pop()) for one, found in both if len(found) == 1]
-    columns = tuple(one for one, found in both if len(found) > 1)
-    return replace(shown, columns=columns), [pair for pair in same if pair[1] != NOTHING]
-
-
-def transposed(shown: Table, *, head: str) -> Table:
-    """Return a table whose columns are the rows of another one, all as text."""
-    columns = tuple(
-        Column(label, label, [shown.text(column, row) for column in shown.columns])
-        for row, label in enumerate(shown.labels)
-    )
-    return Table(shown.name, columns, tuple(column.title for column in shown.columns), head=head)

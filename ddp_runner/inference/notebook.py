@@ -77,7 +77,6 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
         UserError: a path contains no run, or pandas is not installed.
     """
     from ddp_runner.compare.runs import read_runs as read
-    from ddp_runner.compare.runs import with_what_is_there
     from ddp_runner.errors import UserError
 
     try:
@@ -86,8 +85,7 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
         raise UserError(
             "read_runs returns a data frame of pandas; write pip install pandas"
         ) from error
-    found = read([*map(Path, [paths] if isinstance(paths, str | os.PathLike) else paths)])
-    runs = [run if run.reason is None else with_what_is_there(run) for run in found]
+    runs = read([*map(Path, [paths] if isinstance(paths, str | os.PathLike) else paths)])
     index = pandas.Index([str(run.folder) for run in runs], name="run")
     return pandas.DataFrame(map(_row, runs), index=index).convert_dtypes()
 

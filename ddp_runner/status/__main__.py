@@ -2,28 +2,25 @@
 
 python -m ddp_runner.status
 python -m ddp_runner.status outputs/SWEEP --all
-python -m ddp_runner.status --watch
+watch python -m ddp_runner.status
 """
 
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ddp_runner.errors import UserError, counted, exit_with, printable
+from ddp_runner.errors import counted, duration, exit_with, printable
 from ddp_runner.files import json_safe
 from ddp_runner.host.streams import line_width, wrapped
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
-from ddp_runner.status.find import Report, SweepStatus, survey
-from ddp_runner.status.look import RunStatus
+from ddp_runner.status.look import RunStatus, SweepStatus, survey
 from ddp_runner.tracking.alive import LOST
 from ddp_runner.tracking.outputs import OUTPUTS
 from ddp_runner.tracking.start_block import shown_path
 
-WATCH_S = 2.0
 WIDTH = 80  # of what is printed without a terminal
 INDENT = " " * 4
 ORDER = (Status.RUNNING, LOST, *(one for one in Status if one != Status.RUNNING))
@@ -41,59 +38,22 @@ def run(arguments: Sequence[str]) -> int:
         The exit code: 0, or 1 if a run is lost or silent.
 
     Raises:
-        UserError: a path does not exist, or the options exclude each other.
+        UserError: a path does not exist.
     """
     args = _parser().parse_args(arguments)
-    if args.watch and args.json:
-        raise UserError("--watch redraws a terminal and --json is for programs; give one of them")
-    if args.watch and line_width(sys.stdout):
-        return _watch(args.paths, show_all=args.all)
-    report = survey(args.paths)
+    runs, sweeps = survey(args.paths)
+    shown = [one for one in runs if args.all or one.is_shown]
+    shown_sweeps = [one for one in sweeps if args.all or one.is_shown]
     if args.json:
-        text = as_json(report, show_all=args.all)
+        print(as_json(shown, shown_sweeps))
     else:
-        text = as_text(report, show_all=args.all, width=line_width(sys.stdout) or WIDTH)
-    print(text, flush=True)
-    return EXIT_FAILED if report.num_missing else EXIT_COMPLETED
+        for line in _lines(shown, shown_sweeps, num_hidden=len(runs) - len(shown), is_all=args.all):
+            print(wrapped(line, line_width(sys.stdout) or WIDTH))
+    return EXIT_FAILED if any(run.is_missing for run in runs) else EXIT_COMPLETED
 
 
-def _watch(paths: Sequence[Path], *, show_all: bool) -> int:
-    """Redraw the status every two seconds until Ctrl-C; return the exit code of the last look."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    report = survey(paths)
-    console = Console(highlight=False, markup=False, emoji=False)
-    try:
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                text = as_text(report, show_all=show_all, width=line_width(sys.stdout) or WIDTH)
-                live.update(Text(f"{time.strftime('%H:%M:%S')}\n{text}"), refresh=True)
-                time.sleep(WATCH_S)
-                report = survey(paths)
-    except KeyboardInterrupt:
-        return EXIT_FAILED if report.num_missing else EXIT_COMPLETED
-
-
-def as_text(report: Report, *, show_all: bool, width: int) -> str:
-    """Return a few lines for each run that is alive, or should be; for all of them if asked."""
-    runs, sweeps = report.shown(show_all=show_all)
-    blocks = ["\n".join(_sweep_lines(one)) for one in sweeps]
-    blocks += ["\n".join(_run_lines(one)) for one in runs]
-    if not report.runs and any(one.counts for one in sweeps):
-        blocks.append("no run has begun")
-    elif not runs:
-        blocks.append("no run is here" if show_all else "no run is alive here")
-    hidden = len(report.runs) - len(runs)
-    if hidden:
-        blocks.append(f"{counted(hidden, 'run')} ended or not started: --all shows them")
-    return "\n".join(wrapped(block, width) for block in blocks)
-
-
-def as_json(report: Report, *, show_all: bool) -> str:
+def as_json(runs: Sequence[RunStatus], sweeps: Sequence[SweepStatus]) -> str:
     """Return one object: its runs and sweeps have the fields of their classes."""
-    runs, sweeps = report.shown(show_all=show_all)
     content = {
         name: [{**asdict(one), "folder": str(one.folder)} for one in found]
         for name, found in (("runs", runs), ("sweeps", sweeps))
@@ -101,14 +61,19 @@ def as_json(report: Report, *, show_all: bool) -> str:
     return json.dumps(json_safe(content), indent=1)
 
 
-def duration(seconds: float) -> str:
-    """Return a time in its two largest units, such as 2 h 5 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    units = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min")]
-    parts = [f"{count} {unit}" for count, unit in [*units, (whole % 60, "s")] if count]
-    return " ".join(parts[:2])
+def _lines(
+    runs: Sequence[RunStatus], sweeps: Sequence[SweepStatus], *, num_hidden: int, is_all: bool
+) -> Iterator[str]:
+    for sweep in sweeps:
+        yield from _sweep_lines(sweep)
+    for run in runs:
+        yield from _run_lines(run)
+    if not runs and not num_hidden and any(one.counts for one in sweeps):
+        yield "no run has begun"
+    elif not runs:
+        yield "no run is here" if is_all else "no run is alive here"
+    if num_hidden:
+        yield f"{counted(num_hidden, 'run')} ended or not started: --all shows them"
 
 
 def _sweep_lines(sweep: SweepStatus) -> Iterator[str]:
@@ -167,7 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     help_paths = "a run, a sweep, or all outputs (default: outputs)"
     add("paths", nargs="*", type=Path, default=[OUTPUTS], metavar="PATH", help=help_paths)
     add("--all", action="store_true", help="show every run, also those that have ended")
-    add("--watch", action="store_true", help="redraw it every 2 s until Ctrl-C, on a terminal")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -1,24 +1,28 @@
-"""One run folder at one moment: whether its run is alive, how far it is, what it waits for.
+"""The runs and sweeps below paths at one moment: alive or not, how far, what for. Torch-free."""
 
-Torch-free.
-"""
-
+import json
+import os
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
+from ddp_runner.files import open_file
 from ddp_runner.job import Status
-from ddp_runner.status.pace import Pace, read_pace
-from ddp_runner.sweep.plan_file import PLAN
+from ddp_runner.sweep.plan_file import PLAN, read_plan
 from ddp_runner.tracking.alive import DAMAGED, LOST, SILENT, Standing, standing
-from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS, RunDir
 
 UNREADABLE = "unreadable"
 STALLED_S, STALLED_STEPS = 60.0, 20.0  # a step that takes so long, and so many times the usual
 WITHOUT_STEPS = ("collectives", "check", "predict", "export", "sample")  # tasks that take no steps
+TAIL_BYTES, MOST_LINES = 2**14, 20  # of metrics.jsonl, at its end
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class RunStatus:
     epoch: int | None = None  # counts from 1
     total_epochs: int | None = None
     samples_per_s: float | None = None
-    steps_per_s: float | None = None
+    steps_per_s: float | None = None  # over the last lines, with evaluations and checkpoints
     left_s: float | None = None  # at this pace
     seen_s: float | None = None  # since the last sign of life
     idle_s: float | None = None  # since the last step, or whatever else rank 0 began
@@ -54,6 +58,69 @@ class RunStatus:
         return self.status in (LOST, SILENT)
 
 
+@dataclass(frozen=True)
+class SweepStatus:
+    """A sweep at one moment."""
+
+    folder: Path
+    counts: Mapping[str, int]  # how many jobs have each status; an abandoned one is lost
+    reason: str | None = None  # why its plan cannot be read
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether it is listed without --all: a job of it runs, or should."""
+        return self.reason is not None or bool({Status.RUNNING, LOST} & self.counts.keys())
+
+
+def survey(paths: Sequence[Path]) -> tuple[list[RunStatus], list[SweepStatus]]:
+    """Return the status of every run and sweep below the paths, each once, by folder.
+
+    Raises:
+        UserError: a path does not exist.
+    """
+    runs: dict[Path, RunStatus] = {}
+    sweeps: dict[Path, SweepStatus] = {}
+
+    def note(error: OSError) -> None:
+        folder = Path(error.filename)
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            reason = f"the folder cannot be read ({error.strerror})"
+            runs.setdefault(folder.resolve(), RunStatus(folder, UNREADABLE, reason=reason))
+        elif folder == path:
+            raise UserError(
+                f"{path} is not a folder; give that of a run, of a sweep, or of all outputs"
+            ) from error
+
+    for path in paths:
+        server_time = cache(partial(folder_time, path))
+        for name, subfolders, files in os.walk(path, onerror=note):
+            folder = Path(name)
+            inside = SUBFOLDERS if RUN_RECORD in files else ()
+            kept = (one for one in subfolders if not one.startswith(".") and one not in inside)
+            subfolders[:] = sorted(kept)
+            if RUN_RECORD in files:
+                runs.setdefault(folder.resolve(), look(folder, server_time=server_time))
+            if PLAN in files:
+                sweeps.setdefault(folder.resolve(), _sweep(folder, server_time))
+    return [*runs.values()], [*sweeps.values()]
+
+
+def folder_time(folder: Path) -> float:
+    """Return the time by the clock that stamps the files of a folder.
+
+    On a shared disk that is the file server's clock. Where nothing can be written, return the time
+    of this machine.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:  # on most disks it never has a name
+            file.write(b".")
+            file.flush()
+            os.fsync(file.fileno())  # NFS asks the server only now
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
 def look(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunStatus:
     """Return the status of a run.
 
@@ -63,67 +130,76 @@ def look(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunSt
     """
     run_dir = RunDir(folder)
     found = standing(run_dir, server_time=server_time)
-    if found.fault is not None:
-        return RunStatus(folder, DAMAGED, reason=found.fault)
     try:
-        if found.seen_s is None:
-            return _of_ended(folder, found)
-        return _of_alive(run_dir, found, found.seen_s, now=server_time())
+        numbers = {} if found.fault else _numbers(run_dir, found, server_time())
     except UserError as error:
         return RunStatus(folder, DAMAGED, reason=str(error))
-
-
-def _of_alive(run_dir: RunDir, found: Standing, seen_s: float, *, now: float) -> RunStatus:
-    record, beat, status = found.record, found.beat, found.status
-    pace = Pace()
-    if record.get("task") not in WITHOUT_STEPS:
-        pace = read_pace(run_dir.metrics)
-    steps = [one for one in (_number(beat.get("step")), pace.step) if one is not None]
-    step, total = max(steps, default=None), _number(beat.get("total_steps"))
-    idle_s = beat.get("idle_s")  # at the beat
-    if found.beat_at is not None and isinstance(idle_s, int | float):
-        idle_s += max(0.0, now - found.beat_at)
-    else:
-        idle_s = None
-    left_s = None
-    if status == Status.RUNNING and step is not None and total and pace.steps_per_s:
-        left_s = max(0, total - step) / pace.steps_per_s
+    record = found.record
+    tags, host = record.get("tags"), found.beat.get("host") or record.get("host")
+    hosts = record.get("hosts", [host])
     return RunStatus(
-        run_dir.path,
-        status,
-        **_facts(record, beat.get("host") or record.get("host")),
-        step=step,
-        total_steps=total,
-        epoch=_number(beat.get("epoch"), pace.epoch),
-        total_epochs=_number(beat.get("total_epochs")),
-        samples_per_s=pace.samples_per_s,
-        steps_per_s=pace.steps_per_s,
-        left_s=left_s,
-        seen_s=seen_s,
-        idle_s=idle_s,
-        reason=_reason(run_dir, found, idle_s=idle_s, pace=pace),
+        folder,
+        found.status,
+        hosts=tuple(str(one) for one in hosts if one) if isinstance(hosts, list) else (),
+        num_ranks=_whole(record.get("world_size")),
+        num_nodes=_whole(record.get("num_nodes")),
+        restarts=_whole(record.get("restarts")) or 0,
+        tags=tuple(map(str, tags)) if isinstance(tags, list) else (),
+        seen_s=found.seen_s,
+        reason=_reason(run_dir, found, numbers),
+        **numbers,
     )
 
 
-def _of_ended(folder: Path, found: Standing) -> RunStatus:
-    """Return the status of a run that has ended, or that its sweep has only queued."""
-    record, status = found.record, found.status
-    error = record.get("error")
-    sentence = error.get("sentence") if isinstance(error, dict) else record.get("stopped_early")
-    if sentence is None and status == Status.PREEMPTED:
-        sentence = f"stopped after a checkpoint; go on with {RunDir(folder).resume_argument}"
-    step, epoch = _number(record.get("step")), _number(record.get("epoch"))
-    if record.get("task") in WITHOUT_STEPS:
-        step = epoch = None
-    elif step is None:  # a run that failed has not written it
-        pace = read_pace(RunDir(folder).metrics)
-        step, epoch = pace.step, pace.epoch
-    reason = None if sentence is None else str(sentence)
-    facts = _facts(record, record.get("host"))
-    return RunStatus(folder, status, step=step, epoch=epoch, reason=reason, **facts)
+def _numbers(run_dir: RunDir, found: Standing, now: float) -> dict[str, Any]:
+    """Return how far a run is and how fast, by its heartbeat, its record and its last metrics.
+
+    Raises:
+        UserError: its metrics cannot be read.
+    """
+    is_alive, idle_s = found.seen_s is not None, found.beat.get("idle_s")
+    own = found.beat if is_alive else found.record
+    names = ("step", "total_steps", "epoch", "total_epochs")
+    numbers: dict[str, Any] = {name: _whole(own.get(name)) for name in names}
+    if found.beat_at is not None and isinstance(idle_s, int | float):
+        numbers["idle_s"] = idle_s + max(0.0, now - found.beat_at)
+    if found.record.get("task") in WITHOUT_STEPS:
+        return numbers if is_alive else {}
+    has_ended_well = not is_alive and numbers["step"] is not None
+    lines = [] if has_ended_well else [*_last_lines(run_dir.metrics)][-MOST_LINES:]
+    if not lines:
+        return numbers
+    first, last = lines[0], lines[-1]
+    elapsed_s, num_steps = last["time_s"] - first["time_s"], last["step"] - first["step"]
+    numbers["step"] = max(numbers["step"] or 0, last["step"])
+    numbers["epoch"] = numbers["epoch"] or _whole(last.get("epoch"))
+    speeds = [line["perf/samples_per_s"] for line in lines if line.get("perf/samples_per_s")]
+    numbers["samples_per_s"] = speeds[-1] if speeds else None
+    if elapsed_s > 0 and num_steps > 0:
+        numbers["steps_per_s"] = num_steps / elapsed_s
+        if found.status == Status.RUNNING and (total := numbers["total_steps"]):
+            numbers["left_s"] = max(0, total - numbers["step"]) / numbers["steps_per_s"]
+    return numbers
 
 
-def _reason(run_dir: RunDir, found: Standing, *, idle_s: float | None, pace: Pace) -> str | None:
+def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the last whole, undamaged lines of a file of metrics."""
+    with os_errors(f"{path} cannot be read", fix="make it readable"):
+        try:
+            with open_file(path) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                text = file.read()
+        except FileNotFoundError:
+            return
+    for part in text.splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # cut off, or damaged
+            line = json.loads(part)
+            if type(line["step"]) is int and isinstance(line["time_s"], int | float):
+                yield line
+
+
+def _reason(run_dir: RunDir, found: Standing, numbers: Mapping[str, Any]) -> str | None:
+    """Return what a run waits for, or why it has ended; None if there is nothing to say."""
     status, holder = found.status, found.holder
     if status == LOST:
         who = f"process {holder[0]} on {holder[1]} is gone" if holder else "no process runs it"
@@ -133,24 +209,32 @@ def _reason(run_dir: RunDir, found: Standing, *, idle_s: float | None, pace: Pac
     if status == SILENT:
         who = f"process {holder[0]} on {holder[1]}" if holder else "its process"
         return f"{who} exists and rank 0 gives no sign: suspended, or its disk does not answer"
-    usual_s = STALLED_STEPS / pace.steps_per_s if pace.steps_per_s else 0.0
-    if status == Status.RUNNING and idle_s is not None and idle_s > max(STALLED_S, usual_s):
-        return f"no step for {idle_s:.0f} s: a rank may be late or stuck; backend.timeout_s ends it"
-    return None
+    if status == Status.RUNNING:
+        idle_s, steps_per_s = numbers.get("idle_s"), numbers.get("steps_per_s")
+        usual_s = STALLED_STEPS / steps_per_s if steps_per_s else 0.0
+        if idle_s is not None and idle_s > max(STALLED_S, usual_s):
+            return (
+                f"no step for {idle_s:.0f} s: a rank may be late or stuck; backend.timeout_s "
+                "ends it"
+            )
+    if found.seen_s is not None:
+        return None
+    if status == Status.PREEMPTED and found.sentence is None:
+        return f"stopped after a checkpoint; go on with {run_dir.resume_argument}"
+    stopped = found.record.get("stopped_early")
+    return found.sentence or (None if stopped is None else str(stopped))
 
 
-def _facts(record: Mapping[str, Any], host: Any) -> dict[str, Any]:
-    """Return where a run is, or was, and its tags; `host` is rank 0's."""
-    tags, hosts = record.get("tags"), record.get("hosts", [host])
-    return {
-        "hosts": tuple(str(one) for one in hosts if one) if isinstance(hosts, list) else (),
-        "num_ranks": _number(record.get("world_size")),
-        "num_nodes": _number(record.get("num_nodes")),
-        "restarts": _number(record.get("restarts")) or 0,
-        "tags": tuple(map(str, tags)) if isinstance(tags, list) else (),
-    }
+def _whole(value: Any) -> int | None:
+    """Return a value that is a whole number: another version may have written it."""
+    return value if type(value) is int else None
 
 
-def _number(*values: Any) -> int | None:
-    """Return the first value that is a whole number: another version may have written it."""
-    return next((one for one in values if type(one) is int), None)
+def _sweep(folder: Path, server_time: Callable[[], float]) -> SweepStatus:
+    try:
+        jobs = read_plan(folder).jobs.values()
+    except UserError as error:
+        return SweepStatus(folder, {}, str(error))
+    found = (one.standing(folder, server_time=server_time) for one in jobs)
+    counts = Counter(str(Status.RUNNING if one.is_alive else one.status) for one in found)
+    return SweepStatus(folder, dict(counts))

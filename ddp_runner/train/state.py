@@ -14,7 +14,7 @@ from ddp_runner.data.batches import Batches
 from ddp_runner.data.splits import NUM_FIRST, MicroBatch
 from ddp_runner.parallelism.mode import Engine
 from ddp_runner.parallelism.shards import reshard
-from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler
+from ddp_runner.profiling import AnyProfiler, NullProfiler
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.progress import Progress

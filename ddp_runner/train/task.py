@@ -7,7 +7,7 @@ from functools import partial
 
 from ddp_runner.errors import UserError, counted
 from ddp_runner.job import Status
-from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
+from ddp_runner.profiling import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.rank.records import Records
 from ddp_runner.rank.session import Session, note_start
 from ddp_runner.rank.task_log import log_start

@@ -183,7 +183,7 @@ def test_csv_and_json_parse_back(outputs: Path, capsys: pytest.CaptureFixture[st
     assert row["stats"]["perf/samples_per_s"] == {"mean": 300.5, "sd": 0.5**0.5, "count": 2}
     assert row["runs"] == [str(outputs / "ddp-0"), str(outputs / "ddp-1")]
     assert comparison["skipped"] == [
-        {"folder": str(outputs / "lost"), "sentence": "failed: it fell | over"}
+        {"run": str(outputs / "lost"), "sentence": "failed: it fell | over"}
     ]
 
 
@@ -317,7 +317,7 @@ def test_a_doubtful_speed_is_marked_wherever_it_is_shown(
     (warning,) = [line for line in text.splitlines() if line.startswith("- 2 doubtful speeds (")]
     assert "ddp, 2 ranks, optimizer.lr 0.5: superlinear" in warning
     assert "single, 1 rank, optimizer.lr 0.5: busy machine" in warning
-    assert "- remark: superlinear means an efficiency above 110%, from a busy machine or" in text
+    assert "- remark: superlinear: an efficiency above 110%" in text
     rows = csv.DictReader((tmp_path / "report" / "comparison.csv").open())
     remarks = {(row["parallelism.name"], row["optimizer.lr"]): row["remark"] for row in rows}
     assert remarks["ddp", "0.5"] == "superlinear"

@@ -168,7 +168,7 @@ def test_verdicts_are_in_the_table_and_in_json(
     verdict(tmp_path / "grows", changed(grown))
     text = as_text(compare(read_runs([tmp_path / "grows"])))
     assert "ok, rounding grows to 1.1%" in text
-    assert "began as rounding grew slowly" in text
+    assert "rounding grew slowly to this size" in text
     assert "loss parity broken" not in text
     verdict(tmp_path / "breaks", changed(lambda _: 2e-3))
     text = as_text(compare(read_runs([tmp_path / "breaks"])))

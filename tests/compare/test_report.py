@@ -33,7 +33,7 @@ SVG = "data:image/svg+xml;base64,"
 VISIBLE = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\x00", "\\x00")
 TAGS = (
     "html head meta title style body header p button h1 span b a nav section h2 h3 label input "
-    "select option output div table caption thead tr th tbody td main figure figcaption small svg "
+    "output div table caption thead tr th tbody td main figure figcaption small svg "
     "path rect img details summary dl dt dd ul li pre script"
 )
 
@@ -130,15 +130,13 @@ def test_the_table_holds_the_comparison(outputs: Path, written: Path) -> None:
     assert max(speeds) == 450.0 == speeds[doubtful.index(True)]
     assert [speed for speed, is_best in zip(speeds, marked, strict=True) if is_best] == [300.0] * 2
     assert "best" not in "".join(row["optimizer.lr"].attributes["class"] for row in rows)
-    choices = page.all("select", **{"data-title": "optimizer.lr"})[0].all("option")
-    assert [choice.text for choice in choices] == ["all", "0.1", "0.2", "0.3"]
 
 
 def test_every_section_has_its_numbers(written: Path) -> None:
     """Scaling, parity, the keys that differ and those that do not, machines, skipped runs."""
     page = read_page(written)
-    speedups = {row[1]: row[6] for row in texts(captioned(page, "Speedup and efficiency"))}
-    assert speedups["ddp, 2 ranks, optimizer.lr 0.1"] == "1.50x"
+    speedups = {tuple(row[1:4]): row[5] for row in texts(captioned(page, "Speedup and efficiency"))}
+    assert speedups["ddp", "2", "0.1"] == "1.50x"
     parity = captioned(page, "Losses beside those of the simplest mode on the fewest ranks")
     assert {row[-1] for row in texts(parity)} == {"ok"}
     settings = captioned(page, "All keys that differ")
@@ -271,16 +269,15 @@ def test_one_run_has_a_page_of_its_own(tmp_path: Path) -> None:
     start, own = "python -m ddp_runner", "'--config-dir=/my conf'"
     assert command.text == f"""{start} {own} optimizer.lr=0.1 'name='"'"'two words'"'"''"""
     assert texts(captioned(page, "Sessions")) == [
-        ["1", "2001-09-09 01:46:40 UTC", "2.000 s", "60.00 s"],
+        ["1", "2001-09-09 01:46:40 UTC", "2.000 s", "1 min"],
         ["2", "2001-09-09 01:48:20 UTC", "1.000 s", "2 h 5 min"],
     ]
     values = {row[0]: row[1:4] for row in texts(captioned(page, "Metrics"))}
     assert values["eval/accuracy"] == ["0.6250", "0.5000", "0.7500"]
     parts = texts(captioned(page, "Parts of a step, median without the warm-up"))
-    assert [row[:3] for row in parts] == [["forward", "8,000", "30%"], ["rest", "18,667", "70%"]]
-    (confusion,) = page.all("table", class_="confusion")
-    assert texts(confusion) == [["0", "9", "1"], ["1", "·", "5"]]
-    assert [one.attributes["class"] for one in confusion.all("td") if one.text == "9"] == ["h9"]
+    assert parts == [["forward", "8,000", "30%"], ["rest", "18,667", "70%"]]
+    confusion = [one for one in page.all("table") if "Confusion" in one.all("caption")[0].text]
+    assert [texts(one) for one in confusion] == [[["0", "9", "1"], ["1", "0", "5"]]]
     known = facts(page)
     assert (known["optimizer.lr"], known["train.epochs"]) == ("0.1", "2")  # the whole config
     assert known["number of parameters"] == "29,034"
@@ -327,24 +324,22 @@ def test_a_run_that_did_not_complete_shows_how_far_it_came(lost: Path, status: s
     assert "<module> & more" in page.text
 
 
-def test_a_link_in_a_run_leads_to_no_other_file(lost: Path, tmp_path: Path) -> None:
-    """A report is passed on: what lies outside of the run must not get into it."""
-    (tmp_path / "secret").write_text("- my secret")
-    for link in (lost / "logs/failure.txt", lost / ".hydra/overrides.yaml"):
-        link.unlink(missing_ok=True)
-        link.symlink_to(tmp_path / "secret")
-    assert "my secret" not in report(lost).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", ".hydra/config.yaml", ".hydra"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("run.json", "metrics.jsonl", ".hydra/config.yaml", ".hydra", ".hydra/overrides.yaml"),
+        *("logs", "logs/failure.txt"),
+    ],
+)
 def test_a_run_with_links_is_not_read(lost: Path, tmp_path: Path, name: str) -> None:
-    """Its config, say, could be any YAML file of this machine."""
+    """A report is passed on: its config, say, could be any YAML file of this machine."""
+    (lost / ".hydra" / "overrides.yaml").write_text("- seed=77")
     (lost / name).rename(tmp_path / "secret")
     (lost / name).symlink_to(tmp_path / "secret")
     page = read_page(report(lost))
     assert f"{name} is a link" in page.all("p", class_="reason")[0].text
-    assert "optimizer.lr" not in page.text
-    assert "train/loss" not in page.text
+    for shown in ("optimizer.lr", "train/loss", "seed=77", "<module>"):
+        assert shown not in page.text
 
 
 def test_many_runs_have_a_table_but_no_details(
@@ -418,7 +413,7 @@ def test_a_curve_keeps_spikes_and_gaps(tmp_path: Path) -> None:
     ]
     lines[200]["train/loss"] = float("nan")
     (curve,) = curves(read_run(write_run(tmp_path / "run", lines=lines)), num_points=60)
-    assert (curve.name, curve.edges) == ("train/loss", ("1.000", "9.000"))
+    assert (curve.name, curve.low, curve.high) == ("train/loss", 1.0, 9.0)
     first, second = (part.split(" ") for part in curve.path.split("M")[1:])
     places = [tuple(map(int, pair.split(","))) for pair in (*first, *second)]
     assert len(places) < 130
@@ -473,8 +468,7 @@ def test_a_browser_sorts_filters_and_asks_for_nothing(written: Path) -> None:
         tab.fill("input[type=search]", "ddp 0.2")
         assert speeds() == [300.0]
         assert tab.locator("output[data-count]").text_content() == "1 of 6"
-        tab.fill("input[type=search]", "")
-        tab.locator("select[data-title=parallelism]").select_option("single")
+        tab.fill("input[type=search]", "single")
         assert speeds() == [300.0, 200.0, 100.0]
 
         tab.locator("#results tbody th a").filter(visible=True).first.click()
@@ -492,10 +486,9 @@ def test_a_browser_sorts_filters_and_asks_for_nothing(written: Path) -> None:
 @pytest.mark.full
 @pytest.mark.browser
 def test_filters_find_what_is_shown(tmp_path: Path) -> None:
-    """Not in hidden columns, not across cells, and a choice whatever spaces it has."""
+    """Not in hidden columns, and not across cells."""
     outputs = tmp_path / "outputs"
-    names = ["  a  b", "a b", "c", "d", "e", "f"]
-    for number, name in enumerate(names):
+    for number, name in enumerate("abcdef"):
         keys = {"optimizer.name": name, "optimizer.lr": 0.1 * (number + 1)}
         write_run(outputs / str(number), config=keys, lines=lines_of([1.0, 77.0 + number]))
     with browser_tab(browser_path(), width=1400, height=900) as tab:
@@ -511,13 +504,6 @@ def test_filters_find_what_is_shown(tmp_path: Path) -> None:
         tab.fill("input[type=search]", word)
         tab.check("[data-all]")  # now it is shown
         assert count.text_content() != "0 of 6"
-        tab.fill("input[type=search]", "")
-        menu = tab.locator(
-            "select[data-title='optimizer.name'], select[data-title=optimizer]"
-        ).first
-        for place in range(1, len(names) + 1):
-            menu.select_option(index=place)
-            assert count.text_content() == "1 of 6"
 
 
 @pytest.mark.full

@@ -29,8 +29,7 @@ from ddp_runner.inference.notebook import load, read_runs
 from ddp_runner.job import Job
 from ddp_runner.models import toy
 from ddp_runner.rank.session import open_session
-from ddp_runner.status.find import survey
-from ddp_runner.status.look import look
+from ddp_runner.status.look import look, survey
 from ddp_runner.sweep.plan_file import PLAN
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
@@ -366,7 +365,7 @@ def test_no_reader_waits_for_a_pipe(name: str, tmp_path: Path) -> None:
 def test_a_sweep_whose_plan_is_a_pipe_is_named(tmp_path: Path) -> None:
     """As one whose plan is damaged."""
     os.mkfifo(tmp_path / PLAN)
-    (sweep,) = survey([tmp_path]).sweeps
+    (sweep,) = survey([tmp_path])[1]
     assert "not a regular file" in str(sweep.reason)
 
 

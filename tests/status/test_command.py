@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import RUNNER, TIME_LIMIT_S, background, run_command, wait_for, wait_until_gone
+from commands import RUNNER, background, run_command, wait_for, wait_until_gone
 from generated_runs import write_run
 from rights import unreadable
 from run_folders import last_step, run_dirs
 from sweeps import planned
-from terminals import terminal
 from trainings import LONG
 
-from ddp_runner.errors import UserError
-from ddp_runner.status.__main__ import duration, run
+from ddp_runner.errors import UserError, duration
+from ddp_runner.status.__main__ import run
+from ddp_runner.status.look import folder_time
 from ddp_runner.tracking.run_dir import RunDir
 
 STATUS = (*RUNNER[:-1], "ddp_runner.status")
@@ -155,27 +155,6 @@ def test_no_line_is_wider_than_a_terminal_of_80_columns(
     assert "6 more" in " ".join(lines)
 
 
-def test_a_watched_terminal_is_redrawn_until_ctrl_c(tmp_path: Path) -> None:
-    """The exit code is that of the last look; the cursor is there again."""
-    write_run(tmp_path / "outputs" / "run", record=RUNNING | {"host": os.uname().nodename})
-    with terminal() as (stream, shown):
-        process = subprocess.Popen(
-            [*STATUS, "--watch"], cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=stream
-        )
-        wait_for(lambda: "".join(shown).count("outputs/run") >= 2)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(TIME_LIMIT_S) == 1
-    text = "".join(shown)
-    assert text.rindex("\x1b[?25h") > text.rindex("outputs/run")
-    assert "Traceback" not in text
-
-
-def test_a_pipe_that_watches_gets_one_look(tmp_path: Path) -> None:
-    """There is nothing to redraw."""
-    end = run_command("--watch", ".", folder=tmp_path, program=STATUS)
-    assert (end.exit_code, end.stdout) == (0, "no run is alive here\n")
-
-
 @pytest.mark.parametrize("named", ["", "private", "private/below"])
 def test_a_folder_that_cannot_be_read_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str
@@ -192,17 +171,11 @@ def test_a_folder_that_cannot_be_read_is_shown(
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["nowhere"], "nowhere is not a folder; give that of a run, of a sweep, or of all outputs"),
-        ([".", "--watch", "--json"], "--watch redraws a terminal and --json is for programs"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments: list[str], sentence: str) -> None:
+def test_a_path_that_is_not_there_is_a_mistake_in_one_line() -> None:
     """With exit code 2, as in all commands."""
+    sentence = "nowhere is not a folder; give that of a run, of a sweep, or of all outputs"
     with pytest.raises(UserError, match=re.escape(sentence)):
-        run(arguments)
+        run(["nowhere"])
 
 
 def test_a_thousand_runs_are_read_without_a_slow_import(tmp_path: Path) -> None:
@@ -220,6 +193,16 @@ def test_a_thousand_runs_are_read_without_a_slow_import(tmp_path: Path) -> None:
     assert not set(end.stderr.split()) & slow
 
 
+def test_the_time_of_a_folder_is_that_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left there; where nothing can be written, it is this machine's time."""
+    monkeypatch.setattr(time, "time", lambda: 5.0)
+    assert folder_time(tmp_path) == pytest.approx(tmp_path.stat().st_mtime, abs=3600)
+    assert list(tmp_path.iterdir()) == []
+    assert folder_time(tmp_path / "gone") == 5.0
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0 s"), (59, "59 s"), (60, "1 min"), (3725, "1 h 2 min"), (90061, "1 d 1 h")],
@@ -227,15 +210,3 @@ def test_a_thousand_runs_are_read_without_a_slow_import(tmp_path: Path) -> None:
 def test_a_duration_has_two_units(seconds: float, text: str) -> None:
     """What a reader needs."""
     assert duration(seconds) == text
-
-
-def test_the_time_of_a_folder_is_that_of_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is left there; where nothing can be written, it is this machine's time."""
-    from ddp_runner.status.find import folder_time
-
-    monkeypatch.setattr(time, "time", lambda: 5.0)
-    assert folder_time(tmp_path) == pytest.approx(tmp_path.stat().st_mtime, abs=3600)
-    assert list(tmp_path.iterdir()) == []
-    assert folder_time(tmp_path / "gone") == 5.0

@@ -294,7 +294,7 @@ def test_a_faulty_run_is_compared_or_left_out_in_one_line(fault: tuple[str, byte
         (faulty_run / name).write_bytes(content)
         comparison = compare(read_runs([here]))
         compared = [run.folder.name for row in comparison.rows for run in row.runs]
-        left_out = [remark.folder.name for remark in comparison.skipped]
+        left_out = [remark.run.folder.name for remark in comparison.skipped]
         assert "good" in compared
         assert sorted(compared + left_out) == ["good", "odd"]
         for remark in (*comparison.skipped, *comparison.notes):

@@ -18,7 +18,7 @@ from train_states import TOY, Trace, build, compose_config, run_loop, with_work
 from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.profiling.profiler import NullProfiler
+from ddp_runner.profiling import NullProfiler
 from ddp_runner.train import flops
 from ddp_runner.train import metrics as step_metrics
 from ddp_runner.train.first_batch import try_first_batch

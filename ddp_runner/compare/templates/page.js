@@ -31,10 +31,9 @@ for (const table of all("table.sortable")) {
 }
 
 for (const bar of all(".filters")) {
-  const fields = all("[data-filter]", bar);
+  const field = bar.querySelector("input");
   const count = bar.querySelector("output");
   const table = document.getElementById(count.dataset.count);
-  const titles = all("thead th", table).map((head) => head.dataset.title);
   const apply = () => {
     let shown = 0;
     const isWide = table.classList.contains("wide");
@@ -42,17 +41,12 @@ for (const bar of all(".filters")) {
       // Only what a reader sees; no word has the line end that separates the cells.
       const cells = [...row.cells].filter((cell) => isWide || !cell.classList.contains("more"));
       const text = cells.map((cell) => cell.textContent).join("\n").toLowerCase();
-      row.hidden = !fields.every((field) => {
-        if (field.tagName !== "SELECT")
-          return field.value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
-        const cell = row.cells[titles.indexOf(field.dataset.title)];
-        return field.selectedIndex === 0 || Number(cell.dataset.choice) === field.selectedIndex - 1;
-      });
+      row.hidden = !field.value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
       shown += !row.hidden;
     }
     count.value = `${shown} of ${table.tBodies[0].rows.length}`;
   };
-  for (const field of fields) field.addEventListener("input", apply);
+  field.addEventListener("input", apply);
   table.addEventListener("columns", apply);
   bar.hidden = false;
 }

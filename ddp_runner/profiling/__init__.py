@@ -1,1 +1,0 @@
-"""Profiles of some steps with torch.profiler: each rank writes its own trace."""
