@@ -3,6 +3,7 @@
 Each has a pipe; see ``wire``. Torch-free.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from ddp_runner.host.processes import (
 )
 from ddp_runner.job import Failure, Job
 from ddp_runner.launch.blame import Ends, Stack, first_failure, server_was_killed, stayed_suspended
+from ddp_runner.launch.group import OneMachine
 from ddp_runner.launch.stop_requests import StopRequests
 from ddp_runner.launch.wire import run_rank
 
@@ -31,23 +33,23 @@ SAVING_FACTOR = 10  # during a save, an end waits this many times launch.shutdow
 
 
 class Ranks:
-    """The ranks of one attempt, from ``start`` to ``end``; on one machine, ``run`` is all of it.
+    """The ranks of one attempt.
 
     Args:
         job: with its temporary folder, and what is known of the attempts before.
         stop: asks for the end of the run.
+        claimed: called where a rank has claimed the run folder; returns the run's trackers.
     """
 
     # By name: importing what a rank needs takes seconds, and the launcher needs none of it.
     work = "ddp_runner.worker:work"
 
-    def __init__(self, job: Job, stop: StopRequests) -> None:
+    def __init__(
+        self, job: Job, stop: StopRequests, claimed: Callable[[Path], Iterable[int]]
+    ) -> None:
         self.first_step: int | None = None  # where the loop began; None: it never got there
-        self.claimed: Path | None = None  # the run folder, where a rank has claimed it
-        # Starts the trackers of the run that is claimed, and returns their processes.
-        self.followed_by: Callable[[Path], Iterable[int]] | None = None
         self.results: dict[int, Any] = {}
-        self._job, self._stop = job, stop
+        self._job, self._stop, self._claimed = job, stop, claimed
         self._own = children()  # such as the fork server, also if no rank ever starts
         self._processes: dict[int, ForkServerProcess] = {}
         self._pipes: dict[int, Connection] = {}
@@ -60,22 +62,26 @@ class Ranks:
         self._is_training = False
         self._is_asked = False  # to stop
 
-    def run(self, environs: Sequence[Mapping[str, str]]) -> Failure | None:
-        """Start the ranks and wait for the end of all; return the failure that came first."""
+    def run(self, environs: Sequence[Mapping[str, str]], machines: OneMachine) -> Failure | None:
+        """Run a rank with each set of torchrun's variables; return the failure that came first.
+
+        It is that of this machine's ranks. None: all ranks of all machines have ended well.
+        """
         try:
             self.start(environs)
-            late_at = None
+            late_at = math.inf
             while True:
                 lost = self.poll(POLL_S)
-                if lost:
-                    return self.failed(lost)
-                if self.all_ended():
-                    return None
-                if self.results and late_at is None:
+                if lost or machines.must_end:
+                    return self.failed(lost, peers_waited_in_vain=machines.timed_out)
+                if late_at == math.inf and (self.results or machines.has_ended):
                     late_at = time.monotonic() + self._job.config.backend.timeout_s
-                # Nobody waits for such a rank in a collective, where it would be noticed.
-                if late_at and time.monotonic() > late_at and (suspended := self.suspended()):
-                    return self.failed({}, suspended=suspended[0])
+                if not self.all_ended():
+                    # Nobody waits for such a rank in a collective, where it would be noticed.
+                    if time.monotonic() > late_at and (suspended := self.suspended()):
+                        return self.failed({}, suspended=suspended[0])
+                elif (is_over := machines.all_ended()) is not None:
+                    return None if is_over else self.failed({})
         finally:
             self.end()
 
@@ -166,9 +172,7 @@ class Ranks:
     def _take(self, rank: int, word: str, *rest: Any) -> None:
         match word, *rest:
             case "claimed", folder:
-                self.claimed = folder
-                if self.followed_by is not None:
-                    self._own.update(self.followed_by(folder))
+                self._own.update(self._claimed(folder))
             case "began", step:
                 self.first_step = step
             case ["ready"]:

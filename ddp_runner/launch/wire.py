@@ -21,7 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, is_lost_peer
 from ddp_runner.host.load import address_limit
 from ddp_runner.host.processes import (
@@ -37,9 +36,6 @@ PEER_GRACE_S = 2.0  # a rank that lost a peer waits, so that the peer's end is n
 # The longest text in a message. A message of up to 16 kB leaves in one write. Between two writes, a
 # rank may be stopped or killed, and the launcher would wait for the rest.
 MOST_BYTES = 12_000
-
-
-ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class PipeWire:
@@ -112,41 +108,6 @@ def cut(text: str) -> str:
     if len(data) <= MOST_BYTES:
         return text
     return f"(the beginning is in logs/)\n{data[-MOST_BYTES:].decode(errors='ignore')}"
-
-
-def rank_environ(
-    rank: int,
-    config: RunConfig,
-    *,
-    attempt: int,
-    run_id: str,
-    local_world_size: int,
-    address: tuple[str, int] | None = None,
-) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank.
-
-    The ranks meet at the launchers' store at `address`; without it, at a file.
-    """
-    node_rank, local_rank = divmod(rank, local_world_size)
-    num_nodes = config.launch.nnodes
-    host, port = address or ("localhost", 0)
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": num_nodes * local_world_size,
-        "LOCAL_WORLD_SIZE": local_world_size,
-        "GROUP_RANK": node_rank,
-        "GROUP_WORLD_SIZE": num_nodes,
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RESTART_COUNT": attempt,
-        "TORCHELASTIC_MAX_RESTARTS": config.launch.max_restarts,
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": address is not None,
-        # Torch's agent sets it too: a rank that waits too long in NCCL is aborted.
-        ASYNC_ERROR_HANDLING: os.environ.get(ASYNC_ERROR_HANDLING, "1"),
-    }
-    return {name: str(value) for name, value in variables.items()}
 
 
 def run_rank(job: Job, work: str, environ: dict[str, str], pipe: Connection) -> NoReturn:

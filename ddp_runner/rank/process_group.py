@@ -5,10 +5,12 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +21,6 @@ from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors, valida
 from ddp_runner.errors import UserError
 from ddp_runner.host.accelerators import FOR_CPU
 from ddp_runner.host.network import is_here, outer_interface
-from ddp_runner.host.patience import patiently
 from ddp_runner.host.streams import notice_if_slow, print_line
 
 HOST = "127.0.0.1"
@@ -162,12 +163,22 @@ def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
             time.sleep(POLL_S)
             continue
         reason = "it may be suspended"
+        # In a thread: the call itself waits for ever.
+        answer: Future[Any] = Future()
+        Thread(target=_fulfil, args=(answer, store), daemon=True).start()
         with suppress(TimeoutError):
-            return patiently(partial(store, is_master=False), limit_s=timeout_s)
+            return answer.result(timeout_s)
     raise STORES.DistNetworkError(
         f"timed out after {timeout_s:g} s (backend.timeout_s): rank 0 does not answer at "
         f"{place[0]}:{place[1]} ({reason})"
     )
+
+
+def _fulfil(answer: Future[Any], store: Callable[..., Any]) -> None:
+    try:
+        answer.set_result(store(is_master=False))
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:
