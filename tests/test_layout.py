@@ -21,7 +21,7 @@ ALLOWED = {
     "seeds": {"device"},
     "dist_env": GROUND,
     "config": {*GROUND, "dist_env"},
-    "job": {"config"},
+    "job": {"config", "host"},
     "distributed": GROUND,
     "metrics": {*GROUND, "config", "data", "distributed"},
     "parallelism": {*GROUND, "dist_env", "job"},

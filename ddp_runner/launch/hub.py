@@ -101,10 +101,14 @@ class Hub:
     def _take(self, machine: Machine, word: str, value: Any) -> None:
         if word == "join":
             machine.joined, machine.state, machine.failure = value, "waiting", None
-            for key in ("nnodes", "rdzv_id"):
-                if value[key] != (here := getattr(self._launch, key)):
-                    rule = f"launch.{key} is {value[key]} here and {here} where the machines meet"
-                    self._refuse(machine, f"{rule}; start the same command on each machine")
+            nnodes, rule = self._launch.nnodes, ""
+            if value["nnodes"] != nnodes:
+                rule = f"launch.nnodes is {value['nnodes']} here and {nnodes}"
+            elif value["rdzv_id"] != self._launch.rdzv_id:  # which may be a secret
+                rule = "launch.rdzv_id is not the one"
+            if rule:
+                fix = "start the same command on each machine"
+                self._refuse(machine, f"{rule} where the machines meet; {fix}")
         elif word == "failed":
             machine.failure, machine.state = Failure(**value), word
         elif word == "ended":

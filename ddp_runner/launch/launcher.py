@@ -101,16 +101,13 @@ def run_ranks(job: Job, stop: StopRequests, trackers: ExitStack, folders: list[P
     if job.shows_header:
         print_line(starting_lines(job), stream=sys.stdout)
     machines = OneMachine(job) if job.config.launch.nnodes == 1 else Machines(job)
-    following: dict[Path, list[int]] = {}
+    with_trackers = set[Path]()
 
-    def claimed(folder: Path) -> list[int]:
-        """Note the run folder; where rank 0 is, start the run's trackers and return their pids."""
+    def claimed(folder: Path) -> None:
         folders.append(folder)
-        if group is None or group.place > 0:
-            return []
-        if folder not in following:
-            following[folder] = trackers.enter_context(followed(job, RunDir(folder)))
-        return following[folder]
+        if group is not None and group.place == 0 and folder not in with_trackers:
+            with_trackers.add(folder)
+            trackers.enter_context(followed(job, RunDir(folder)))
 
     with (
         tempfile.TemporaryDirectory(

@@ -46,11 +46,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
         has_run: bool = False,
         serves: bool = False,
         endpoint: str = "",
+        rdzv_id: str = "run",
         join_timeout_s: float = 60.0,
     ) -> tuple[Machines, Future[Group | None]]:
         launch = LaunchConfig(
             nnodes=nnodes,
             node_rank=node_rank,
+            rdzv_id=rdzv_id,
             rdzv_endpoint=endpoint or f"127.0.0.1:{port}",
             join_timeout_s=join_timeout_s,
         )
@@ -148,6 +150,9 @@ MISFITS = {
     ],
     "launch.nnodes is 3 here and 2 where the machines meet; start the same": [
         *({"serves": True}, {"nnodes": 3})
+    ],
+    "launch.rdzv_id is not the one where the machines meet; start the same": [
+        *({"serves": True}, {"rdzv_id": "other"})
     ],
 }
 
