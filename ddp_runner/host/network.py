@@ -1,4 +1,4 @@
-"""How this machine reaches others: its interfaces, a port that it serves, a line of messages."""
+"""How this machine reaches others: its interfaces, the port that it serves, links for messages."""
 
 import errno
 import fcntl
@@ -117,7 +117,7 @@ def listener(host: str, port: int) -> socket.socket | None:
 
 
 class Link:
-    """One end of a connection; safe to send from any thread, and to receive in one."""
+    """One end of a connection that carries lines of JSON; any thread may send, one may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(SEND_S)

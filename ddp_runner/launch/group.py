@@ -55,11 +55,10 @@ class Group:
             # Torch's agent sets it too: a rank that waits too long in NCCL is aborted.
             ASYNC_ERROR_HANDLING: os.environ.get(ASYNC_ERROR_HANDLING, "1"),
         }
-        return [
-            {key: str(value) for key, value in (shared | own).items()}
-            for local_rank, rank in enumerate(self.ranks(self.place))
-            for own in [{"RANK": rank, "LOCAL_RANK": local_rank}]
+        own = [
+            {"RANK": rank, "LOCAL_RANK": rank % self.num_ranks} for rank in self.ranks(self.place)
         ]
+        return [{key: str(value) for key, value in {**shared, **one}.items()} for one in own]
 
 
 class OneMachine:

@@ -220,9 +220,8 @@ class Ranks:
 
     def _wait_for_answers(self) -> None:
         """Wait until each rank has ended or failed, and longer for a save: a restart needs it."""
-        deadline = time.monotonic() + ANSWER_S
-        longest_s = SAVING_FACTOR * self._job.config.launch.shutdown_timeout_s
-        last_deadline = deadline - ANSWER_S + longest_s
+        now, shutdown_s = time.monotonic(), self._job.config.launch.shutdown_timeout_s
+        deadline, last_deadline = now + ANSWER_S, now + SAVING_FACTOR * shutdown_s
         while True:
             exit_codes = self._exit_codes()
             self._receive(0.0)
