@@ -16,10 +16,11 @@ from run_folders import checkpoint_steps, run_dirs
 from trainings import shared_outputs
 from undisturbed import WrongError
 
+from ddp_runner.host.network import SILENT_S
 from ddp_runner.host.processes import LIMIT_S
-from ddp_runner.launch.machines import ENDING_S, LEAVE_S, SILENT_S
+from ddp_runner.launch.hub import ENDING_S
+from ddp_runner.launch.machines import LEAVE_S
 from ddp_runner.launch.ranks import ANSWER_S, SAVING_FACTOR
-from ddp_runner.launch.rendezvous import GOODBYE_S, JOIN_GRACE_S
 
 NUM_STEPS, SAVE_EVERY = 30, 3
 TIMEOUT_S, JOIN_S, SHUTDOWN_S = 10.0, 15.0, 3.0
@@ -54,7 +55,7 @@ class Setting:
     def limit_s(self) -> float:
         """Seconds from a fault to the end of all commands, as the keys and constants say."""
         ranks = 3 * TIMEOUT_S + ANSWER_S + LIMIT_S + SAVING_FACTOR * SHUTDOWN_S
-        launchers = 2 * SILENT_S + ENDING_S + JOIN_S + JOIN_GRACE_S + GOODBYE_S + LEAVE_S
+        launchers = 2 * SILENT_S + ENDING_S + JOIN_S + LEAVE_S
         return (1 + self.max_restarts) * (ranks + launchers)
 
 

@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.secrets import Secrets
+
+if TYPE_CHECKING:
+    from ddp_runner.host.wire import Wire
 
 # The exit codes that the README lists; an interrupted run exits with 128 + the signal's number.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
@@ -46,26 +48,6 @@ class Failure:
         return self.kind == "peer" and any(sign in self.sentence for sign in TIMEOUT_SIGNS)
 
 
-class Wire(Protocol):
-    """What a rank tells its launcher, and hears from it; see ``launch.wire``."""
-
-    @property
-    def stop(self) -> bool:
-        """Whether to finish the step, save and end."""
-
-    def claimed(self, folder: Path) -> None:
-        """Tell the run folder, once it is known."""
-
-    def began(self, step: int) -> None:
-        """Tell the step from which this attempt continues, once the state is restored."""
-
-    def ready(self) -> None:
-        """Tell that the training loop begins."""
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Ask the launcher to wait for the end of this block before it ends the rank."""
-
-
 @dataclass(frozen=True)
 class Slot:
     """A share of the machine, for one of the parallel jobs of a sweep."""
@@ -87,7 +69,7 @@ class Job:
     lacks_run: bool = False  # the run to resume is on another machine, which tells its config
     # The next two are None under another launcher.
     temp: Path | None = None  # temporary folder of this worker group only
-    wire: Wire | None = None  # to the launcher, in a rank
+    wire: "Wire | None" = None  # to the launcher, in a rank
     earlier: tuple[tuple[int | None, str], ...] = ()  # of each attempt: first step, why it ended
     slot: Slot | None = None  # for a parallel job
     number: int = 1  # its place in the sweep; 0: a calibration

@@ -21,7 +21,7 @@ ALLOWED = {
     "seeds": {"device"},
     "dist_env": GROUND,
     "config": {*GROUND, "dist_env"},
-    "job": {"config"},
+    "job": {"config", "host"},
     "distributed": GROUND,
     "metrics": {*GROUND, "config", "data", "distributed"},
     "parallelism": {*GROUND, "dist_env", "job"},
@@ -93,12 +93,7 @@ TORCH_FREE = {
     "sweep",
     "tracking",
 }
-LATE = {  # imported once ranks start
-    "launch.machines",
-    "launch.meeting",
-    "launch.preload",
-    "launch.rendezvous",
-}
+LATE = {"launch.preload"}  # imported in the fork server
 # Seconds at import: inside functions only.
 SLOW = {"torchvision", "sklearn", "transformers", "datasets", "torchdata"}
 

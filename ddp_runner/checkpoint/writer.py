@@ -15,7 +15,7 @@ from ddp_runner.checkpoint.store import retain, save_checkpoint
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.device import has_streams, synchronize
 from ddp_runner.errors import UserError
-from ddp_runner.job import Wire
+from ddp_runner.host.wire import Wire
 
 
 class CheckpointWriter:

@@ -14,8 +14,8 @@ from ddp_runner.collectives.operations import OPERATIONS, Variant
 from ddp_runner.config.sections import OPS, CollectivesConfig
 from ddp_runner.distributed import gather_objects
 from ddp_runner.job import Status
+from ddp_runner.rank.records import log_start, task_logger
 from ddp_runner.rank.session import Session, note_start
-from ddp_runner.rank.task_log import log_start, task_logger
 from ddp_runner.tracking.start_block import gpu_names, ranks_on_nodes
 
 DEFAULT_REDUCE_OPS = ("sum", "mean", "max")

@@ -1,16 +1,27 @@
-"""The network interfaces of this machine, and the one by which other machines reach it."""
+"""How this machine reaches others: its interfaces, the port that it serves, links for messages."""
 
+import errno
 import fcntl
 import ipaddress
+import json
+import math
+import select
 import socket
 import struct
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 INTERFACES = Path("/sys/class/net")
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 ANYWHERE = "192.0.2.1"  # an address that nobody has: https://www.rfc-editor.org/rfc/rfc5737
 ANY_PORT = 9
+BEAT_S = 1.0  # between two beats of a link
+SILENT_S = 5.0  # the other end of a link that has not been heard for so long is hardly there
+SEND_S = 2.0  # for a message to leave: the network may be down
+MOST_BYTES = 2**20  # of a message that is not complete yet
 
 
 def up_interfaces(folder: Path = INTERFACES) -> dict[str, str]:
@@ -83,3 +94,64 @@ def _address(name: str) -> str | None:
         packed = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         return socket.inet_ntoa(packed[20:24])
     return None
+
+
+def listener(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on this machine's address; None: another process has the port.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # Debian gives a machine's own name an address of loopback, where no other machine reaches it.
+    is_own_name = is_loopback(str(address[0])) and host not in ("localhost", address[0])
+    for place in ("" if is_own_name else str(address[0]), ""):
+        try:
+            return socket.create_server((place, port), family=family)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None
+            if error.errno != errno.EADDRNOTAVAIL:  # in a container, that of a gateway
+                raise
+    return None
+
+
+class Link:
+    """One end of a connection that carries lines of JSON; any thread may send, one may receive."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(SEND_S)
+        self.socket, self._sending, self._rest = connection, threading.Lock(), b""
+        self.heard_at, self._beat_at = time.monotonic(), -math.inf
+
+    def send(self, word: str, value: object = None) -> None:
+        """Send a message. If the other end is gone, ``receive`` notices."""
+        with self._sending, suppress(OSError):
+            self.socket.sendall(json.dumps([word, value]).encode() + b"\n")
+
+    def beat(self, value: object = None) -> None:
+        """Send a beat if one is due."""
+        if time.monotonic() > self._beat_at + BEAT_S:
+            self._beat_at = time.monotonic()
+            self.send("beat", value)
+
+    def receive(self, timeout_s: float) -> list[list[Any]]:
+        """Return the messages that have come, as word and value.
+
+        Raises:
+            OSError: the other end is gone.
+            ValueError: it does not speak as a launcher does.
+        """
+        if not select.select([self.socket], [], [], timeout_s)[0]:
+            return []
+        data = self.socket.recv(MOST_BYTES)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if not data or len(self._rest) > MOST_BYTES:
+            raise ConnectionResetError("the connection was closed")
+        messages = [json.loads(line) for line in lines]
+        self.heard_at = time.monotonic()
+        return messages
+
+    def is_silent(self) -> bool:
+        """Return whether nothing has come for a while."""
+        return time.monotonic() > self.heard_at + SILENT_S

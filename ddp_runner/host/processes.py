@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from ddp_runner.host.temp_folder import temp_folder
 
@@ -77,14 +77,18 @@ def die_with_launcher() -> None:
 
     def wait() -> None:
         launcher.join()
-        if sys.platform == "linux":
-            time.sleep(SERVER_GRACE_S)
-        os._exit(128 + signal.SIGKILL)
+        end_after_launcher()
 
     threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
     if sys.platform == "linux":
         die_with_parent()
         release_fork_server()
+
+
+def end_after_launcher() -> NoReturn:
+    """End this process, whose launcher is gone, unless the fork server does so first."""
+    time.sleep(SERVER_GRACE_S if sys.platform == "linux" else 0.0)
+    os._exit(128 + signal.SIGKILL)
 
 
 @contextmanager
@@ -181,7 +185,8 @@ def end_descendants(own: Collection[int]) -> None:
         found = {
             pid
             for pid, parent in parents.items()
-            if parent == server or (parent == os.getpid() and pid not in spared)
+            if parent == server
+            or (parent == os.getpid() and pid not in spared and not _is_tracker(pid))
         }
         if not found:
             break

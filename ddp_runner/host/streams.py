@@ -9,9 +9,8 @@ import re
 import select
 import sys
 import textwrap
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 STREAMS = {"stdout": 1, "stderr": 2}
@@ -72,19 +71,6 @@ def wrapped(text: str, width: int) -> str:
 def print_line(text: str, *, stream: TextIO) -> None:
     """Print a line at once; on a terminal it takes the place of a live line."""
     print(f"{ERASE_LINE if line_width(stream) else ''}{text}", file=stream, flush=True)
-
-
-@contextmanager
-def notice_if_slow(text: Callable[[], str]) -> Iterator[None]:
-    """Print what the block waits for once it has taken longer than two seconds."""
-    timer = threading.Timer(PATIENCE_S, lambda: print_line(text(), stream=sys.stdout))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()  # a line that is being printed ends before the next one
 
 
 def keep_streams(

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from ddp_runner.checkpoint.weights import Weights
+from ddp_runner.rank.records import log_start, task_logger
 from ddp_runner.rank.session import Session
-from ddp_runner.rank.task_log import log_start, task_logger
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import RunFields, write_run_record

@@ -1,16 +1,15 @@
 """Runs one job: from its resolved config to the ranks on this machine, and to an exit code.
 
 Ranks are forked from a server that has already imported torch, so they are up in a tenth of a
-second. This process never imports torch on one machine; see ``machines`` for several.
+second. This process never imports torch.
 """
 
 import signal
 import sys
 import tempfile
-import uuid
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 from ddp_runner.config.identity import work_hash
@@ -29,9 +28,10 @@ from ddp_runner.job import (
     Outcome,
     Status,
 )
+from ddp_runner.launch.group import OneMachine
+from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.ranks import Ranks
 from ddp_runner.launch.stop_requests import StopRequests, mark_ended
-from ddp_runner.launch.wire import rank_environ
 from ddp_runner.tracking.claim import begin_run
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
@@ -49,26 +49,26 @@ def launch(job: Job) -> Outcome:
 
     On one machine the caller holds the lock of the run folder. On several machines rank 0 claims
     the folder and writes run.json, since the folder may be on another of them.
-    """
-    if job.config.launch.nnodes > 1:
-        print_line(starting_lines(job), stream=sys.stdout)  # before torch, which takes seconds
-        from ddp_runner.launch.machines import run_on_machines
 
-        with ExitStack() as trackers:
-            outcome = run_on_machines(job, trackers)
-            return failed(job, outcome.failure, outcome.run_dir) if outcome.failure else outcome
-    assert job.run_dir is not None
-    run_dir = RunDir(job.run_dir)
-    if is_over(job):
-        return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
-    begin_run(job, run_dir)
-    stop = StopRequests(running=lambda: [run_dir.path], is_quiet=job.slot is not None)
+    Raises:
+        UserError: the machines of the run do not meet, or do not fit together.
+    """
+    folders = [] if job.run_dir is None else [job.run_dir]
+    is_alone = job.config.launch.nnodes == 1
+    if is_alone:
+        if is_over(job):
+            return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
+        begin_run(job, RunDir(folders[0]))
+    stop = StopRequests(running=lambda: folders, is_quiet=job.slot is not None)
+    stop.may_save = not is_alone  # the first signal is a request, also while the machines meet
     try:
-        with stop.handled(), followed(job, run_dir):
-            return run_ranks(job, stop)
+        with stop.handled(), ExitStack() as trackers:
+            if is_alone:
+                trackers.enter_context(followed(job, RunDir(folders[0])))
+            return run_ranks(job, stop, trackers, folders)
     except SystemExit:  # a signal came before there were ranks
         with suppress(UserError):  # the disk is full, or the folder is gone
-            mark_ended(run_dir)
+            mark_ended(RunDir(folders[0]))
         raise
 
 
@@ -91,36 +91,59 @@ def is_over(job: Job) -> bool:
     return True
 
 
-def run_ranks(job: Job, stop: StopRequests) -> Outcome:
-    """Run all ranks on this machine, again if they fail, and return how they ended."""
-    assert job.run_dir is not None
+def run_ranks(job: Job, stop: StopRequests, trackers: ExitStack, folders: list[Path]) -> Outcome:
+    """Run this machine's ranks, again if any of the run fail, and return how they ended.
+
+    Where a rank claims the run folder, it is added to `folders`, and its trackers to the stack.
+    """
     start_fork_server()
     adopt_orphans()  # of ranks, if the server is killed that adopts them otherwise
     if job.shows_header:
         print_line(starting_lines(job), stream=sys.stdout)
-    with tempfile.TemporaryDirectory(
-        prefix="job-", dir=temp_folder(), ignore_cleanup_errors=True
-    ) as temp:
+    machines = OneMachine(job) if job.config.launch.nnodes == 1 else Machines(job)
+    with_trackers = set[Path]()
+
+    def claimed(folder: Path) -> None:
+        folders.append(folder)
+        if group is not None and group.place == 0 and folder not in with_trackers:
+            with_trackers.add(folder)
+            trackers.enter_context(followed(job, RunDir(folder)))
+
+    with (
+        tempfile.TemporaryDirectory(
+            prefix="job-", dir=temp_folder(), ignore_cleanup_errors=True
+        ) as temp,
+        closing(machines),
+    ):
         job = replace(job, temp=Path(temp))
-        for attempt in count():
-            ranks, size, run_id = Ranks(job, stop), job.config.world_size, uuid.uuid4().hex
-            failure = ranks.run(
-                [
-                    rank_environ(
-                        rank, job.config, attempt=attempt, run_id=run_id, local_world_size=size
-                    )
-                    for rank in range(size)
-                ]
-            )
+        while True:
+            try:
+                group = machines.join(lambda: stop.is_asked)
+            except UserError as error:
+                if not job.earlier:
+                    raise
+                sentence = f"{job.earlier[-1][1]}; {error}"
+                return failed(job, Failure(-1, "machine", sentence), folders)
+            if group is None:
+                break
+            ranks = Ranks(job, stop, claimed)
+            failure = ranks.run(group.environs(job), machines)
             if failure is None:
                 break
-            if failure.kind == "user" or attempt >= job.config.launch.max_restarts:
-                return failed(job, failure, job.run_dir)
+            failure = machines.first_failure(failure)
+            is_last = len(job.earlier) >= job.config.launch.max_restarts
+            if failure.kind == "user" or failure.rank < 0 or is_last:
+                return failed(job, failure, folders)
             job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
-    status = ranks.results[0]["status"]
-    received = stop.received or signal.SIGTERM
-    exit_code = EXIT_COMPLETED if status == Status.COMPLETED else 128 + received
-    return Outcome(status, exit_code, job.run_dir)
+    received, run_dir = stop.received or signal.SIGTERM, folders[-1] if folders else None
+    if group is None:  # it was stopped while it waited for other machines
+        stop.say(is_training=False)
+        if run_dir is not None:  # another machine may have it
+            mark_ended(run_dir)
+        return Outcome(Status.PREEMPTED, 128 + received, run_dir)
+    result = ranks.results[min(ranks.results)]
+    exit_code = EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received
+    return Outcome(result["status"], exit_code, Path(result["run_dir"]))
 
 
 def print_error(sentence: str) -> None:
@@ -129,11 +152,12 @@ def print_error(sentence: str) -> None:
         print_line(f"error: {sentence}", stream=sys.stderr)
 
 
-def failed(job: Job, failure: Failure, folder: Path | None) -> Outcome:
+def failed(job: Job, failure: Failure, folders: Sequence[Path]) -> Outcome:
     """Record and print why the ranks failed, and how to resume the run.
 
     A machine that is lost after rank 0 has completed the run is no failure.
     """
+    folder = folders[-1] if folders else None
     if folder is not None and failure.kind == "machine":
         with suppress(UserError):  # run.json is damaged; the failure matters more
             record = read_run_record(RunDir(folder), missing_ok=True)

@@ -1,10 +1,11 @@
 """This machine's ranks, for one attempt: how they start, are watched, and end.
 
-Each has a pipe; see ``wire``. Torch-free.
+Each has a pipe; see ``host.wire``. Torch-free.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerProcess
@@ -21,8 +22,9 @@ from ddp_runner.host.processes import (
 )
 from ddp_runner.job import Failure, Job
 from ddp_runner.launch.blame import Ends, Stack, first_failure, server_was_killed, stayed_suspended
+from ddp_runner.launch.group import OneMachine
+from ddp_runner.launch.rank_process import run_rank
 from ddp_runner.launch.stop_requests import StopRequests
-from ddp_runner.launch.wire import run_rank
 
 POLL_S = 0.05
 UNKNOWN = 255  # multiprocessing's exit code of a rank whose server is gone, or os._exit's own
@@ -31,23 +33,21 @@ SAVING_FACTOR = 10  # during a save, an end waits this many times launch.shutdow
 
 
 class Ranks:
-    """The ranks of one attempt, from ``start`` to ``end``; on one machine, ``run`` is all of it.
+    """The ranks of one attempt.
 
     Args:
         job: with its temporary folder, and what is known of the attempts before.
         stop: asks for the end of the run.
+        claimed: called with the run folder where a rank has claimed it.
     """
 
     # By name: importing what a rank needs takes seconds, and the launcher needs none of it.
     work = "ddp_runner.worker:work"
 
-    def __init__(self, job: Job, stop: StopRequests) -> None:
+    def __init__(self, job: Job, stop: StopRequests, claimed: Callable[[Path], object]) -> None:
         self.first_step: int | None = None  # where the loop began; None: it never got there
-        self.claimed: Path | None = None  # the run folder, where a rank has claimed it
-        # Starts the trackers of the run that is claimed, and returns their processes.
-        self.followed_by: Callable[[Path], Iterable[int]] | None = None
         self.results: dict[int, Any] = {}
-        self._job, self._stop = job, stop
+        self._job, self._stop, self._claimed = job, stop, claimed
         self._own = children()  # such as the fork server, also if no rank ever starts
         self._processes: dict[int, ForkServerProcess] = {}
         self._pipes: dict[int, Connection] = {}
@@ -60,22 +60,26 @@ class Ranks:
         self._is_training = False
         self._is_asked = False  # to stop
 
-    def run(self, environs: Sequence[Mapping[str, str]]) -> Failure | None:
-        """Start the ranks and wait for the end of all; return the failure that came first."""
+    def run(self, environs: Sequence[Mapping[str, str]], machines: OneMachine) -> Failure | None:
+        """Run a rank with each set of torchrun's variables; return the failure that came first.
+
+        It is that of this machine's ranks. None: all ranks of all machines have ended well.
+        """
         try:
             self.start(environs)
-            late_at = None
+            late_at = math.inf
             while True:
                 lost = self.poll(POLL_S)
-                if lost:
-                    return self.failed(lost)
-                if self.all_ended():
-                    return None
-                if self.results and late_at is None:
+                if lost or machines.must_end:
+                    return self.failed(lost, peers_waited_in_vain=machines.timed_out)
+                if late_at == math.inf and (self.results or machines.has_ended):
                     late_at = time.monotonic() + self._job.config.backend.timeout_s
-                # Nobody waits for such a rank in a collective, where it would be noticed.
-                if late_at and time.monotonic() > late_at and (suspended := self.suspended()):
-                    return self.failed({}, suspended=suspended[0])
+                if not self.all_ended():
+                    # Nobody waits for such a rank in a collective, where it would be noticed.
+                    if time.monotonic() > late_at and (suspended := self.suspended()):
+                        return stayed_suspended(suspended[0], self._job.config)
+                elif (is_over := machines.all_ended()) is not None:
+                    return None if is_over else self.failed({}, peers_waited_in_vain=False)
         finally:
             self.end()
 
@@ -166,9 +170,7 @@ class Ranks:
     def _take(self, rank: int, word: str, *rest: Any) -> None:
         match word, *rest:
             case "claimed", folder:
-                self.claimed = folder
-                if self.followed_by is not None:
-                    self._own.update(self.followed_by(folder))
+                self._claimed(folder)
             case "began", step:
                 self.first_step = step
             case ["ready"]:
@@ -202,17 +204,8 @@ class Ranks:
         if now > min(self._stop.asked_at + SAVING_FACTOR * limit_s, begun + limit_s):
             self._stop.end_at_once()
 
-    def failed(
-        self,
-        lost: Mapping[int, int],
-        *,
-        suspended: int | None = None,
-        peers_waited_in_vain: bool = False,
-    ) -> Failure:
-        """Let all ranks say where they are; return the failure that came first.
-
-        It is one of the `lost` ranks, or one that is still `suspended` after the others have ended.
-        """
+    def failed(self, lost: Mapping[int, int], *, peers_waited_in_vain: bool) -> Failure:
+        """Let all ranks say where they are; return the failure that came first."""
         ends = Ends(
             ranks=list(self._processes),
             exit_codes=lost,
@@ -222,27 +215,21 @@ class Ranks:
         )
         for rank in self._processes:
             self._send(rank, "stack")
-        self._wait_for_all(ANSWER_S, or_failures=True)
-        if suspended is not None:
-            return stayed_suspended(suspended, self._job.config)
+        self._wait_for_answers()
         return first_failure(ends, self._failures, self._stacks, self._job.config)
 
-    def _wait_for_all(self, limit_s: float, *, or_failures: bool = False) -> None:
+    def _wait_for_answers(self) -> None:
         """Wait until each rank has ended or failed, and longer for a save: a restart needs it."""
-        now = time.monotonic()
-        deadline = now + limit_s
-        last_deadline = now + SAVING_FACTOR * self._job.config.launch.shutdown_timeout_s
+        now, shutdown_s = time.monotonic(), self._job.config.launch.shutdown_timeout_s
+        deadline, last_deadline = now + ANSWER_S, now + SAVING_FACTOR * shutdown_s
         while True:
             exit_codes = self._exit_codes()
             self._receive(0.0)
-            known = self._failures if or_failures else {}
-            if all(code is not None or rank in known for rank, code in exit_codes.items()):
+            if all(code is not None or rank in self._failures for rank, code in exit_codes.items()):
                 return
-            now = time.monotonic()
-            is_saving = self._saving is not None and not is_suspended(
-                self._processes[self._saving].pid
-            )
-            if now > (last_deadline if is_saving else deadline):
+            saving = self._processes[self._saving].pid if self._saving is not None else None
+            is_saving = saving is not None and not is_suspended(saving)
+            if time.monotonic() > (last_deadline if is_saving else deadline):
                 return
             self._stop_if_asked()
             self._receive(POLL_S)

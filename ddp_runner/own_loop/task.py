@@ -13,8 +13,8 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.own_loop.run import Run, finish
 from ddp_runner.parallelism.mode import by_itself
+from ddp_runner.rank.records import log_start
 from ddp_runner.rank.session import Session
-from ddp_runner.rank.task_log import log_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.start_block import placement, shown_path
 

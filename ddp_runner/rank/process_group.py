@@ -5,10 +5,12 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,8 +21,7 @@ from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors, valida
 from ddp_runner.errors import UserError
 from ddp_runner.host.accelerators import FOR_CPU
 from ddp_runner.host.network import is_here, outer_interface
-from ddp_runner.host.patience import patiently
-from ddp_runner.host.streams import notice_if_slow, print_line
+from ddp_runner.host.streams import print_line
 
 HOST = "127.0.0.1"
 POLL_S = 0.02
@@ -55,29 +56,29 @@ def process_group(
         _validate_place(env, init_method)
     is_local = env.num_nodes == 1 and _uses_loopback()
     if env.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
-        _leave_loopback(init_method)
+        host = _rendezvous_host(init_method)
+        name = outer_interface(host) if host else None
+        if name is not None:  # gloo would take loopback, where no other machine reaches it
+            os.environ["GLOO_SOCKET_IFNAME"] = name
     timeout = timedelta(seconds=backend.timeout_s)
     of_gpus = f"cpu:gloo,{backend.device}:{backend.name}"
-    waiting = f"rank {env.rank} waits for the other ranks, {env.world_size} in all"
-    is_first_of_node = env.num_nodes > 1 and env.local_rank == 0
     try:
-        with notice_if_slow(lambda: waiting) if is_first_of_node else nullcontext():
-            store = None
-            has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            if init_method == FROM_ENVIRONMENT and has_agent_store:
-                store = fresh_store(env, timeout=timeout)
-            elif is_local and backend.name != "mpi":
-                store = loopback_store(env, init_method=init_method, timeout=timeout)
-            elif init_method == FROM_ENVIRONMENT and backend.name != "mpi":
-                store = store_of_rank_zero(env, timeout_s=backend.timeout_s)
-            dist.init_process_group(
-                backend.name if backend.name in FOR_CPU else of_gpus,
-                init_method=None if store is not None else init_method,
-                store=store,
-                rank=env.rank,
-                world_size=env.world_size,
-                timeout=timeout,
-            )
+        store = None
+        has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if init_method == FROM_ENVIRONMENT and has_agent_store:
+            store = fresh_store(env, timeout=timeout)
+        elif is_local and backend.name != "mpi":
+            store = loopback_store(env, init_method=init_method, timeout=timeout)
+        elif init_method == FROM_ENVIRONMENT and backend.name != "mpi":
+            store = store_of_rank_zero(env, timeout_s=backend.timeout_s)
+        dist.init_process_group(
+            backend.name if backend.name in FOR_CPU else of_gpus,
+            init_method=None if store is not None else init_method,
+            store=store,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+        )
     except (RuntimeError, ValueError) as error:
         if "Unable to find address for" not in str(error):
             raise
@@ -132,14 +133,6 @@ def _uses_loopback() -> bool:
     return os.environ["GLOO_SOCKET_IFNAME"] == loopback
 
 
-def _leave_loopback(init_method: str | None) -> None:
-    """Let gloo use an interface that the other machines reach, where it would take loopback."""
-    host = _rendezvous_host(init_method)
-    name = outer_interface(host) if host else None
-    if name is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
 def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
     """Return the store that rank 0 serves at the address of env://. Collective.
 
@@ -162,12 +155,22 @@ def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
             time.sleep(POLL_S)
             continue
         reason = "it may be suspended"
+        # In a thread: the call itself waits for ever.
+        answer: Future[Any] = Future()
+        Thread(target=_fulfil, args=(answer, store), daemon=True).start()
         with suppress(TimeoutError):
-            return patiently(partial(store, is_master=False), limit_s=timeout_s)
+            return answer.result(timeout_s)
     raise STORES.DistNetworkError(
         f"timed out after {timeout_s:g} s (backend.timeout_s): rank 0 does not answer at "
         f"{place[0]}:{place[1]} ({reason})"
     )
+
+
+def _fulfil(answer: Future[Any], store: Callable[..., Any]) -> None:
+    try:
+        answer.set_result(store(is_master=False))
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:

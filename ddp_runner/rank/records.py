@@ -1,6 +1,6 @@
-"""What rank 0 keeps of a run with a loop, ours or a user's: its lines, checkpoints and model."""
+"""What a task prints at its start and logs to, and what rank 0 keeps of a run with a loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,11 +9,46 @@ from torch import Tensor
 from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.files import json_safe
+from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session
-from ddp_runner.rank.task_log import task_logger
 from ddp_runner.tracking.claim import freeze
-from ddp_runner.tracking.run_logger import Logger
+from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger
 from ddp_runner.tracking.run_record import RunFields, write_run_record
+from ddp_runner.tracking.start_block import fact_lines, shown_path, word_lines
+
+
+def log_start(
+    session: Session, facts: Mapping[str, str], *, notes: Sequence[str] = (), explains: bool = False
+) -> None:
+    """Log warnings, notes and the facts of a task; a sweep shows the facts once.
+
+    With `explains` also what the words of distributed training mean, if the config asks for it. The
+    log file has all of it, of each job of a sweep.
+    """
+    config, job = session.config, session.job
+    for line in (*(f"warning: {text}" for text in job.warnings), *notes):
+        session.log(line)
+    folder = "" if job.is_claimed else str(shown_path(session.run_dir.path))  # else it is printed
+    show = session.log if job.shows_header else log_to_file
+    show(fact_lines({"run": folder, **facts}))
+    if explains:
+        device, versions = session.devices[0], job.code["versions"]
+        words = word_lines(config, session.env, device=device, versions=versions)
+        (show if config.verbose else log_to_file)(words)
+
+
+def task_logger(session: Session, **shown: Any) -> Logger:
+    """Return what this rank logs to; for the keywords see ``RunLogger``."""
+    if not session.env.is_rank_zero:
+        return NullLogger()
+    return RunLogger(
+        session.run_dir,
+        job=session.job,
+        started_at=session.job.started_at,
+        title=session.job.title,
+        heartbeat=session.heartbeat,
+        **shown,
+    )
 
 
 class Records:
@@ -49,7 +84,7 @@ class Records:
             freeze(session.job, session.run_dir)
             write_run_record(session.run_dir, **fields)
         if wire is not None:
-            wire.ready()
+            wire.send("ready")
         self.logger: Logger = task_logger(session, resume_step=resume_step, **shown)
         stack.enter_context(self.logger)
         if session.env.is_rank_zero:

@@ -94,7 +94,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         claim = from_rank_zero(lambda: _claim(job, marks=marks, held=stack))
         run_dir = claim.run_dir
         if job.wire is not None and env.local_rank == 0:
-            job.wire.claimed(run_dir.path)
+            job.wire.send("claimed", run_dir.path)
         heartbeat = Heartbeat()
         hosts = tuple(dict.fromkeys(gather_objects(socket.gethostname())))
         if env.is_rank_zero:
@@ -160,7 +160,7 @@ def note_start(session: Session, *, step: int) -> None:
     """
     earlier, wire = session.job.earlier, session.job.wire
     if wire is not None:
-        wire.began(step)
+        wire.send("began", step)
     if session.env.is_rank_zero:
         _record_start(session)
     if not earlier:

@@ -17,7 +17,7 @@ from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.checkpoint.writer import CheckpointWriter, Stager
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError
-from ddp_runner.launch.wire import PipeWire
+from ddp_runner.host.wire import Wire
 
 NO_SPACE = OSError(28, "No space left on device")
 
@@ -47,7 +47,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open.set()
 
 
-class Mark(PipeWire):
+class Mark(Wire):
     """A wire that notes whether a checkpoint is being written."""
 
     is_set = False

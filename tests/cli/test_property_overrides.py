@@ -42,7 +42,6 @@ from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job, Outcome
-from ddp_runner.launch import machines
 from ddp_runner.sweep.jobs import Batch, run_left
 
 FOREIGN = "foreign_package"  # the name of a module that nobody may import
@@ -242,7 +241,6 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "detect", lambda **_: LAPTOP)
     monkeypatch.setattr(ddp_runner.sweep.local, "Slots", InTurn)
     monkeypatch.setattr(ddp_runner.launch.launcher, "run_ranks", launched)
-    monkeypatch.setattr(machines, "run_on_machines", launched)
     monkeypatch.setattr(ddp_runner.cli.app, "git_revision", lambda: None)
 
 

@@ -1,22 +1,17 @@
-"""A process whose stdout or stderr is closed, full, or a pipe without a reader goes on.
-
-And a line about a long wait: printed once, and only if the wait is long.
-"""
+"""A process whose stdout or stderr is closed, full, or a pipe without a reader goes on."""
 
 import logging
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from commands import RUNNER, TIME_LIMIT_S, wait_for
+from commands import RUNNER, TIME_LIMIT_S
 from terminals import terminal, without_waiting
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.host import streams
-from ddp_runner.host.streams import notice_if_slow, shortened, wrapped
+from ddp_runner.host.streams import shortened, wrapped
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -134,30 +129,6 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert any("epoch 10/10" in line and "step 50/50" in line for line in lines)
     assert lines[-2].startswith("completed in ")
     assert lines[-1].startswith("tensorboard --logdir ")
-
-
-@pytest.mark.parametrize(("patience_s", "printed"), [(0.01, "waiting\n"), (60.0, "")])
-def test_a_notice_is_printed_if_the_wait_is_long(
-    patience_s: float,
-    printed: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """And its thread is gone after the block."""
-    monkeypatch.setattr(streams, "PATIENCE_S", patience_s)
-    shown = ""
-
-    def is_shown() -> bool:
-        nonlocal shown
-        shown += capsys.readouterr().out
-        return shown == printed
-
-    with notice_if_slow(lambda: "waiting"):
-        if printed:
-            wait_for(is_shown)
-        else:
-            time.sleep(0.2)
-    assert shown + capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(

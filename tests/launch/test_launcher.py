@@ -263,7 +263,7 @@ def leave_behind(job: Job) -> dict[str, Any]:
         wait_for(lambda: not psutil.pid_exists(int(Path("rank-0").read_text())))
         os._exit(7)
     if (rank, attempt) == (0, 0):
-        job.wire.ready()
+        job.wire.send("ready")
         for message in (("saving", True), ("stack", 0, "?"), ("failure", Failure(0, "peer", "?"))):
             job.wire.send(*message)
         Path("server").write_text(str(os.getppid()))
@@ -333,7 +333,7 @@ def save(job: Job) -> dict[str, Any]:
     """Let rank 0 save for longer than launch.shutdown_timeout_s, and then end as asked."""
     rank, _ = rank_and_attempt()
     assert job.wire is not None
-    job.wire.ready()
+    job.wire.send("ready")
     if rank == 0:
         with job.wire.saving():
             Path("saving").touch()
@@ -529,7 +529,7 @@ def test_a_machine_that_is_lost_after_the_end_is_no_failure(
     lost = Failure(rank=-1, kind="machine", sentence="n1 was lost")
     config, _ = resolved("model=toy")
     config = replace(config, launch=replace(config.launch, nnodes=2))
-    outcome = launcher.failed(Job(config=config, started_at=2.0, code={}), lost, tmp_path)
+    outcome = launcher.failed(Job(config=config, started_at=2.0, code={}), lost, [tmp_path])
     is_complete = status == "completed"
     assert outcome.exit_code == (0 if is_complete else 1)
     assert record(tmp_path)["status"] == ("completed" if is_complete else "failed")

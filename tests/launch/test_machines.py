@@ -1,200 +1,362 @@
-"""What the machines of a run tell each other as their ranks end."""
+"""How the machines of a run meet, who takes part, and whose failure is named, in one process."""
 
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-import torch.distributed as dist
-from commands import wait_for
-from tiers import first_of
+from commands import free_port, wait_for
+from configs import resolved
+from tiers import first_of, only
 
 from ddp_runner.config.sections import LaunchConfig
-from ddp_runner.job import Failure
-from ddp_runner.launch import machines
-from ddp_runner.launch.machines import Peers
-from ddp_runner.launch.rendezvous import Group
+from ddp_runner.errors import UserError
+from ddp_runner.host.network import Link
+from ddp_runner.job import Failure, Job
+from ddp_runner.launch import hub, machines
+from ddp_runner.launch.group import Group
+from ddp_runner.launch.hub import Machine, first_failure
+from ddp_runner.launch.machines import Machines
 
-STORES: Any = dist
-Making = Callable[..., tuple[Peers, Any]]
+Start = Callable[..., tuple[Machines, Future[Group | None]]]
+CONFIG, _ = resolved("model=toy", "world_size=2")
 
 
-def failure(kind: str, *, rank: int, at: int, sentence: str = "rank failed") -> Failure:
+def failure(kind: str, *, rank: int, at: int = 1, sentence: str = "rank failed") -> Failure:
     """Return how a rank failed at a time."""
     return Failure(rank=rank, kind=kind, sentence=sentence, time_ns=at)
 
 
-class Store:
-    """A store of torch in this process, whose methods a test can replace."""
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start machines in threads of this process, so that all have one host name."""
+    port, made, over = free_port(), list[Machines](), list[bool]()
+    (tmp_path / "run.json").touch()
 
-    def __init__(self) -> None:
-        store = STORES.HashStore()
-        self.set, self.get, self.check = store.set, store.get, store.check
+    def begin(
+        node_rank: int | None = None,
+        *,
+        nnodes: int = 2,
+        num_ranks: int | None = 1,
+        has_run: bool = False,
+        serves: bool = False,
+        endpoint: str = "",
+        rdzv_id: str = "run",
+        join_timeout_s: float = 60.0,
+    ) -> tuple[Machines, Future[Group | None]]:
+        launch = LaunchConfig(
+            nnodes=nnodes,
+            node_rank=node_rank,
+            rdzv_id=rdzv_id,
+            rdzv_endpoint=endpoint or f"127.0.0.1:{port}",
+            join_timeout_s=join_timeout_s,
+        )
+        config = replace(CONFIG, launch=launch, world_size=(num_ranks or 1) * nnodes)
+        job = Job(
+            config, 0.0, {}, run_dir=tmp_path if has_run else None, lacks_run=num_ranks is None
+        )
+        machine = Machines(job)
+        made.append(machine)
+        future = pool.submit(machine.join, lambda: bool(over))
+        wait_for(lambda: machine._hub if serves else machine._link or future.done())
+        return machine, future
+
+    with ThreadPoolExecutor() as pool:
+        yield begin
+        over.append(True)
+    with ThreadPoolExecutor() as pool:
+        for one in made:
+            pool.submit(one.close)
 
 
 @pytest.fixture
-def peers() -> Iterator[Making]:
-    """Two machines of two ranks each, a and b."""
-    made: list[Peers] = []
-
-    def make(own: int = 0, *, serves: bool = False) -> tuple[Peers, Any]:
-        store, launch = Store(), LaunchConfig(nnodes=2, rdzv_endpoint="a:1")
-        made.append(Peers(Group(["a", "b"], own, 2, store, serves), launch))
-        return made[-1], store
-
-    yield make
-    for one in made:
-        one.leave()
+def pair(start: Start) -> list[Machines]:
+    """Two machines of two ranks each, once they have met; the first serves the hub."""
+    started = [start(0, num_ranks=2, serves=True), start(1, num_ranks=2)]
+    for place, (_, future) in enumerate(started):
+        group = future.result()
+        assert group is not None
+        assert group.place == place
+    return [machine for machine, _ in started]
 
 
-def test_the_failure_that_came_first_is_named_with_its_machine(peers: Making) -> None:
-    """Not the rank of this machine that only lost its peer."""
-    seen, store = peers()
-    other = failure("signal", rank=3, at=5, sentence="rank 3 on b was killed")
-    store.set("failure/1", json.dumps(asdict(other)))
-    own = failure("peer", rank=0, at=4, sentence="rank 0 raised RuntimeError")
-    assert seen.first_failure(own) == other
-    told = json.loads(store.get("failure/0"))
-    assert told["sentence"] == "rank 0 on a raised RuntimeError"
+def verdicts(pair: Sequence[Machines], failures: Sequence[Failure]) -> list[Failure]:
+    """Let both machines tell how they failed; return what each names."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda one, own: one.first_failure(own), pair, failures))
 
 
-def test_a_failure_of_no_rank_is_named_with_its_machine(peers: Making) -> None:
-    """As where the process was killed from which the ranks are forked."""
-    seen, store = peers(own=1)
-    own = failure("signal", rank=2, at=1, sentence="the process was killed")
-    store.set("failure/0", json.dumps(asdict(failure("peer", rank=0, at=2))))
-    assert seen.first_failure(own).sentence == "on b: the process was killed"
+PLACES = {
+    "that with the hub": ([{"serves": True}, {}], 0),
+    "that with the run": ([{"serves": True}, {"has_run": True}], 1),
+    "number 0": ([{"node_rank": 0, "serves": True}, {"node_rank": 1, "has_run": True}], 0),
+    "a number, before none": ([{"serves": True}, {"node_rank": 7}], 1),
+}
 
 
-def test_what_the_user_can_mend_is_said_with_its_machine(peers: Making) -> None:
+@pytest.mark.parametrize("places", only("that with the hub", PLACES))
+def test_the_first_reason_that_applies_gives_a_machine_rank_0(
+    start: Start, places: tuple[Sequence[Mapping[str, Any]], int]
+) -> None:
+    """Its number, the run's folder, the hub; both know where rank 0 serves the store."""
+    facts, first = places
+    groups = [future.result() for _, future in [start(**one) for one in facts]]
+    assert [group.place for group in groups if group] == [first, 1 - first]
+    (place,) = {(group.address, group.port) for group in groups if group}
+    assert place[0] == "127.0.0.1"
+    assert place[1] > 0
+
+
+def test_a_machine_says_how_many_are_missing_and_a_spare_one_that_the_run_is_over(
+    start: Start,
+) -> None:
+    """It waits for a place, which a machine that is lost may leave."""
+    first, met = start(serves=True)
+    wait_for(lambda: first._awaited().startswith("1 of 2 machines at 127.0.0.1:"))
+    second, _ = start()
+    assert met.result() is not None
+    spare, refused = start()
+    wait_for(lambda: spare._awaited().startswith("a place at 127.0.0.1:"))
+    assert first.all_ended() is None
+    wait_for(second.all_ended)
+    wait_for(first.all_ended)
+    with pytest.raises(UserError, match=r"the run that meets at .* has ended; start the same"):
+        refused.result()
+
+
+def test_a_place_that_is_left_is_taken_by_the_next(start: Start) -> None:
+    """A machine that ends while it waits no longer counts."""
+    first, met = start(serves=True, nnodes=3)
+    left, _ = start(nnodes=3)
+    wait_for(lambda: first._missing == 1)
+    assert left._link is not None
+    left._link.socket.shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: first._missing == 2)
+    assert not met.done()
+
+
+MISFITS = {
+    " starts 2 ranks and .* 1; give each machine the same launch.nproc_per_node": [
+        *({"serves": True, "num_ranks": 2}, {})
+    ],
+    "both have launch.node_rank=1; give each machine its own number": [
+        *({"serves": True, "nnodes": 3}, {"node_rank": 1, "nnodes": 3}),
+        {"node_rank": 1, "nnodes": 3},
+    ],
+    "launch.nnodes is 3 here and 2 where the machines meet; start the same": [
+        *({"serves": True}, {"nnodes": 3})
+    ],
+    "launch.rdzv_id is not the one where the machines meet; start the same": [
+        *({"serves": True}, {"rdzv_id": "other"})
+    ],
+}
+
+
+@pytest.mark.parametrize(("sentence", "facts"), first_of(list(MISFITS.items())))
+def test_machines_that_do_not_fit_together_are_named(
+    start: Start, sentence: str, facts: Sequence[Mapping[str, int]]
+) -> None:
+    """Both, and what each says."""
+    *_, (_, refused) = [start(**one) for one in facts]
+    with pytest.raises(UserError, match=sentence):
+        refused.result()
+
+
+def test_a_machine_without_the_run_starts_as_many_ranks_as_the_others(start: Start) -> None:
+    """It does not know the config yet, which rank 0 sends it."""
+    futures = [start(serves=True, num_ranks=3)[1], start(num_ranks=None)[1]]
+    assert [group.num_ranks for one in futures if (group := one.result())] == [3, 3]
+
+
+def test_the_hub_is_not_opened_to_the_network(start: Start) -> None:
+    """Nor is any other address than the one that the user names."""
+    first, _ = start(serves=True)
+    assert first._hub is not None
+    port = first._hub._listener.getsockname()[1]
+    links = psutil.Process().net_connections("inet")
+    listening = {link.laddr.ip for link in links if link.laddr.port == port and not link.raddr}
+    assert listening == {"127.0.0.1"}
+
+
+def test_the_machine_with_the_number_0_must_have_the_port(start: Start) -> None:
+    """It cannot join somebody else's: it is the one that the others look for."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        _, refused = start(0, endpoint=f"127.0.0.1:{port}")
+        with pytest.raises(UserError, match=f"port {port} of this machine is in use and its"):
+            refused.result()
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        pytest.param("127.0.0.1", "Connection refused", id="a number that does not serve"),
+        pytest.param("no-such-host.invalid", "not known|resolution", marks=pytest.mark.full),
+    ],
+)
+def test_a_machine_that_cannot_reach_the_hub_says_why_and_gives_up_in_time(
+    start: Start, host: str, reason: str
+) -> None:
+    """It tries again and again until then."""
+    port = free_port()
+    _, refused = start(1, endpoint=f"{host}:{port}", join_timeout_s=1.0)
+    sentence = f"waited 1 s .* for {host}:{port}, where the 2 machines of the run meet .*({reason})"
+    with pytest.raises(UserError, match=sentence):
+        refused.result()
+
+
+@pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH\r\n", b""], ids=["ssh", "silent"])
+def test_another_server_at_the_port_is_named(
+    start: Start, monkeypatch: pytest.MonkeyPatch, greeting: bytes
+) -> None:
+    """Whether it greets or waits for a word that it knows."""
+    monkeypatch.setattr(machines, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        kept = pool.submit(server.accept)
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        machine, _ = start(1, endpoint=endpoint)
+        with kept.result()[0] as accepted:
+            accepted.send(greeting)
+            wait_for(lambda: "(something else listens there, or it is" in machine._awaited())
+
+
+def test_the_failure_that_came_first_is_named_with_its_machine(pair: list[Machines]) -> None:
+    """By both, and not the rank that only lost its peer."""
+    killed = failure("signal", rank=3, at=5, sentence="rank 3 was killed")
+    peer = failure("peer", rank=0, at=4, sentence="rank 0 raised RuntimeError")
+    found = verdicts(pair, [peer, killed])
+    assert found[0] == found[1]
+    assert found[0].sentence == f"rank 3 on {socket.gethostname()} was killed"
+    assert all(one.must_end for one in pair)
+
+
+def test_machines_meet_again_after_a_failure(pair: list[Machines]) -> None:
+    """For a restart, with another port for the ranks."""
+    ports = {one._joined.port for one in pair if one._joined}
+    verdicts(pair, [failure("peer", rank=0), failure("crash", rank=2)])
+    with ThreadPoolExecutor() as pool:
+        groups = [pool.submit(one.join, lambda: False) for one in pair]
+        met = [future.result() for future in groups]
+    assert [one.place for one in met if one] == [0, 1]
+    assert {one.port for one in met if one}.isdisjoint(ports)
+    assert not any(one.must_end for one in pair)
+
+
+def seen_by_hub(*states: tuple[str, Failure | None]) -> list[Machine]:
+    """Return what the hub knows of two machines."""
+    with socket.socket() as connection:
+        link = Link(connection)
+    return [Machine(link, "", {}, state, found) for state, found in states]
+
+
+GROUP = Group(["a", "b"], 0, 2)
+
+
+def test_what_the_user_can_mend_is_said_with_its_machine() -> None:
     """Where every rank says the same, no machine is named."""
     own = failure("user", rank=0, at=9, sentence="seed differs on rank 2")
     for sentence, expected in [
         (own.sentence, own.sentence),
         ("there is no data", "on b: there is no data"),
     ]:
-        seen, store = peers()
         other = failure("user", rank=2, at=5, sentence=sentence)
-        store.set("failure/1", json.dumps(asdict(other)))
-        assert seen.first_failure(own).sentence == expected
-        assert json.loads(store.get("failure/0"))["sentence"] == own.sentence
+        seen = seen_by_hub(("failed", own), ("failed", other))
+        assert first_failure(GROUP, seen).sentence == expected
 
 
-def test_a_machine_that_reports_nothing_was_lost(
-    peers: Making, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If ranks of this machine lost their peers only; else they are the reason."""
-    monkeypatch.setattr(machines, "SILENT_S", 0.2)
-    seen, _ = peers()
-    found = seen.first_failure(failure("peer", rank=0, at=1))
+def test_a_failure_of_no_rank_is_named_with_its_machine() -> None:
+    """As where the process was killed from which the ranks are forked."""
+    assert GROUP.with_host("the process was killed", 2) == "on b: the process was killed"
+    assert GROUP.with_host("rank 2 raised", 2) == "rank 2 on b raised"
+
+
+@pytest.mark.parametrize("state", ["gone", "running"])
+def test_a_machine_that_reports_nothing_was_lost(state: str) -> None:
+    """If ranks of the others lost their peers only; else they are the reason."""
+    found = first_failure(GROUP, seen_by_hub(("failed", failure("peer", rank=0)), (state, None)))
     assert (found.rank, found.kind) == (2, "machine")
     assert found.sentence.startswith("b (ranks 2, 3) was lost: it was switched off, its")
-    seen, _ = peers()
-    own = failure("crash", rank=1, at=1, sentence="rank 1 raised")
-    assert seen.first_failure(own).sentence == "rank 1 on a raised"
+    own = failure("crash", rank=1, sentence="rank 1 on a raised")
+    assert first_failure(GROUP, seen_by_hub(("failed", own), (state, None))) == own
 
 
-@pytest.mark.full
 def test_a_machine_that_still_ends_its_ranks_is_waited_for(
-    peers: Making, monkeypatch: pytest.MonkeyPatch
+    pair: list[Machines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its report says which rank was late; it takes seconds."""
-    monkeypatch.setattr(machines, "SILENT_S", 0.0)
-    late = failure("late", rank=2, at=9)
-    seen, store = peers()
-    store.set("ending/1", "")
-    check, asked = store.check, list[str]()
-
-    def check_later(keys: list[str]) -> bool:
-        asked.extend(keys)
-        if asked.count("failure/1") == 10:
-            store.set("failure/1", json.dumps(asdict(late)))
-        return bool(check(keys))
-
-    store.check = check_later
-    assert seen.first_failure(failure("peer", rank=0, at=1)) == late
+    monkeypatch.setattr(hub, "SILENT_S", 0.0)
+    late = failure("late", rank=2, at=9, sentence="rank 2 was late")
+    with ThreadPoolExecutor() as pool:
+        told = pool.submit(pair[0].first_failure, failure("peer", rank=0))
+        wait_for(lambda: pair[1].must_end)
+        time.sleep(0.5)
+        assert not told.done()
+        assert pair[1].first_failure(late).kind == "late"
+        assert told.result().kind == "late"
 
 
-def test_a_store_that_is_gone_is_named(peers: Making) -> None:
-    """With rank -1: there is nowhere to meet again."""
-    seen, store = peers()
+def test_a_timeout_elsewhere_says_that_ranks_waited_in_vain(pair: list[Machines]) -> None:
+    """So that the late rank of the other machine is named."""
+    timed_out = failure("peer", rank=2, sentence="Timed out waiting")
+    with ThreadPoolExecutor() as pool:
+        told = pool.submit(pair[1].first_failure, timed_out)
+        wait_for(lambda: pair[0].must_end)
+        assert pair[0].timed_out
+        pair[0].first_failure(failure("late", rank=0))
+        assert told.result().kind == "late"
 
-    def fail(*_: object) -> None:
-        raise dist.DistNetworkError("Connection reset")
 
-    store.set = fail
-    found = seen.first_failure(failure("peer", rank=0, at=1))
+def test_a_machine_that_is_lost_ends_the_others_at_once(pair: list[Machines]) -> None:
+    """Its launcher was killed: the kernel closes its connection."""
+    assert pair[1]._link is not None
+    pair[1]._link.socket.shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: pair[0].must_end)
+    found = pair[0].first_failure(failure("peer", rank=0))
+    assert (found.rank, found.kind) == (2, "machine")
+    assert "(ranks 2, 3) was lost" in found.sentence
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_hub_that_is_gone_is_named(pair: list[Machines], place: int) -> None:
+    """With rank -1: there is nowhere to meet again. Rank 0's machine may still have completed."""
+    assert pair[0]._hub is not None
+    pair[0]._hub.close(within_s=0.0)
+    wait_for(lambda: pair[place]._link is None)
+    assert pair[place].must_end
+    assert pair[place].all_ended() is (place == 0)
+    found = pair[place].first_failure(failure("peer", rank=2 * place))
     assert (found.rank, found.kind) == (-1, "machine")
-    assert found.sentence.startswith("a:1, where the machines meet, is lost")
+    assert ", where the machines meet, is lost: its machine was" in found.sentence
+    own = failure("crash", rank=2 * place, sentence=f"rank {2 * place} raised")
+    assert pair[place].first_failure(own).kind == "crash"
 
 
-def test_the_watch_notices_a_failure_elsewhere_and_shows_that_this_machine_lives(
-    peers: Making, monkeypatch: pytest.MonkeyPatch
+def test_no_machine_leaves_before_the_ranks_of_all_have_ended(
+    pair: list[Machines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the others wait for its report."""
-    monkeypatch.setattr(machines, "WATCH_S", 0.02)
-    seen, store = peers()
-    timed_out = failure("peer", rank=2, at=1, sentence="Timed out waiting")
-    store.set("failure/1", json.dumps(asdict(timed_out)))
-    wait_for(lambda: store.check(["ending/0"]))
-    assert seen.failures == {1: timed_out}
+    """A restart needs all of them; a limit lets them leave."""
+    first, second = pair
+    assert second.all_ended() is None
+    wait_for(lambda: first.has_ended)
+    assert second.all_ended() is None
+    with monkeypatch.context() as patched:
+        patched.setattr(machines, "ENDING_S", -1e6)
+        assert second.all_ended()
+    wait_for(first.all_ended)
+    wait_for(second.all_ended)
 
 
-@pytest.mark.full
-def test_a_machine_says_that_its_ranks_have_ended_before_it_leaves(peers: Making) -> None:
-    """Else the others, which ended before, would wait for it in vain."""
-    found, store = peers(own=0)
-    store.set("ended/1", "")
-    wait_for(lambda: found.ended)
-    wait_for(lambda: found.all_ended(limit_s=1000.0))
-    assert store.check(["ended/0"])
-
-
-@pytest.mark.full
-def test_no_machine_leaves_before_the_ranks_of_all_have_ended(peers: Making) -> None:
-    """A restart needs all of them; a limit lets them leave, and so does the end of rank 0."""
-    found, store = peers(own=1)
-    assert not found.ended
-    assert found.all_ended(limit_s=1000.0) is None
-    wait_for(lambda: store.check(["ended/1"]))
-    assert found.all_ended(limit_s=1000.0) is None
-    store.set("ended/0", "")
-    wait_for(lambda: found.all_ended(limit_s=1000.0))
-    assert found.ended == {0, 1}
-    found, _ = peers(own=1)
-    assert found.all_ended(limit_s=0.0)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("own", first_of([0, 1]))
-def test_without_the_store_a_run_is_complete_once_rank_0_has_ended(peers: Making, own: int) -> None:
-    """Rank 0 writes the result, so its machine may leave; the others cannot know."""
-
-    def lost(*_: object) -> None:
-        raise dist.DistNetworkError("Connection reset by peer")
-
-    found, store = peers(own=own)
-    store.check = lost
-    assert wait_for(lambda: [found.all_ended(limit_s=1000.0)] != [None])
-    assert found.all_ended(limit_s=1000.0) is (own == 0)
-
-
-def test_the_machine_with_the_store_waits_until_the_others_have_read_it(
-    peers: Making,
-) -> None:
-    """Its end closes the store, and they would report that it is lost."""
-    found, store = peers(serves=True)
-    check, asked = store.check, list[bool]()
-
-    def look(keys: list[str]) -> bool:
-        if keys == ["left/1"]:
-            asked.append(bool(check(keys)))
-            store.set("left/1", "")  # after the first look
-            return asked[-1]
-        return bool(check(keys))
-
-    store.set("failure/1", json.dumps(asdict(failure("peer", rank=2, at=2))))
-    store.check = look
-    found.first_failure(failure("crash", rank=0, at=1))
-    assert asked == [False, True]
+def test_the_hub_stays_until_the_others_know_the_end(pair: list[Machines]) -> None:
+    """Its own end would take the last word away, and they would report that it is lost."""
+    verdicts(pair, [failure("crash", rank=0), failure("peer", rank=2)])
+    with ThreadPoolExecutor() as pool:
+        closing = pool.submit(pair[0].close)
+        time.sleep(0.5)
+        assert not closing.done()
+        pair[1].close()
+        closing.result()

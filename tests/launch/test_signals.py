@@ -18,8 +18,8 @@ from trainings import CHILD_STARTER, LONG, is_training
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.processes import STOP_SIGNALS
+from ddp_runner.host.wire import StopRequest
 from ddp_runner.launch.stop_requests import StopRequests, mark_ended
-from ddp_runner.rank.stop import StopRequest
 from ddp_runner.tracking.run_record import write_run_record
 
 # A launcher without torch, in the middle of something: it has asked for the lock of run.json.

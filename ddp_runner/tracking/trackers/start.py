@@ -48,16 +48,16 @@ class Order:
 
 
 @contextmanager
-def followed(job: Job, run_dir: RunDir) -> Iterator[list[int]]:
+def followed(job: Job, run_dir: RunDir) -> Iterator[None]:
     """Let the job's trackers follow its run, and wait for them after the block.
 
-    Whatever happens to them, the run goes on. Yield the numbers of their processes.
+    Whatever happens to them, the run goes on.
     """
     config = job.config
     names = [] if config.task == "check" else list(config.trackers)  # it has no metrics
     trackers = [one for name in names if (one := _start(job, run_dir, name))]
     try:
-        yield [one.process.pid for one in trackers]
+        yield
     finally:
         if trackers:
             _end(trackers, job, run_dir)

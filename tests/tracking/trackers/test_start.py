@@ -21,6 +21,7 @@ from configs import resolved
 from own_trackers import calls, points
 
 from ddp_runner.config.secrets import Secrets
+from ddp_runner.host.processes import children
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
@@ -48,7 +49,9 @@ class Followed:
         config = replace(config, trackers=trackers, allowed_targets=["own_trackers"])
         secrets = Secrets(values={"said no": "${oc.env:X}"})
         job = Job(config, started_at=5.0, code={}, secrets=secrets)
-        self.pids = self.stack.enter_context(followed(job, RunDir(self.folder)))
+        before = children()
+        self.stack.enter_context(followed(job, RunDir(self.folder)))
+        self.pids = sorted(children() - before)
 
     def end(self, status: str) -> None:
         """End the run."""
@@ -210,6 +213,7 @@ import os, sys, time
 from dataclasses import replace
 from pathlib import Path
 from configs import resolved
+from ddp_runner.host.processes import children
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.trackers.start import followed
@@ -219,7 +223,8 @@ config = replace(
     trackers={"x": {"_target_": f"own_trackers.{name}", "path": path}},
     allowed_targets=["own_trackers"],
 )
-with followed(Job(config, started_at=5.0, code={}), RunDir(Path(folder))) as pids:
+with followed(Job(config, started_at=5.0, code={}), RunDir(Path(folder))):
+    pids = children()
     while not (os.path.exists(path) and open(path).read()):
         time.sleep(0.1)
     holder = 0

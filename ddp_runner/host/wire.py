@@ -1,0 +1,91 @@
+"""A rank's end of the pipe to its launcher: requests come in, facts and the end go out.
+
+A rank sends ``claimed, folder`` on several machines, ``began, step`` once it has restored its
+state, ``ready`` when the training loop begins, ``saving, flag`` around each checkpoint, and last
+``result, value`` or ``failure, Failure``. The launcher sends ``stop`` and ``stack``, answered by
+``stack, time_ns, text``. A thread takes these, so that a rank answers even while it is in a
+collective.
+"""
+
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ddp_runner.host.processes import end_after_launcher, handled_signals
+
+# The longest text in a message. A message of up to 16 kB leaves in one write. Between two writes, a
+# rank may be stopped or killed, and the launcher would wait for the rest.
+MOST_BYTES = 12_000
+
+
+class Wire:
+    """The pipe of one rank; safe to use from any of its threads."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.stop = False  # whether to finish the step, save and end
+        self._pipe, self._sending = pipe, threading.Lock()
+        threading.Thread(target=self._listen, name="launcher", daemon=True).start()
+
+    def send(self, *message: Any) -> None:
+        """Send a message. If the launcher is gone, so is its pipe: ``_listen`` ends this rank."""
+        with self._sending, suppress(OSError):
+            self._pipe.send(message)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Ask the launcher to wait for the end of this block before it ends the rank."""
+        self.send("saving", True)
+        try:
+            yield
+        finally:
+            self.send("saving", False)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                (word,) = self._pipe.recv()
+            except (EOFError, OSError):
+                end_after_launcher()
+            if word == "stop":
+                self.stop = True
+            elif word == "stack":
+                frame = sys._current_frames().get(threading.main_thread().ident or 0)
+                stack = "".join(traceback.format_stack(frame)) if frame else ""
+                self.send("stack", time.time_ns(), cut(stack))
+
+
+class StopRequest:
+    """True once this rank should finish its step, save and end.
+
+    Our launcher asks over the wire: Ctrl-C reaches every process of a terminal, SIGTERM may reach
+    every process of a container, and only the launcher knows which it was. Under another launcher
+    (torchrun, Slurm) any of ``STOP_SIGNALS`` is the request.
+    """
+
+    def __init__(self, wire: Wire | None) -> None:
+        self._wire = wire
+        self.received: int | None = None  # the signal that this very rank received
+        # SIGTERM to one rank of ours, sent by hand, asks as well; the other signals are ignored.
+        for signum in handled_signals() if wire is None else (signal.SIGTERM,):
+            signal.signal(signum, self._receive)
+
+    def __call__(self) -> bool:
+        """Return whether to stop; cheap enough for every step."""
+        return self.received is not None or (self._wire is not None and self._wire.stop)
+
+    def _receive(self, signum: int, frame: object) -> None:
+        self.received = self.received or signum
+
+
+def cut(text: str) -> str:
+    """Return the end of a text, where a stack has its innermost frame; the logs have all of it."""
+    data = text.encode(errors="replace")
+    if len(data) <= MOST_BYTES:
+        return text
+    return f"(the beginning is in logs/)\n{data[-MOST_BYTES:].decode(errors='ignore')}"
