@@ -1,6 +1,7 @@
 """What every task prints at its start, and what it logs to."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session
@@ -28,25 +29,8 @@ def log_start(
         (show if config.verbose else log_to_file)(words)
 
 
-def task_logger(
-    session: Session,
-    *,
-    resume_step: int | None = None,
-    max_steps: int | None = 0,
-    total_epochs: int = 0,
-    shows_curves: bool = True,
-) -> Logger:
-    """Return what this rank logs to; for the keywords see ``RunLogger``."""
+def task_logger(session: Session, **shown: Any) -> Logger:
+    """Return what this rank logs to; `shown` are further keywords of ``RunLogger``."""
     if not session.env.is_rank_zero:
         return NullLogger()
-    return RunLogger(
-        session.run_dir,
-        job=session.job,
-        started_at=session.job.started_at,
-        resume_step=resume_step,
-        max_steps=max_steps,
-        total_epochs=total_epochs,
-        title=session.job.title,
-        heartbeat=session.heartbeat,
-        shows_curves=shows_curves,
-    )
+    return RunLogger(session.run_dir, job=session.job, heartbeat=session.heartbeat, **shown)

@@ -128,30 +128,3 @@ def test_hparams_shows_every_metric_of_every_run(
         assert {name: float(row[name]) for name in final} == pytest.approx(final, rel=1e-4)
         assert float(row["world_size"]) == record(run)["world_size"]
         assert final.keys() >= {"train/loss", "eval/accuracy", "perf/samples_per_s"}
-
-
-def test_custom_scalars_show_the_same_charts_for_all_runs(
-    sweep: Path, page: Any, tmp_path: Path
-) -> None:
-    """By category; a chart shows its values under the mouse; one chart shows a step's parts."""
-    with serve_tensorboard(sweep, folder=tmp_path, wanted=tags(sweep)) as url:
-        page.goto(f"{url}/#custom_scalars")
-        cards = page.locator("tf-custom-scalar-multi-line-chart-card")
-        for chart in ("accuracy", "learning rate", "samples per second", "what a step's time"):
-            card = cards.filter(has_text=chart).first
-            card.locator("text=/Matches .[1-9]/").wait_for()
-            assert card.locator("svg path").count() > 1
-        parts = cards.filter(has_text="what a step's time")
-        for part in ("data", "forward", "backward", "comm", "wait", "optimizer"):
-            assert f"perf/{part}_ms (world_size=2)" in parts.evaluate(
-                "card => card.shadowRoot?.textContent ?? card.textContent"
-            )
-        chart = cards.filter(has_text="accuracy").first.locator("vz-line-chart2")
-        place = chart.bounding_box()
-        page.mouse.move(place["x"] + place["width"] / 2, place["y"] + place["height"] / 2)
-        page.mouse.move(place["x"] + place["width"] - 20, place["y"] + place["height"] / 2)
-        for run in run_dirs(sweep):
-            row = page.locator("tr", has_text=f"eval/accuracy ({run.name})")
-            row.get_by_text(shown(record(run)["metrics"]["eval/accuracy"])).first.wait_for()
-        save_screenshot(page, "custom_scalars", tmp_path)
-    assert len(metrics(run_dirs(sweep)[1])) == 8  # six steps, two evaluations

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from commands import TIME_LIMIT_S, wait_for
+from configs import resolved
 
 from ddp_runner.errors import UserError
+from ddp_runner.job import Job
 from ddp_runner.tracking import heartbeat
 from ddp_runner.tracking.heartbeat import Heartbeat, read_heartbeat
 from ddp_runner.tracking.run_dir import RunDir
@@ -133,17 +135,11 @@ def _folder(path: Path) -> Path:
 
 def test_the_logger_of_a_run_notes_how_far_it_is(tmp_path: Path) -> None:
     """From the step of the checkpoint on; an evaluation lasts until the next step."""
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text("{}")
+    job, own = Job(resolved("model=toy")[0], started_at=0.0, code={}), Heartbeat()
+    RunDir(tmp_path).freeze(job.config, overrides=(), choices={})
     begin_session(tmp_path, started_at=0.0)
-    own = Heartbeat()
     with RunLogger(
-        RunDir(tmp_path),
-        started_at=0.0,
-        max_steps=9,
-        total_epochs=3,
-        resume_step=4,
-        heartbeat=own,
+        RunDir(tmp_path), job=job, heartbeat=own, max_steps=9, total_epochs=3, resume_step=4
     ) as logger:
         seen = [(own.doing, own.step, own.total_steps, own.total_epochs)]
         for call in (lambda: logger.step_done(step=5, epoch=2), logger.evaluating):
