@@ -32,8 +32,8 @@ from ddp_runner.rank.adopt import with_config_of_rank_zero
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.seeds import seed_all
+from ddp_runner.tracking.alive import Heartbeat
 from ddp_runner.tracking.claim import Claim, begin_run, claim_run, claimed, own_marks
-from ddp_runner.tracking.heartbeat import Heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
     RunError,

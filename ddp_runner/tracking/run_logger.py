@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from ddp_runner.files import json_safe
 from ddp_runner.host.load import load_record, measure_load
 from ddp_runner.job import Job, Status
+from ddp_runner.tracking.alive import EVALUATING, Heartbeat
 from ddp_runner.tracking.console import Progress, end_summary
-from ddp_runner.tracking.heartbeat import EVALUATING, Heartbeat
 from ddp_runner.tracking.metric_files import MetricFiles
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (

@@ -11,7 +11,7 @@ from ddp_runner.profiling.profiler import AnyProfiler, NullProfiler, Profiler, h
 from ddp_runner.rank.records import Records
 from ddp_runner.rank.session import Session, note_start
 from ddp_runner.rank.task_log import log_start
-from ddp_runner.tracking.heartbeat import ENDING
+from ddp_runner.tracking.alive import ENDING
 from ddp_runner.tracking.run_dir import RunDir, keep_files
 from ddp_runner.tracking.run_record import RunFields, add_warning
 from ddp_runner.tracking.start_block import sizes, training_facts

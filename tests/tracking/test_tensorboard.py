@@ -22,7 +22,7 @@ from tensorboard_server import get_json, serve_tensorboard
 from ddp_runner.config.identity import leaves
 from ddp_runner.job import Job
 from ddp_runner.metric_names import METRICS
-from ddp_runner.tracking.heartbeat import Heartbeat
+from ddp_runner.tracking.alive import Heartbeat
 from ddp_runner.tracking.metric_files import MetricFiles
 from ddp_runner.tracking.run_card import run_card
 from ddp_runner.tracking.run_dir import RunDir
