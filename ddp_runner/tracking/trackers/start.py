@@ -83,9 +83,9 @@ class _Tracker:
 
 def is_loaded(run_dir: RunDir, *, started_at: float) -> bool:
     """Return whether a session has restored its state: from then on metrics.jsonl is its own."""
-    with suppress(UserError, AttributeError):  # it is damaged, which the run itself reports
-        record = read_run_record(run_dir, missing_ok=True)
-        return bool(record.get("loaded", {}).get("started_at") == started_at)
+    with suppress(UserError):  # run.json is damaged, which the run itself reports
+        loaded = read_run_record(run_dir, missing_ok=True).get("loaded", {})
+        return bool(loaded.get("started_at") == started_at)
     return False
 
 
