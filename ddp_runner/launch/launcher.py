@@ -61,7 +61,7 @@ def launch(job: Job) -> Outcome:
     run_dir = RunDir(job.run_dir)
     if is_over(job):
         return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
-    begin_run(job, run_dir)
+    begin_run(job)
     stop = StopRequests(running=lambda: [run_dir.path], is_quiet=job.slot is not None)
     try:
         with stop.handled(), followed(job, run_dir):

@@ -12,17 +12,19 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import OmegaConf
 
 from ddp_runner.config.identity import OF_RANKS, flatten, leaves, work_hash
+from ddp_runner.config.load import frozen_config
 from ddp_runner.config.ranks import resolve_batch
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.sections import AUTO
 from ddp_runner.dist_env import DistEnv, continues
 from ddp_runner.errors import UserError, listed
-from ddp_runner.files import read_yaml
 from ddp_runner.job import Job, Status
 from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
 from ddp_runner.tracking.run_dir import InUseError, RunDir
@@ -39,21 +41,17 @@ UNFINISHED = (Status.RUNNING, Status.PREEMPTED, Status.FAILED)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True)
-class Claim:
-    """The run folder, and what the run in it has fixed already."""
-
-    run_dir: RunDir
-    global_size: int | None  # samples per optimizer step; None: as configured
-
-
-def claim_run(job: Job, *, marks: Sequence[str], held: ExitStack) -> Claim:
-    """Return the folder of this run, and lock it; by the launcher, or by rank 0 of another one.
+def claim_run(job: Job, *, marks: Sequence[str], held: ExitStack) -> tuple[RunDir, int | None]:
+    """Lock the folder of this run; by the launcher, or by rank 0 of another one.
 
     Args:
         job: its `run_dir` is the folder that the user names.
         marks: of this launch, see ``own_marks``.
         held: holds the lock from now on.
+
+    Returns:
+        The folder, and the samples per optimizer step that the run in it has fixed already. None:
+        as configured.
 
     Raises:
         UserError: another process holds the folder, or it holds another run.
@@ -77,11 +75,12 @@ def claim_run(job: Job, *, marks: Sequence[str], held: ExitStack) -> Claim:
             fields |= RunFields(status=Status.RUNNING, work_hash=work_hash(config))
         write_run_record(run_dir, **fields)
         os.utime(run_dir.holder)  # so that ``alive`` sees the start
-    keeps_size = config.resume in (None, AUTO)  # else the config has it already
-    return Claim(run_dir, _global_size(run_dir) if earlier and keeps_size else None)
+    if earlier and config.resume in (None, AUTO) and run_dir.is_frozen:  # else the config has it
+        return run_dir, frozen_config(run_dir.config).batch.global_size
+    return run_dir, None
 
 
-def claimed(job: Job, claim: Claim) -> Job:
+def claimed(job: Job, run_dir: RunDir, global_size: int | None) -> Job:
     """Return the job in its run folder, with the global batch that its run began with.
 
     torchrun may restart a run on fewer machines, or on more.
@@ -89,14 +88,14 @@ def claimed(job: Job, claim: Claim) -> Job:
     Raises:
         UserError: the ranks do not divide that batch.
     """
-    job, config = replace(job, run_dir=claim.run_dir.path.absolute()), job.config
-    if claim.global_size in (None, config.batch.global_size):
+    job, config = replace(job, run_dir=run_dir.path.absolute()), job.config
+    if global_size in (None, config.batch.global_size):
         return job
-    config = replace(config, batch=replace(config.batch, global_size=claim.global_size))
+    config = replace(config, batch=replace(config.batch, global_size=global_size))
     return replace(job, config=replace(config, batch=resolve_batch(config, config.world_size)))
 
 
-def begin_run(job: Job, run_dir: RunDir) -> None:
+def begin_run(job: Job) -> None:
     """Freeze the config of a claimed run, and begin its session in run.json.
 
     A run that has taken a step before stays as it is until its state is restored: what is wrong
@@ -105,6 +104,8 @@ def begin_run(job: Job, run_dir: RunDir) -> None:
     Raises:
         UserError: the folder cannot be written, or its run.json is damaged.
     """
+    assert job.run_dir is not None
+    run_dir = RunDir(job.run_dir)
     if not run_dir.is_frozen:
         freeze(job, run_dir)
     if not has_begun(read_run_record(run_dir, missing_ok=True)):
@@ -177,17 +178,15 @@ def _is_resumable(config: RunConfig, run_dir: RunDir) -> bool:
         return True
     run_dir.clear_if_unbegun()
     known = _record(run_dir).get("work_hash") if config.resume == AUTO else None
-    if known == work_hash(config):
-        return True
-    if known is not None:
-        keys = _changed_keys(config, run_dir)
-        raise UserError(
-            f"{run_dir} holds a run whose config differs{f' ({listed(keys)})' if keys else ''}, "
-            "and resume=auto goes on with an equal one only; give another hydra.run.dir"
-        )
-    if run_dir.record.exists():
+    if known is None and run_dir.record.exists():
         raise UserError(
             f"{run_dir} already holds a run; give another folder, or {run_dir.resume_argument}"
+        )
+    if known not in (None, work_hash(config)):
+        keys = listed(_changed_keys(config, run_dir)) or "what the environment gives"
+        raise UserError(
+            f"{run_dir} holds a run whose config differs ({keys}), and resume=auto continues an "
+            "equal one only; give another hydra.run.dir"
         )
     return True
 
@@ -235,11 +234,12 @@ def _record(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:
-    """Return the keys of a config whose values the run in a folder does not have."""
-    try:
-        frozen = dict(leaves(read_yaml(run_dir.config)))
-    except Exception:  # missing or damaged: odd tags make PyYAML raise errors of any class
-        return []
+    """Return the keys of a config whose values the run in a folder does not have.
+
+    Raises:
+        UserError: its frozen config is damaged.
+    """
+    frozen = dict(leaves(cast(Any, OmegaConf.to_container(frozen_config(run_dir.config)))))
     own = json.loads(json.dumps(flatten(config)))  # lists for tuples, as in YAML
     return [
         key
@@ -247,14 +247,3 @@ def _changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:
         # A secret is frozen as it was written.
         if key not in OF_RANKS and frozen.get(key) != value and "${" not in str(frozen.get(key))
     ]
-
-
-def _global_size(run_dir: RunDir) -> int | None:
-    """Return the frozen config's global batch; None if it was never frozen."""
-    if not run_dir.is_frozen:
-        return None
-    try:
-        return int(read_yaml(run_dir.config)["batch"]["global_size"])
-    except Exception as error:  # odd tags make PyYAML raise errors of any class
-        what = f"{run_dir.config} is damaged ({type(error).__name__})"
-        raise UserError(f"{what}; restore it, or give another folder") from error
