@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import NOFOLLOW, open_file
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RunDir
@@ -109,13 +109,18 @@ def _renew(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def read_heartbeat(path: Path) -> tuple[dict[str, Any], float | None]:
-    """Return a heartbeat's fields, none if it is damaged, and its time, None if there is none."""
-    try:
-        # An open file's facts come from the server, where a path's may be a minute old on NFS.
-        with open_file(path) as file:
-            text, mtime = file.read(NUM_BYTES), os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return {}, None
+    """Return a heartbeat's fields, none if it is damaged, and its time, None if there is none.
+
+    Raises:
+        UserError: the file is there and cannot be read.
+    """
+    with os_errors(f"{path} cannot be read", fix="make it readable, or delete it"):
+        try:
+            # An open file's facts come from the server, where a path's may be a minute old on NFS.
+            with open_file(path) as file:
+                text, mtime = file.read(NUM_BYTES), os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return {}, None
     try:
         fields = json.loads(text)
     except ValueError:
@@ -172,9 +177,9 @@ def standing(run_dir: RunDir, *, server_time: Callable[[], float] = time.time) -
         record = read_run_record(run_dir, missing_ok=True)
         if not record:
             return Standing(STARTING if run_dir.is_held else Status.QUEUED)
+        beat, beat_at = read_heartbeat(run_dir.heartbeat)
     except UserError as error:
         return Standing(DAMAGED, fault=str(error))
-    beat, beat_at = read_heartbeat(run_dir.heartbeat)
     held, holder = run_dir.is_held, run_dir.holder_process
     recorded_at, held_at = _written(run_dir.record), _written(run_dir.holder) if held else 0.0
     is_of_session = beat.get("started_at") == last_session_start(record)

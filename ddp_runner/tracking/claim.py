@@ -57,14 +57,32 @@ def claim_run(job: Job, *, marks: Sequence[str], held: ExitStack) -> tuple[RunDi
         UserError: another process holds the folder, or it holds another run.
     """
     config, asked = job.config, RunDir(job.run_dir) if job.run_dir else None
-    run_dir = _own_run(config, asked, marks, held) if marks else None
+    work, run_dir = work_hash(config), None
+
+    def is_own(record: Mapping[str, Any]) -> bool:
+        left = _marks_in(record)
+        return record.get("work_hash") == work and any(continues(mark, left) for mark in marks)
+
+    def is_unfinished(record: Mapping[str, Any]) -> bool:
+        return record.get("work_hash") == work and record.get("status") in UNFINISHED
+
+    if marks:  # a job's commands began in the order of their folders
+        runs = [asked] if asked else sibling_runs(config)[::-1]
+        run_dir = _take(runs, is_own, held, wait_s=PATIENCE_S)
     if run_dir is None and asked is None and config.resume == AUTO:
-        run_dir = _unfinished_run(config, held)
+        # Of some folders nobody can tell whether they are held: None.
+        runs = [one for one in sibling_runs(config, names_others=True) if one.is_held is False]
+        with suppress(InUseError):
+            run_dir = _take(runs, is_unfinished, held, wait_s=0.0)
     if run_dir is None:
         run_dir = asked or RunDir(claim(run_folder(config)))
         run_dir.path.mkdir(parents=True, exist_ok=True)
         try:
-            _locked_if(lambda one: asked is None or _is_resumable(config, one), run_dir, held)
+            with ExitStack() as lock:
+                lock.enter_context(run_dir.locked())
+                if asked is not None:
+                    _reject_another_run(config, run_dir)
+                held.enter_context(lock.pop_all())
         except UserError:
             run_dir.discard_unused()  # it may have been made just now
             raise
@@ -72,7 +90,7 @@ def claim_run(job: Job, *, marks: Sequence[str], held: ExitStack) -> tuple[RunDi
     if marks:
         fields = RunFields(launches=sorted({*_marks_in(earlier), *marks}))
         if not has_begun(earlier):
-            fields |= RunFields(status=Status.RUNNING, work_hash=work_hash(config))
+            fields |= RunFields(status=Status.RUNNING, work_hash=work)
         write_run_record(run_dir, **fields)
         os.utime(run_dir.holder)  # so that ``alive`` sees the start
     if earlier and config.resume in (None, AUTO) and run_dir.is_frozen:  # else the config has it
@@ -114,68 +132,43 @@ def begin_run(job: Job) -> None:
         begin_session(run_dir, started_at=job.started_at, status=status, error=None, work_hash=work)
 
 
-def _own_run(
-    config: RunConfig, asked: RunDir | None, marks: Sequence[str], held: ExitStack
+def _take(
+    runs: Sequence[RunDir],
+    fits: Callable[[Mapping[str, Any]], bool],
+    held: ExitStack,
+    *,
+    wait_s: float,
 ) -> RunDir | None:
-    """Return the folder that an earlier attempt of this launch left, and lock it; None if none did.
+    """Return the first run whose record fits and that no process holds, and lock it; None if none.
 
-    The earlier attempt may be about to end still. An equal command of the same job may take the
+    An earlier attempt may still be shutting down. An equal command of the same job may take a
     folder first; then another one may be left for this command.
+
+    Raises:
+        InUseError: after `wait_s` seconds another process still holds one that fits.
     """
-    work, deadline = work_hash(config), time.monotonic() + PATIENCE_S
-
-    def is_own(run_dir: RunDir) -> bool:
-        record = _record(run_dir)
-        left = _marks_in(record)
-        return record.get("work_hash") == work and any(continues(mark, left) for mark in marks)
-
-    # A job's commands began in this order.
-    own = [run for run in ([asked] if asked else sibling_runs(config)[::-1]) if is_own(run)]
-    while own:
-        is_last_try = time.monotonic() > deadline
-        for run_dir in own:
+    deadline = time.monotonic() + wait_s
+    while runs := [one for one in runs if fits(_record(one))]:
+        is_last_try, in_use = time.monotonic() >= deadline, None
+        for run_dir in runs:
             try:
-                if _locked_if(is_own, run_dir, held):
-                    return run_dir
-            except InUseError:
-                if is_last_try:
-                    raise
+                with ExitStack() as lock:
+                    lock.enter_context(run_dir.locked())
+                    if fits(_record(run_dir)):
+                        held.enter_context(lock.pop_all())
+                        return run_dir
+            except InUseError as error:
+                in_use = error
+        if is_last_try and in_use:
+            raise in_use
         time.sleep(POLL_S)
-        own = [run for run in own if is_own(run)]
     return None
 
 
-def _unfinished_run(config: RunConfig, held: ExitStack) -> RunDir | None:
-    """Return the newest unfinished run of this work that no process holds, and lock it."""
-    work = work_hash(config)
-
-    def is_unfinished(run_dir: RunDir) -> bool:
-        record = _record(run_dir)
-        return record.get("work_hash") == work and record.get("status") in UNFINISHED
-
-    for run_dir in sibling_runs(config, names_others=True):
-        # Nobody can tell whether it is held: None.
-        if not is_unfinished(run_dir) or run_dir.is_held is not False:
-            continue
-        with suppress(InUseError):
-            if _locked_if(is_unfinished, run_dir, held):
-                return run_dir
-    return None
-
-
-def _locked_if(condition: Callable[[RunDir], bool], run_dir: RunDir, held: ExitStack) -> bool:
-    """Lock a folder, and keep the lock if the condition holds then; return whether it does."""
-    with ExitStack() as lock:
-        lock.enter_context(run_dir.locked())
-        if holds := condition(run_dir):
-            held.enter_context(lock.pop_all())
-    return holds
-
-
-def _is_resumable(config: RunConfig, run_dir: RunDir) -> bool:
+def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
     """Reject a folder that holds a run, unless ``resume`` names it or auto finds its own work."""
     if config.resume not in (None, AUTO):
-        return True
+        return
     run_dir.clear_if_unbegun()
     known = _record(run_dir).get("work_hash") if config.resume == AUTO else None
     if known is None and run_dir.record.exists():
@@ -188,7 +181,6 @@ def _is_resumable(config: RunConfig, run_dir: RunDir) -> bool:
             f"{run_dir} holds a run whose config differs ({keys}), and resume=auto continues an "
             "equal one only; give another hydra.run.dir"
         )
-    return True
 
 
 def freeze(job: Job, run_dir: RunDir) -> None:

@@ -11,6 +11,7 @@ import pytest
 from commands import TIME_LIMIT_S, wait_for
 from configs import resolved
 
+from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking import alive
 from ddp_runner.tracking.alive import Heartbeat, read_heartbeat
@@ -119,9 +120,11 @@ def test_a_damaged_heartbeat_still_has_its_time(tmp_path: Path, text: str) -> No
     assert read_heartbeat(path) == ({}, 7.0)
 
 
-def test_a_heartbeat_that_cannot_be_read_counts_as_none(tmp_path: Path) -> None:
-    """The lock and run.json still say how the run stands."""
-    assert read_heartbeat(tmp_path) == read_heartbeat(tmp_path / "none") == ({}, None)
+def test_a_heartbeat_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """In one line, with its path."""
+    with pytest.raises(UserError, match=rf"{tmp_path} cannot be read \(Is a directory\)"):
+        read_heartbeat(tmp_path)
+    assert read_heartbeat(tmp_path / "none") == ({}, None)
 
 
 def test_the_logger_of_a_run_notes_how_far_it_is(tmp_path: Path) -> None:
