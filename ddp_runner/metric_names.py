@@ -40,7 +40,6 @@ class Metric:
     is_quantity: bool = True  # which has a mean; the number of a rank has none
 
 
-# In the order of TensorBoard's HParams tab, which shows the first five at once.
 METRICS = (
     Metric("eval/accuracy", False, True, True, True),
     Metric("eval/loss", True, True, is_monitor=True),

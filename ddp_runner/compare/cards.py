@@ -15,7 +15,6 @@ from ddp_runner.compare.speedup import REST
 from ddp_runner.compare.table import Table, digits, percent, setting_text, text_of, values_table
 from ddp_runner.files import LOADER, open_file
 from ddp_runner.metric_names import LINE_FIELDS, StepPart, headlines
-from ddp_runner.tracking.run_card import repeating_command
 from ddp_runner.tracking.run_dir import RunDir
 
 MAX_CLASSES = 30  # of a confusion matrix that a reader can follow
@@ -235,3 +234,23 @@ def _end_of(path: Path, folder: Path, num_bytes: int) -> str:
             return file.read(num_bytes).decode(errors="replace")
     except OSError:
         return ""
+
+
+def repeating_command(record: Mapping[str, Any], overrides: Sequence[str]) -> list[str] | None:
+    """Return the words of the command that repeats a run; None if no known command does.
+
+    A resumed run has only the overrides of its last command, so not the keys it began with.
+
+    Args:
+        record: The fields of run.json, unchecked.
+        overrides: What the run folder keeps of its last command.
+    """
+    groups = record.get("own_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(one, str) and one.startswith(("--config-dir=", "hydra.searchpath="))
+        for one in groups
+    ):
+        return None
+    if any(one.lstrip("+").startswith("resume=") for one in overrides):
+        return None
+    return ["python", "-m", "ddp_runner", *groups, *overrides]

@@ -24,7 +24,6 @@ CONFUSION_FILE = "confusion.jsonl"  # the counts of each evaluation, to draw the
 # A group of its own, the last one of the Time Series tab: there each run has a card for it.
 CONFUSION_TAG = "visuals/confusion_matrix"
 IMAGE_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
-ENDED = (Status.COMPLETED, Status.FAILED)
 FLUSH_S = 5  # how far TensorBoard lags behind; metrics.jsonl never does
 
 
@@ -81,10 +80,9 @@ class MetricFiles:
             # A TensorBoard that is open forgets what it has read of this run.
             self._events.add_event(Event(session_log=SessionLog(status=SessionLog.START)), 0)
             summaries = header(run_dir)
+            self._has_hparams = len(summaries) > 1
             for summary in summaries:
                 self._events.add_summary(summary)
-            tags = [value.tag for summary in summaries for value in summary.value]
-            self._has_hparams = any(tag.startswith("_hparams_/") for tag in tags)
             for line in lines:
                 metrics = {name: line[name] for name in line if name not in LINE_FIELDS}
                 self._add(metrics, step=line["step"], time_s=line["time_s"])
@@ -166,11 +164,11 @@ class MetricFiles:
             self._events.add_summary(picture, step)
 
     def close(self, *, status: str | None = None) -> None:
-        """Close the files, with the status for TensorBoard's HParams if the run has ended."""
+        """Close the files; TensorBoard's HParams show that a run has completed."""
         with self._writing():
             self._lines.close()
-            if self._has_hparams and status in ENDED:
-                self._events.add_summary(session_end(succeeded=status == Status.COMPLETED))
+            if self._has_hparams and status == Status.COMPLETED:
+                self._events.add_summary(session_end())
             self._events.close()
 
     def _add(self, metrics: Mapping[str, float | None], *, step: int, time_s: float) -> None:

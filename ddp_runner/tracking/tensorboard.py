@@ -1,11 +1,7 @@
-"""What TensorBoard shows of a run beside its curves: hyperparameters, cards and a confusion matrix.
-
-All are summaries for the run's own event file. There the HParams tab finds its own, and shows the
-last values of the curves with them.
-"""
+"""What TensorBoard shows of a run beside its curves: config, hyperparameters, confusion matrix."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +10,7 @@ from numpy.typing import NDArray
 
 from ddp_runner.config.identity import counts, leaves, only_used
 from ddp_runner.config.schema import has_own_loop
-from ddp_runner.files import LOADER, read_yaml
-from ddp_runner.metric_names import METRICS
-from ddp_runner.tracking.run_card import run_card
+from ddp_runner.files import LOADER
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
@@ -25,8 +19,6 @@ TUNED = {
     *("world_size", "seed", "backend", "batch", "model", "dataset", "parallelism"),
     *("optimizer", "scheduler", "train", "loop"),
 }
-# The keys that the HParams tab shows first in a run that no sweep varies.
-FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")
 MOST_NUMBERED = 20  # classes of a confusion matrix up to which its cells hold numbers
 MOST_CLASSES = 100  # beyond it there is no picture
 PALE, DARK = (247, 251, 255), (8, 48, 107)  # colours of a cell without samples, and with all
@@ -35,84 +27,28 @@ MARGIN, FONT_SIZE, DIGIT = 48, 18, 10
 
 
 def header(run_dir: RunDir) -> list[Any]:
-    """Return the first summaries of a run: its frozen config, its command and hyperparameters."""
-    from torch.utils.tensorboard.summary import text
+    """Return the summaries with a run's frozen config, and with its hyperparameters.
 
-    config_text = run_dir.config.read_text(encoding="utf-8")
-    config = yaml.load(config_text, Loader=LOADER)  # a safe loader
-    record = read_run_record(run_dir, missing_ok=True)
-    cards = [
-        text("config", f"```yaml\n{config_text}\n```"),
-        text("run", run_card(read_yaml(run_dir.overrides), record)),
-    ]
-    # A benchmark would be a row without values among the runs of a sweep.
-    task = config.get("task", "train")
-    if task != "train" and not has_own_loop(task):
-        return cards
-    found = hyperparameters(only_used(dict(leaves(config)), uses=record.get("uses")))
-    varied = {part.partition("=")[0].lstrip("+~") for part in run_dir.path.name.split(",")}
-    shown = {key for key in found if key.removesuffix(".name") in varied} or {
-        key for key in found if key.removesuffix(".name") in FIRST or key.startswith("loop.")
-    }
-    if has_own_loop(task):
-        # Nobody knows its metrics yet. Without a list TensorBoard collects them from the runs.
-        return [*cards, session_start(found, shown=shown)]
-    has_classes = config.get("dataset", {}).get("num_classes") is not None
-    # All of them: TensorBoard uses the list of one run for all runs that it shows.
-    ordered = sorted(METRICS, key=lambda metric: metric.needs_classes and not has_classes)
-    own = [f"{part}/{name}" for part in ("eval", "best") for name in config.get("metrics") or ()]
-    metrics = [*(metric.name for metric in ordered), *own]
-    return [*cards, session_start(found, shown=shown, metrics=metrics)]
-
-
-def session_start(
-    values: Mapping[str, bool | float | str],
-    *,
-    shown: Collection[str],
-    metrics: Collection[str] = (),
-) -> Any:
-    """Return the summary with a run's hyperparameters and metrics for the HParams tab.
-
-    TensorBoard does not find the metrics by itself if its --logdir is the run's own folder: the run
-    would be shown without values.
-
-    Args:
-        values: of all hyperparameters.
-        shown: those that are shown first.
-        metrics: the names of all metrics; none: not known.
+    Without a list of metrics TensorBoard collects them from the runs, and sees which keys differ. A
+    benchmark has no hyperparameters: it would be a row without values among the runs of a sweep.
     """
-    from tensorboard.plugins.hparams.api_pb2 import DataType
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from torch.utils.tensorboard.summary import hparams, text
 
-    start, experiment = HParamsPluginData(), HParamsPluginData()
-    start.session_start_info.SetInParent()
-    for key, value in values.items():
-        field, kind = start.session_start_info.hparams[key], "STRING"
-        if isinstance(value, bool):  # before numbers: in Python a bool is an int
-            field.bool_value, kind = value, "BOOL"
-        elif isinstance(value, int | float):
-            field.number_value, kind = value, "FLOAT64"
-        else:
-            field.string_value = value
-        experiment.experiment.hparam_infos.add(
-            name=key, type=DataType.Value(f"DATA_TYPE_{kind}"), differs=key in shown
-        )
-    if not metrics:
-        return _hparams_summary(session_start_info=start)
-    for name in metrics:
-        experiment.experiment.metric_infos.add().name.tag = name
-    return _hparams_summary(experiment=experiment, session_start_info=start)
+    content = run_dir.config.read_text(encoding="utf-8")
+    config = yaml.load(content, Loader=LOADER)  # a safe loader
+    card, task = text("config", f"```yaml\n{content}\n```"), config.get("task", "train")
+    if task != "train" and not has_own_loop(task):
+        return [card]
+    uses = read_run_record(run_dir, missing_ok=True).get("uses")
+    values = hyperparameters(only_used(dict(leaves(config)), uses=uses))
+    return [card, hparams(values, {})[1]]
 
 
-def session_end(*, succeeded: bool) -> Any:
-    """Return the summary with a run's end for the HParams tab."""
-    from tensorboard.plugins.hparams.api_pb2 import Status
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+def session_end() -> Any:
+    """Return the summary that tells the HParams tab that a run has completed."""
+    from torch.utils.tensorboard.summary import hparams
 
-    data = HParamsPluginData()
-    status = "STATUS_SUCCESS" if succeeded else "STATUS_FAILURE"
-    data.session_end_info.status = Status.Value(status)
-    return _hparams_summary(session_end_info=data)
+    return hparams({}, {})[2]
 
 
 def hyperparameters(keys: Mapping[str, Any]) -> dict[str, bool | float | str]:
@@ -127,20 +63,6 @@ def hyperparameters(keys: Mapping[str, Any]) -> dict[str, bool | float | str]:
         # Paths have other characters. So do unresolved values, which may be secrets.
         and re.fullmatch(r"[\w.+-]+", str(value))
     }
-
-
-def _hparams_summary(**parts: Any) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams.metadata import NULL_TENSOR, create_summary_metadata
-
-    return Summary(
-        value=[
-            Summary.Value(
-                tag=f"_hparams_/{name}", metadata=create_summary_metadata(data), tensor=NULL_TENSOR
-            )
-            for name, data in parts.items()
-        ]
-    )
 
 
 def confusion_picture(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:

@@ -27,7 +27,6 @@ def opened(run_dir: Path, *, resume_step: int | None = None) -> MetricFiles:
     folder = RunDir(run_dir)
     folder.config.parent.mkdir(exist_ok=True)
     folder.config.write_text(CONFIG)
-    folder.overrides.write_text("[]")
     return MetricFiles(folder, resume_step=resume_step)
 
 
