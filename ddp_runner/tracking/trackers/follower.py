@@ -26,7 +26,6 @@ class Progress:
     id: str | None = None
     config_hash: str | None = None  # of the last session
     sent: dict[str, int] | None = None  # the last step of each metric
-    clock: float | None = None  # of the last session
 
 
 class Follower:
@@ -47,7 +46,7 @@ class Follower:
     ) -> None:
         self._run_dir, self._name, self._settings = run_dir, name, settings
         self._allowed, self._progress_file = allowed, run_dir.trackers / f"{name}.json"
-        self._progress, self._earlier, self._earlier_clock = Progress(), dict[str, int](), 0.0
+        self._progress, self._earlier = Progress(), dict[str, int]()
         self._loaded: Mapping[str, Any] = {}  # see ``RunFields``
         self._tracker: Tracker | None = None
         self._has_begun, self._offset = False, 0
@@ -106,9 +105,7 @@ class Follower:
             step = self._loaded["resume_step"]
             kept = -1 if step is None else step
             self._earlier = {name: min(step, kept) for name, step in self._earlier.items()}
-        # A line that may have arrived unanswered goes out with its old time: MLflow keeps one.
-        self._earlier_clock = progress.clock or self._loaded["clock"]
-        progress.clock, progress.config_hash = self._loaded["clock"], record.get("config_hash")
+        progress.config_hash = record.get("config_hash")
 
     def _next_block(self) -> list[bytes]:
         """Return the next whole lines; none at the end of the file, and if it has been cut."""
@@ -122,13 +119,11 @@ class Follower:
         return [] if is_cut else lines
 
     def _read(self, line: Mapping[str, Any]) -> MetricLine:
-        step, resume_step = line["step"], self._loaded["resume_step"]
-        is_earlier = resume_step is not None and step <= resume_step
-        clock = self._earlier_clock if is_earlier else self._loaded["clock"]
+        step = line["step"]
         return MetricLine(
             step=step,
             epoch=line["epoch"],
-            time=clock + line["time_s"],
+            time=self._loaded["clock"] + line["time_s"],
             metrics={
                 name: math.nan if value is None else float(value)
                 for name, value in line.items()

@@ -86,25 +86,6 @@ def test_a_run_is_begun_followed_and_ended(run_dir: Path) -> None:
     assert json.loads((run_dir / "trackers" / "mine.json").read_text())["id"] == "id-1"
 
 
-def test_a_line_keeps_its_time_over_the_sessions(run_dir: Path) -> None:
-    """The last call of a killed run may have arrived, and a server knows an equal point."""
-    broken = run_dir.parent / "broken"
-    write_lines(run_dir, [1])
-    one = follower(run_dir, broken=str(broken))
-    one.catch_up()
-    broken.touch()
-    write_lines(run_dir, [2])
-    with pytest.raises(ConnectionError):
-        one.catch_up()
-    broken.unlink()
-    resumed = follower(run_dir, resume_step=2, clock=CLOCK + 500, broken=str(broken))
-    write_lines(run_dir, [3])
-    resumed.catch_up()
-    lines = [line for call in calls(sent(run_dir)) for line in call.get("log", ())]
-    times = [(line["step"], line["time"]) for line in lines]
-    assert times == [(1, 1000.1), (2, 1000.2), (3, 1500.3)]
-
-
 def test_many_lines_are_sent_in_several_calls(run_dir: Path) -> None:
     """In their order, and none twice."""
     write_lines(run_dir, range(2500))
@@ -205,6 +186,6 @@ def test_a_damaged_progress_is_begun_anew(run_dir: Path, text: str) -> None:
     """A kill cannot cut it, but an editor can."""
     (run_dir / "trackers" / "mine.json").write_text(text)
     write_lines(run_dir, [1])
-    follower(run_dir, resume_step=1).catch_up()  # the line has the time of the earlier session
+    follower(run_dir, resume_step=1).catch_up()
     assert calls(sent(run_dir))[0]["earlier"] is None
     assert steps_sent(run_dir) == [1]
