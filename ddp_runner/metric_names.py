@@ -30,56 +30,44 @@ class StepPart(StrEnum):
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. A chart is named by its category and title in TensorBoard's Custom Scalars."""
+    """One metric."""
 
     name: str
     lower_is_better: bool | None  # None: neither
     is_headline: bool = False  # shown on the terminal, and among a table's first columns
     needs_classes: bool = False
     is_monitor: bool = False  # every checkpoint has it, so that checkpoint.monitor may name it
-    charts: tuple[tuple[str, str], ...] = ()
     is_quantity: bool = True  # which has a mean; the number of a rank has none
 
 
-_LOSSES = ("train", "loss of training and evaluation")
-_PARTS = ("perf", "what a step's time goes into (ms)")
-_MATCHES = ("eval", "precision, recall and F1")
-# In the order of TensorBoard's HParams tab, which shows the first five at once.
 METRICS = (
-    Metric("eval/accuracy", False, True, True, True, charts=(("eval", "accuracy"),)),
-    Metric("eval/loss", True, True, is_monitor=True, charts=(_LOSSES, ("eval", "loss"))),
-    Metric("train/loss", True, True, is_monitor=True, charts=(_LOSSES,)),
-    Metric("perf/samples_per_s", False, is_monitor=True, charts=(("perf", "samples per second"),)),
-    Metric("perf/step_time_ms", True, is_monitor=True, charts=(("perf", "step time (ms)"),)),
-    Metric("eval/f1", False, True, True, True, charts=(_MATCHES,)),
-    Metric("eval/precision", False, False, True, True, charts=(_MATCHES,)),
-    Metric("eval/recall", False, False, True, True, charts=(_MATCHES,)),
-    Metric("train/grad_norm", None, charts=(("train", "gradient norm before clipping"),)),
-    Metric("train/lr", None, is_monitor=True, charts=(("train", "learning rate"),)),
-    Metric("perf/comm_share", True, charts=(("perf", "communication's part of the step time"),)),
-    *(Metric(part.metric, True, charts=(_PARTS,)) for part in StepPart),
-    Metric("perf/skew_ms", True, charts=(("perf", "the others wait for one rank (ms a step)"),)),
-    Metric(
-        "perf/skew_rank",
-        None,
-        charts=(("perf", "the rank that the others wait for"),),
-        is_quantity=False,
-    ),
-    Metric("perf/mfu", False, charts=(("perf", "model FLOP utilisation"),)),
-    Metric(
-        "perf/peak_memory_gib", True, charts=(("perf", "peak memory of the fullest rank (GiB)"),)
-    ),
+    Metric("eval/accuracy", False, True, True, True),
+    Metric("eval/loss", True, True, is_monitor=True),
+    Metric("train/loss", True, True, is_monitor=True),
+    Metric("perf/samples_per_s", False, is_monitor=True),
+    Metric("perf/step_time_ms", True, is_monitor=True),
+    Metric("eval/f1", False, True, True, True),
+    Metric("eval/precision", False, False, True, True),
+    Metric("eval/recall", False, False, True, True),
+    Metric("train/grad_norm", None),
+    Metric("train/lr", None, is_monitor=True),
+    Metric("perf/comm_share", True),
+    *(Metric(part.metric, True) for part in StepPart),
+    Metric("perf/skew_ms", True),
+    Metric("perf/skew_rank", None, is_quantity=False),
+    Metric("perf/mfu", False),
+    Metric("perf/peak_memory_gib", True),
     Metric("best/accuracy", False, True, True),
     Metric("best/loss", True, True),
     Metric("best/f1", False, True, True),
     Metric("best/precision", False, False, True),
     Metric("best/recall", False, False, True),
-    Metric("ps/staleness_mean", True, charts=(("ps", "staleness (updates)"),)),
-    Metric("ps/staleness_max", True, charts=(("ps", "staleness (updates)"),)),
-    Metric("ps/trainer_wait_ms", True, charts=(("ps", "waiting (ms)"),)),
-    Metric("ps/server_wait_ms", True, charts=(("ps", "waiting (ms)"),)),
-    Metric("ps/pushes_per_s", False, charts=(("ps", "pushes per second"),)),
-    Metric("ps/num_trainers", None, charts=(("ps", "trainers"),)),
+    Metric("ps/staleness_mean", True),
+    Metric("ps/staleness_max", True),
+    Metric("ps/trainer_wait_ms", True),
+    Metric("ps/server_wait_ms", True),
+    Metric("ps/pushes_per_s", False),
+    Metric("ps/num_trainers", None),
 )
 LISTED = {metric.name: metric for metric in METRICS}
 _ALL_REDUCE = tuple(  # of the largest message of task=collectives

@@ -131,8 +131,8 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         run_under_launcher(job, env)
     with ExitStack() as held:
         marks = list(filter(None, [launch_id()]))
-        claim = claim_run(replace(job, run_dir=asked), marks=marks, held=held)
-        return launch(claimed(job, claim)).exit_code
+        run_dir, size = claim_run(replace(job, run_dir=asked), marks=marks, held=held)
+        return launch(claimed(job, run_dir, size)).exit_code
 
 
 def _asked_folder(composed: DictConfig, job: Job) -> Path | None:

@@ -22,7 +22,6 @@ from ddp_runner.compare.table import (
 from ddp_runner.config.identity import leaves
 from ddp_runner.files import open_file, read_yaml
 from ddp_runner.metric_names import LINE_FIELDS, StepPart, headlines
-from ddp_runner.tracking.run_card import repeating_command
 from ddp_runner.tracking.run_dir import RunDir
 
 MAX_CLASSES = 30  # of a confusion matrix that a reader can follow
@@ -192,3 +191,23 @@ def _traceback(folder: Path) -> str:
             return file.read(MAX_TRACEBACK).decode(errors="replace")
     except OSError:
         return ""
+
+
+def repeating_command(record: Mapping[str, Any], overrides: Sequence[str]) -> list[str] | None:
+    """Return the words of the command that repeats a run; None if no known command does.
+
+    A resumed run has only the overrides of its last command, so not the keys it began with.
+
+    Args:
+        record: The fields of run.json, unchecked.
+        overrides: What the run folder keeps of its last command.
+    """
+    groups = record.get("own_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(one, str) and one.startswith(("--config-dir=", "hydra.searchpath="))
+        for one in groups
+    ):
+        return None
+    if any(one.lstrip("+").startswith("resume=") for one in overrides):
+        return None
+    return ["python", "-m", "ddp_runner", *groups, *overrides]

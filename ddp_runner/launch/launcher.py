@@ -58,7 +58,7 @@ def launch(job: Job) -> Outcome:
     if is_alone:
         if is_over(job):
             return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
-        begin_run(job, RunDir(folders[0]))
+        begin_run(job)
     stop = StopRequests(running=lambda: folders, is_quiet=job.slot is not None)
     stop.may_save = not is_alone  # the first signal is a request, also while the machines meet
     try:

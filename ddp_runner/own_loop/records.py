@@ -16,7 +16,6 @@ from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.own_loop.loader import Loader
 from ddp_runner.rank.records import Records
 from ddp_runner.rank.session import Session
-from ddp_runner.tracking.images import encoded
 from ddp_runner.tracking.run_record import RunFields
 
 PLAIN = (int, float, str, list, type(None))  # what run.json holds
@@ -101,7 +100,7 @@ class OwnRecords(Records):
         if image.is_floating_point():
             image = image.detach().clamp(0, 1).mul(255).round()
         pixels = image.to("cpu", torch.uint8).expand(3, -1, -1).permute(1, 2, 0).numpy()
-        self.logger.log_image(name, encoded(pixels), step=step)
+        self.logger.log_image(name, pixels, step=step)
 
     def step_done(self, step: int) -> None:
         """Note that a step is done: the first one ends the start-up."""

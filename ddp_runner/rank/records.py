@@ -41,14 +41,7 @@ def task_logger(session: Session, **shown: Any) -> Logger:
     """Return what this rank logs to; for the keywords see ``RunLogger``."""
     if not session.env.is_rank_zero:
         return NullLogger()
-    return RunLogger(
-        session.run_dir,
-        job=session.job,
-        started_at=session.job.started_at,
-        title=session.job.title,
-        heartbeat=session.heartbeat,
-        **shown,
-    )
+    return RunLogger(session.run_dir, job=session.job, heartbeat=session.heartbeat, **shown)
 
 
 class Records:

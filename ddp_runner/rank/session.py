@@ -32,8 +32,8 @@ from ddp_runner.rank.adopt import with_config_of_rank_zero
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.seeds import seed_all
-from ddp_runner.tracking.claim import Claim, begin_run, claim_run, claimed, own_marks
-from ddp_runner.tracking.heartbeat import Heartbeat
+from ddp_runner.tracking.alive import Heartbeat
+from ddp_runner.tracking.claim import begin_run, claim_run, claimed, own_marks
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
     RunError,
@@ -91,8 +91,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         keep_freed_memory()
         marks_here = own_marks(env, has_agent=job.wire is not None)
         marks = sorted(set().union(*gather_objects(marks_here)))  # they identify the launch
-        claim = from_rank_zero(lambda: _claim(job, marks=marks, held=stack))
-        run_dir = claim.run_dir
+        run_dir, size = from_rank_zero(lambda: _claim(job, marks=marks, held=stack))
         if job.wire is not None and env.local_rank == 0:
             job.wire.send("claimed", run_dir.path)
         heartbeat = Heartbeat()
@@ -104,7 +103,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
                 stack.enter_context(followed(job, run_dir))
             if not job.is_claimed:
                 stack.enter_context(_failure_recorded(run_dir, started_at=job.started_at))
-        job = claimed(job, claim)
+        job = claimed(job, run_dir, size)
         logging = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
         log = stack.enter_context(logging)
         if env.num_nodes > 1:
@@ -177,14 +176,14 @@ def note_start(session: Session, *, step: int) -> None:
         )
 
 
-def _claim(job: Job, *, marks: Sequence[str], held: ExitStack) -> Claim:
-    """Return the run folder, which rank 0 takes unless its launcher has."""
+def _claim(job: Job, *, marks: Sequence[str], held: ExitStack) -> tuple[RunDir, int | None]:
+    """Return what ``claim_run`` does; rank 0 claims the run folder unless its launcher has."""
     if job.is_claimed:
         assert job.run_dir is not None
-        return Claim(RunDir(job.run_dir), None)
-    claim = claim_run(job, marks=marks, held=held)
-    begin_run(claimed(job, claim), claim.run_dir)
-    return claim
+        return RunDir(job.run_dir), None
+    run_dir, global_size = claim_run(job, marks=marks, held=held)
+    begin_run(claimed(job, run_dir, global_size))
+    return run_dir, global_size
 
 
 @contextmanager

@@ -1,25 +1,131 @@
-"""How a run stands at one moment: the one answer for status, sweeps and comparisons. Torch-free.
+"""Whether a run is alive: rank 0's sign of life, and how a run stands at one moment. Torch-free.
 
 run.json says what the run wants to be. Whether a process still runs it follows from two signs. Its
-lock is exact, but other machines may not see it. The heartbeat is seen everywhere, with a delay.
+lock is exact, but other machines may not see it. The heartbeat is seen everywhere, with a delay:
+rank 0 renews `.heartbeat`, whose time is by the clock of the file system, so machines need not have
+equal clocks. Its text says what rank 0 does. A killed run leaves the file, an ended run has none.
 """
 
+import json
+import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
+from ddp_runner.files import NOFOLLOW, open_file
 from ddp_runner.job import Status
-from ddp_runner.tracking.heartbeat import ENDING, EVALUATING, STARTING, read_heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
+BEAT_S, LEAST_S = 5.0, 0.5  # between two beats: usually, and when something new begins
+NUM_BYTES = 512  # of the file, always: a full disk does not keep it from being written again
+STARTING, EVALUATING, ENDING = "starting", "evaluating", "ending"
 LOST, SILENT, DAMAGED = "lost", "silent", "damaged"
-LOST_S = 60.0  # without a sign of life; a heartbeat comes every five seconds
+LOST_S = 60.0  # without a sign of life
 STARTING_S = 300.0  # before the first heartbeat: importing torch, waiting for other machines
+
+
+@dataclass
+class Heartbeat:
+    """What rank 0 does now: one for each session; cheap enough to note each step."""
+
+    doing: str = STARTING  # starting, running, evaluating or ending
+    step: int | None = None  # the last one that is done
+    epoch: int | None = None  # counts from 1
+    total_steps: int | None = None  # None: not known
+    total_epochs: int | None = None
+    _noted_at: float = field(default_factory=time.monotonic)
+    _has_changed: threading.Event = field(default_factory=threading.Event)
+
+    def note(self, doing: str) -> None:
+        """Note what begins now."""
+        has_changed, self.doing, self._noted_at = doing != self.doing, doing, time.monotonic()
+        if has_changed:
+            self._has_changed.set()
+
+    def step_done(self, step: int, *, epoch: int) -> None:
+        """Note that a step is done."""
+        self.step, self.epoch = step, epoch
+        self.note(Status.RUNNING)
+
+    @contextmanager
+    def beating(self, path: Path, *, started_at: float) -> Iterator[None]:
+        """Renew the file every few seconds while the block lasts; rank 0 only.
+
+        A thread does it, so that a loop that waits for other ranks still shows a sign of life.
+
+        Args:
+            path: of the file.
+            started_at: identifies the session, as in run.json.
+        """
+        facts = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": started_at}
+        ended = threading.Event()
+
+        def beat() -> None:
+            while True:
+                self._has_changed.clear()
+                if ended.is_set():  # since the wait below
+                    return
+                _renew(path, facts | self._state())
+                self._has_changed.wait(BEAT_S)
+                if ended.wait(LEAST_S):
+                    return
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            self._has_changed.set()
+            thread.join(BEAT_S)  # not for ever: the disk may be gone
+            with suppress(OSError):
+                path.unlink()
+
+    def _state(self) -> dict[str, Any]:
+        shown = {name: one for name, one in vars(self).items() if not name.startswith("_")}
+        return {**shown, "idle_s": round(time.monotonic() - self._noted_at, 1)}
+
+
+def _renew(path: Path, fields: Mapping[str, Any]) -> None:
+    """Write the file again.
+
+    It is closed each time, since NFS may keep what an open file holds for itself. Whatever fails
+    here must not fail the run: a reader then sees how old the last beat is.
+    """
+    content = json.dumps(fields).encode()[:NUM_BYTES].ljust(NUM_BYTES - 1) + b"\n"
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | NOFOLLOW, 0o644)
+        try:
+            os.write(descriptor, content)
+        finally:
+            os.close(descriptor)
+
+
+def read_heartbeat(path: Path) -> tuple[dict[str, Any], float | None]:
+    """Return a heartbeat's fields, none if it is damaged, and its time, None if there is none.
+
+    Raises:
+        UserError: the file is there and cannot be read.
+    """
+    with os_errors(f"{path} cannot be read", fix="make it readable, or delete it"):
+        try:
+            # An open file's facts come from the server, where a path's may be a minute old on NFS.
+            with open_file(path) as file:
+                text, mtime = file.read(NUM_BYTES), os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return {}, None
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = {}
+    return (fields if isinstance(fields, dict) else {}), mtime
 
 
 @dataclass(frozen=True)
@@ -47,17 +153,17 @@ class Standing:
     @property
     def sentence(self) -> str | None:
         """Why it failed or was stopped, in one line; None if nobody has said so."""
-        return self.fault or self._error("sentence")
+        return self.fault or self._error.get("sentence")
 
     @property
     def kind(self) -> str | None:
-        """The kind of failure, as in ``Failure``; a run that is damaged is the user's to mend."""
-        return "user" if self.fault else self._error("kind")
+        """The kind of failure, as in ``Failure``; a run that is damaged is the user's to repair."""
+        return "user" if self.fault else self._error.get("kind")
 
-    def _error(self, name: str) -> str | None:
+    @property
+    def _error(self) -> Mapping[str, Any]:
         error = self.record.get("error")
-        value = error.get(name) if isinstance(error, Mapping) else None
-        return value if isinstance(value, str) else None
+        return error if isinstance(error, Mapping) else {}
 
 
 def standing(run_dir: RunDir, *, server_time: Callable[[], float] = time.time) -> Standing:
@@ -71,7 +177,7 @@ def standing(run_dir: RunDir, *, server_time: Callable[[], float] = time.time) -
         record = read_run_record(run_dir, missing_ok=True)
         if not record:
             return Standing(STARTING if run_dir.is_held else Status.QUEUED)
-        beat, beat_at = read_heartbeat(run_dir.heartbeat) or ({}, None)
+        beat, beat_at = read_heartbeat(run_dir.heartbeat)
     except UserError as error:
         return Standing(DAMAGED, fault=str(error))
     held, holder = run_dir.is_held, run_dir.holder_process

@@ -9,15 +9,12 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.text import Text
-
 from ddp_runner.host.streams import ERASE_LINE, line_width, shortened
-from ddp_runner.job import Status
+from ddp_runner.job import Job, Status
 from ddp_runner.metric_names import headlines
 from ddp_runner.tracking.outputs import OUTPUTS
 from ddp_runner.tracking.run_dir import RunDir
@@ -28,128 +25,12 @@ MIN_BAR, MAX_BAR, MIN_TITLE = 6, 40, 12  # columns
 LINE_WIDTH = 80  # of what is printed without asking the terminal
 
 
-class PlainLines:
-    """Prints one line for each step that has metrics: for files, pipes and terminals of no size.
+class Progress:
+    """Shows how far a run is: a live line on a terminal that can draw it, else plain lines.
 
-    Without `total_steps`, in a loop that the runner does not know, it prints all but the machine's
-    by their names.
-    """
-
-    def __init__(self, total_steps: int | None, *, total_epochs: int, stream: TextIO) -> None:
-        self._total_steps, self._total_epochs, self._stream = total_steps, total_epochs, stream
-
-    def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Print the loss, evaluation and samples/s of a step, if it has any."""
-        if self._total_steps is None:
-            where, perf = [], {name: metrics[name] for name in metrics if "perf/" in name}
-            parts = _named({name: metrics[name] for name in metrics if name not in perf})
-            parts += _parts(perf, evaluated={})
-        else:
-            where, shown = [_of("epoch", epoch, self._total_epochs)], set(_evaluated(metrics))
-            evaluated = {name: metrics[name] for name in metrics if name in shown}
-            parts = _parts(metrics, evaluated=evaluated)
-        if parts:
-            where.append(_of("step", step, self._total_steps or 0))
-            print("  ".join([*where, *parts]), file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Do nothing: every line is complete."""
-
-
-class LiveLine:
-    """Shows epoch, step, loss, the last evaluation and samples/s in one line of a terminal.
-
-    A sweep's job has a title. Its line is erased at the end, for its result to take its place.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        total_epochs: int,
-        initial_step: int,
-        stream: TextIO,
-        title: str,
-    ) -> None:
-        self._total_steps, self._total_epochs = total_steps, total_epochs
-        self._initial_step, self._began = initial_step, time.monotonic()
-        self._stream, self._title = stream, title
-        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
-        self._step, self._epoch = initial_step, 1
-        self._metrics: dict[str, float] = {}
-        self._draw()
-
-    def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Show a step; a metric that it lacks keeps its last value."""
-        self._step, self._epoch = step, epoch
-        self._metrics |= metrics
-        if time.monotonic() - self._drawn_at >= REFRESH_S:
-            self._draw()
-
-    def close(self) -> None:
-        """Leave the last state on a line of its own; erase the line of a sweep's job."""
-        if self._title:
-            self._stream.write(ERASE_LINE)
-        else:
-            self._draw()
-            self._stream.write("\n")
-        self._stream.flush()
-
-    def _draw(self) -> None:
-        self._drawn_at = time.monotonic()
-        # Each time: a window is resized, or closed while the run goes on.
-        self._console.width = width = line_width(self._stream) or LINE_WIDTH - 1
-        with self._console.capture() as drawn:
-            self._console.print(self._line(width), end="", no_wrap=True, overflow="ellipsis")
-        self._stream.write(ERASE_LINE + drawn.get())
-        self._stream.flush()
-
-    def _line(self, width: int) -> Text:
-        """Return the line: what matters first; a bar and the time left only if they fit."""
-        epoch = _of("epoch", self._epoch, self._total_epochs) + "  "
-        step = f"step {self._step}/{self._total_steps}"
-        evaluated = _first_evaluated(self._metrics)
-        rest = "  ".join([step, *_parts(self._metrics, evaluated=evaluated)])
-        room = width - len(epoch) - len(rest)
-        if self._title and room < MIN_TITLE + 2:
-            rest = "  ".join([step, *_parts(self._metrics, evaluated={})])
-            room = width - len(epoch) - len(rest)
-        line = Text()
-        if self._title:
-            line.append(f"{_fitted(self._title, room - 2)}  ", style="bold")
-            room -= len(line)
-        line.append(epoch)
-        left = self._time_left()
-        if left and room >= MIN_BAR + len(left) + 4:
-            rest, room = f"{rest}  {left}", room - len(left) - 2
-        if room >= MIN_BAR + 2:
-            cells = min(room - 2, MAX_BAR)
-            full = min(cells, cells * self._step // self._total_steps)
-            ascii_only = self._console.options.ascii_only
-            line.append(("#" if ascii_only else "━") * full, style="green")
-            line.append(("." if ascii_only else "─") * (cells - full) + "  ", style="dim")
-        return line.append(rest)
-
-    def _time_left(self) -> str:
-        num_done = self._step - self._initial_step
-        if num_done <= 0 or self._step >= self._total_steps:
-            return ""
-        pace_s = (time.monotonic() - self._began) / num_done
-        minutes, seconds = divmod(round(pace_s * (self._total_steps - self._step)), 60)
-        hours, minutes = divmod(minutes, 60)
-        clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-        return f"{clock} left"
-
-
-def progress(
-    total_steps: int | None,
-    *,
-    total_epochs: int,
-    initial_step: int,
-    stream: TextIO,
-    title: str = "",
-) -> LiveLine | PlainLines:
-    """Return a live line if there are steps and a terminal that can draw it, else plain lines.
+    The live line has epoch, step, loss, the last evaluation and samples/s. A plain line is printed
+    for each step that has metrics. The line of a sweep's job, which has a title, is erased at the
+    end, for its result to take its place.
 
     Args:
         total_steps: optimizer steps of the whole run; 0: not known beforehand. None: nobody knows,
@@ -159,41 +40,116 @@ def progress(
         stream: where the lines go.
         title: the job of a sweep.
     """
-    if not total_steps or not line_width(stream):
-        return PlainLines(total_steps, total_epochs=total_epochs, stream=stream)
-    return LiveLine(
-        total_steps,
-        total_epochs=total_epochs,
-        initial_step=initial_step,
-        stream=stream,
-        title=title,
-    )
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        *,
+        total_epochs: int,
+        initial_step: int,
+        stream: TextIO,
+        title: str = "",
+    ) -> None:
+        self._total_steps, self._total_epochs = total_steps, total_epochs
+        self._initial_step, self._began = initial_step, time.monotonic()
+        self._stream, self._title = stream, title
+        self._step, self._epoch = initial_step, 1
+        self._metrics: dict[str, float] = {}
+        self._is_live = bool(total_steps and line_width(stream))
+        if self._is_live:
+            self._draw()
+
+    def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Show a step; in the live line a metric that it lacks keeps its last value."""
+        if not self._is_live:
+            self._print(step, epoch, metrics)
+            return
+        self._step, self._epoch = step, epoch
+        self._metrics |= metrics
+        if time.monotonic() - self._drawn_at >= REFRESH_S:
+            self._draw()
+
+    def close(self) -> None:
+        """Leave the live line's last state on a line of its own; erase that of a sweep's job."""
+        if not self._is_live:
+            return
+        if self._title:
+            self._stream.write(ERASE_LINE)
+        else:
+            self._draw()
+            self._stream.write("\n")
+        self._stream.flush()
+
+    def _print(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        if self._total_steps is None:
+            where, own = "", {name: metrics[name] for name in metrics if "perf/" not in name}
+            parts = [*_named(own), *_speed(metrics)]
+        else:
+            where = _of("epoch", epoch, self._total_epochs) + "  "
+            evaluated = {name: metrics[name] for name in _evaluated(metrics)}
+            parts = _parts(metrics, evaluated=evaluated)
+        if parts:
+            line = where + "  ".join([_of("step", step, self._total_steps or 0), *parts])
+            print(line, file=self._stream, flush=True)
+
+    def _draw(self) -> None:
+        self._drawn_at = time.monotonic()
+        # Each time: a window is resized, or closed while the run goes on.
+        width = line_width(self._stream) or LINE_WIDTH - 1
+        self._stream.write(ERASE_LINE + self._line(width)[:width])
+        self._stream.flush()
+
+    def _line(self, width: int) -> str:
+        """Return the line: what matters first; a bar and the time left only if they fit."""
+        assert self._total_steps
+        title, epoch = "", _of("epoch", self._epoch, self._total_epochs) + "  "
+        step = f"step {self._step}/{self._total_steps}"
+        for evaluated in (_first_evaluated(self._metrics), {}):
+            rest = "  ".join([step, *_parts(self._metrics, evaluated=evaluated)])
+            room = width - len(epoch) - len(rest)
+            if not self._title or room >= MIN_TITLE + 2:
+                break
+        if self._title:
+            title = f"{_fitted(self._title, room - 2)}  "
+            room -= len(title)
+        left = self._time_left(self._total_steps)
+        if left and room >= MIN_BAR + len(left) + 4:
+            rest, room = f"{rest}  {left}", room - len(left) - 2
+        bar = ""
+        if room >= MIN_BAR + 2:
+            cells = min(room - 2, MAX_BAR)
+            full = min(cells, cells * self._step // self._total_steps)
+            done, open_ = "━─" if "utf" in self._stream.encoding.lower() else "#."
+            bar = done * full + open_ * (cells - full) + "  "
+        return title + epoch + bar + rest
+
+    def _time_left(self, total_steps: int) -> str:
+        num_done, num_left = self._step - self._initial_step, total_steps - self._step
+        if num_done <= 0 or num_left <= 0:
+            return ""
+        pace_s = (time.monotonic() - self._began) / num_done
+        return f"{timedelta(seconds=round(pace_s * num_left))} left"
 
 
 def end_summary(
+    job: Job,
+    run_dir: RunDir,
+    *,
     status: str,
     metrics: Mapping[str, Any],
-    *,
-    wall_s: float,
-    run_dir: Path,
-    title: str = "",
-    said_again: Sequence[str] = (),
     waiting: str | None = None,
-    is_ours: bool = True,
 ) -> str:
     """Return how a run ended, with the last metrics, and how to look at it.
 
-    A sweep's job, which has a title, gets one line without the latter. A metric that is None was
-    not finite. `wall_s` is of this command, `waiting` on the slowest rank; `said_again`: ``Job``.
-    `is_ours`: our launcher started the ranks, not torchrun, srun or mpirun.
+    A sweep's job gets one line without the latter. A metric that is None was not finite. `waiting`:
+    on the slowest rank.
     """
     values = ((name, metrics[name]) for name in headlines(metrics))
     results = {name: math.nan if value is None else value for name, value in values}
-    took = f"{status} in {wall_s:.1f} s"
-    if title:
+    took = f"{status} in {time.time() - job.started_at:.1f} s"  # of this command
+    if title := job.title:
         parts = _parts(results, evaluated=_first_evaluated(results))
-        parts = parts or _named(results)
-        rest = "  ".join([took, *parts])
+        rest = "  ".join([took, *(parts or _named(results))])
         if width := line_width(sys.stdout):
             title = _fitted(title, width - 2 - len(rest))
         lines = [f"{title}  {rest}"]
@@ -206,12 +162,12 @@ def end_summary(
                 lines.append(f"  {part}")
         lines += [waiting] if waiting else []
     if status == Status.PREEMPTED:
-        words = " ".join([RunDir(run_dir).resume_argument, *map(_quoted, said_again)])
+        words = " ".join([run_dir.resume_argument, *map(_quoted, job.said_again)])
         # Only its agent knows whether a SIGTERM ends the run or comes before a restart.
-        again = "unless its launcher starts it again: the same command with"
-        lines.append(f"go on{': python -m ddp_runner' if is_ours else f', {again}'} {words}")
-    if not title:
-        folder = shown_path(run_dir)
+        again = ", unless its launcher starts it again: the same command with"
+        lines.append(f"go on{again if job.wire is None else ': python -m ddp_runner'} {words}")
+    if not job.title:
+        folder = shown_path(run_dir.path)
         # The folder below which TensorBoard shows the run by its name.
         logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
         lines.append(f"tensorboard --logdir {shlex.quote(str(logdir))}")
@@ -236,11 +192,13 @@ def _fitted(title: str, room: int) -> str:
 
 
 def _parts(metrics: Mapping[str, float], *, evaluated: Mapping[str, float]) -> list[str]:
-    parts = [f"loss {metrics['train/loss']:.4f}"] if "train/loss" in metrics else []
-    parts += _named(evaluated)
-    if "perf/samples_per_s" in metrics:
-        parts.append(f"{metrics['perf/samples_per_s']:.0f} samples/s")
-    return parts
+    loss = [f"loss {metrics['train/loss']:.4f}"] if "train/loss" in metrics else []
+    return [*loss, *_named(evaluated), *_speed(metrics)]
+
+
+def _speed(metrics: Mapping[str, float]) -> list[str]:
+    speed = metrics.get("perf/samples_per_s")
+    return [] if speed is None else [f"{speed:.0f} samples/s"]
 
 
 def _named(metrics: Mapping[str, float]) -> list[str]:

@@ -1,6 +1,7 @@
 """The outputs folder: how runs and sweeps are named in it, claimed, and found again. Torch-free."""
 
 import glob
+import itertools
 import os
 import re
 import sys
@@ -66,12 +67,12 @@ def claim(path: Path) -> Path:
         # Before anything is created, so that an error leaves nothing behind.
         ensure_space(path, place=next(one for one in path.parents if one.is_dir()))
         path.parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(1, 1000):
+        for attempt in itertools.count(1):
             candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
             with suppress(FileExistsError):
                 candidate.mkdir()
-                return candidate
-    raise UserError(f"{path} and 998 numbered folders beside it exist; give name=...")
+                break
+    return candidate
 
 
 def sibling_runs(config: RunConfig, *, names_others: bool = False) -> list[RunDir]:

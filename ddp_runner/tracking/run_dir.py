@@ -41,7 +41,7 @@ class RunDir:
     images = FileIn("images")  # what a loop of the user's own has drawn: NAME/step-XXXXXXXX.png
     trackers = FileIn("trackers")  # what each tracker has of the run: NAME.json
     logs = FileIn("logs")
-    heartbeat = FileIn(".heartbeat")  # while it runs; see ``heartbeat``
+    heartbeat = FileIn(".heartbeat")  # while it runs; see ``alive``
     failure = FileIn("logs/failure.txt")  # the traceback that ended the run
     lock = FileIn(".lock")
     holder = FileIn(".lock.holder")  # the process that holds the lock

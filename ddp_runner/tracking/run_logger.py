@@ -1,16 +1,17 @@
 """What a task logs to: files, TensorBoard and the terminal on rank 0, nothing on other ranks."""
 
-import math
 import sys
-import time
 from collections.abc import Mapping
-from typing import Any, Self, TypeGuard, Unpack
+from typing import Any, Self, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ddp_runner.files import json_safe
 from ddp_runner.host.load import load_record, measure_load
 from ddp_runner.job import Job, Status
-from ddp_runner.tracking.console import end_summary, progress
-from ddp_runner.tracking.heartbeat import EVALUATING, Heartbeat
+from ddp_runner.tracking.alive import EVALUATING, Heartbeat
+from ddp_runner.tracking.console import Progress, end_summary
 from ddp_runner.tracking.metric_files import MetricFiles
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
@@ -46,11 +47,9 @@ class RunLogger:
     Args:
         run_dir: the run's folder, with its frozen config.
         job: of the session.
-        started_at: time.time() when the command, or the sweep's job, began.
         resume_step: the step of the checkpoint that the run goes on from; None: it begins anew.
         max_steps: optimizer steps of the whole run; 0: show no progress; None: nobody knows.
         total_epochs: epochs of the whole run; 0: not known.
-        title: what a sweep calls the job; empty for a run of its own.
         heartbeat: of the session, which shows how far the run is.
         shows_curves: whether TensorBoard shows the run.
     """
@@ -59,40 +58,32 @@ class RunLogger:
         self,
         run_dir: RunDir,
         *,
-        job: Job | None = None,
-        started_at: float,
+        job: Job,
+        heartbeat: Heartbeat,
         resume_step: int | None = None,
         max_steps: int | None = 0,
         total_epochs: int = 0,
-        title: str = "",
-        heartbeat: Heartbeat | None = None,
         shows_curves: bool = True,
     ) -> None:
-        self._heartbeat = heartbeat or Heartbeat()
-        self._heartbeat.step = resume_step
-        self._heartbeat.total_steps = max_steps or None
-        self._heartbeat.total_epochs = total_epochs or None
-        self._run_dir, self._started_at, self._title = run_dir, started_at, title
+        heartbeat.step = resume_step
+        heartbeat.total_steps = max_steps or None
+        heartbeat.total_epochs = total_epochs or None
+        self._run_dir, self._job, self._heartbeat = run_dir, job, heartbeat
         self._is_started = False
         self._last = RunFields()  # of the last evaluation, for run.json
         self._exported: dict[str, float | None] = {}  # the metrics of that step
-        self._files = MetricFiles(
-            run_dir.path,
-            config_text=run_dir.config.read_text(encoding="utf-8"),
-            resume_step=resume_step,
-            has_events=shows_curves,
-        )
-        self._progress = progress(
+        self._files = MetricFiles(run_dir, resume_step=resume_step, has_events=shows_curves)
+        self._progress = Progress(
             max_steps,
             total_epochs=total_epochs,
             initial_step=resume_step or 0,
             stream=sys.stdout,
-            title=title,
+            title=job.title,
         )
         if resume_step is None:
             begin_anew(run_dir)
-        self._job = job
-        loaded = {"started_at": started_at, "resume_step": resume_step, "clock": self._files.clock}
+        clock = self._files.clock
+        loaded = {"started_at": job.started_at, "resume_step": resume_step, "clock": clock}
         write_run_record(run_dir, loaded=loaded)
         self._load = measure_load()
 
@@ -114,9 +105,9 @@ class RunLogger:
             self._last["confusion_matrix"] = confusion
             self._files.log_confusion(confusion, step=step)
 
-    def log_image(self, name: str, png: bytes, *, step: int) -> None:
-        """Keep a picture of a step in the run folder, and show it in TensorBoard."""
-        self._files.log_image(name, png, step=step)
+    def log_image(self, name: str, pixels: NDArray[np.uint8], *, step: int) -> None:
+        """Keep a picture (height, width, 3) of a step in the run folder, and in TensorBoard."""
+        self._files.log_image(name, pixels, step=step)
 
     def first_loss(self, loss: float, *, teaches: bool) -> None:
         """Keep the first batch's loss, to warn at the end; warn now if it `teaches` nothing."""
@@ -167,27 +158,17 @@ class RunLogger:
         end_session(self._run_dir, **(ended | self._last | fields))
         record = read_run_record(self._run_dir)
         first, last = record.get("first_loss"), self._files.last_metrics.get("train/loss")
-        if (
-            status == Status.COMPLETED
-            and first is not None
-            and last is not None
-            and last > DIVERGED_FACTOR * abs(first)
-        ):
+        if status == Status.COMPLETED and first and last and last > DIVERGED_FACTOR * abs(first):
             print(
                 f"warning: the run diverged: train/loss began at {first:.4g} and ended at "
                 f"{last:.4g}; use a smaller optimizer.lr or train.clip_norm=1.0"
             )
-        wall_s = time.time() - self._started_at  # of this session: what this command took
-        folder, title = self._run_dir.path, self._title
         summary = end_summary(
-            status,
-            metrics,
-            wall_s=wall_s,
-            run_dir=folder,
-            title=title,
-            said_again=self._job.said_again if self._job else (),
+            self._job,
+            self._run_dir,
+            status=status,
+            metrics=metrics,
             waiting=waiting_line(record),
-            is_ours=self._job is None or self._job.wire is not None,
         )
         print(summary, flush=True)
 
@@ -202,30 +183,21 @@ def waiting_line(record: Mapping[str, Any]) -> str | None:
     order; of many only the latest.
 
     Args:
-        record: the fields of run.json, unchecked.
+        record: the fields of the run's run.json.
     """
-    by_rank, step_ms = record.get("skew_ms_by_rank"), record.get("skew_step_ms")
-    if not isinstance(by_rank, list) or not by_rank or not _is_time(step_ms):
+    if not (by_rank := record.get("skew_ms_by_rank")):
         return None
-    if not all(map(_is_time, by_rank)):
+    step_ms = record["skew_step_ms"]
+    if max(by_rank) < max(LEAST_MS, LEAST_SHARE * step_ms):
         return None
-    most_ms = max(by_rank)
-    if most_ms < max(LEAST_MS, LEAST_SHARE * step_ms):
-        return None
-    of_a_step = f"of a step of {_ms(step_ms)}"
-    late = {rank: ms for rank, ms in enumerate(by_rank) if ms >= most_ms / 2}
-    if len(late) == 1:
-        return f"rank {min(late)} kept the others waiting {_ms(most_ms)} {of_a_step}"
-    latest = sorted(sorted(late, key=lambda rank: -late[rank])[:MOST_NAMED])
+    late = [rank for rank, ms in enumerate(by_rank) if ms >= max(by_rank) / 2]
+    latest = sorted(sorted(late, key=lambda rank: -by_rank[rank])[:MOST_NAMED])
     more = ["…"] if len(late) > MOST_NAMED else []
     ranks = ", ".join([*map(str, latest), *more])
-    times = ", ".join([*(_ms(late[rank]) for rank in latest), *more])
+    times = ", ".join([*(_ms(by_rank[rank]) for rank in latest), *more])
+    who = f"rank{'s' if len(late) > 1 else ''} {ranks}"
     whom = "each other" if len(late) == len(by_rank) else "the others"
-    return f"ranks {ranks} kept {whom} waiting: {times} {of_a_step}"
-
-
-def _is_time(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    return f"{who} kept {whom} waiting {times} of a step of {_ms(step_ms)}"
 
 
 def _ms(value: float) -> str:

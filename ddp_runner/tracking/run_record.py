@@ -36,7 +36,7 @@ class RunError(TypedDict):
 
 
 class RunFields(TypedDict, total=False):
-    """What else is known of a run; each task writes the fields that it has."""
+    """What is known of a run; each task writes the fields that it has."""
 
     status: str  # a ``Status``
     error: RunError | None
@@ -100,10 +100,10 @@ class RunFields(TypedDict, total=False):
 class RunRecord(RunFields, total=False):
     """All fields of run.json; the functions below keep the times."""
 
-    started_at: float  # of the first session
-    startup_s: float | None  # of the first session
-    wall_s: float | None  # of all sessions, without the pauses between them
     sessions: Sequence[SessionTimes]
+    started_at: float  # of the first session, as is the next one
+    startup_s: float | None
+    wall_s: float | None  # of all sessions, without the pauses between them
     finished_at: float | None
 
 
@@ -130,9 +130,16 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
 def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> None:
     """Merge fields into run.json, which is replaced whole: a reader sees the old one or the new.
 
+    The times of the run follow from those of its sessions.
+
     Raises:
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
+    if sessions := fields.get("sessions"):
+        walls = [one["wall_s"] for one in sessions if one["wall_s"] is not None]
+        fields["started_at"] = sessions[0]["started_at"]
+        fields["startup_s"] = sessions[0]["startup_s"]
+        fields["wall_s"] = round(sum(walls), 3) if len(walls) == len(sessions) else None
     path = Path(run_dir, RUN_RECORD)
     with os_errors(f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +164,11 @@ def has_begun(record: Mapping[str, Any]) -> bool:
 
 
 def begin_session(
-    run_dir: os.PathLike[str], *, started_at: float, **fields: Unpack[RunFields]
+    run_dir: os.PathLike[str],
+    *,
+    started_at: float,
+    finished_at: float | None = None,
+    **fields: Unpack[RunFields],
 ) -> None:
     """Record that a session began; `started_at` identifies it, so a second call changes no time.
 
@@ -178,7 +189,7 @@ def begin_session(
                 sessions[-1]["wall_s"] = _seconds(sessions[-1], ended_at)
             sum((one["wall_s"] or 0.0) + (one["startup_s"] or 0.0) for one in sessions)
             sessions.append({"started_at": started_at, "startup_s": None, "wall_s": None})
-        _write_sessions(run_dir, sessions, **fields)
+        write_run_record(run_dir, sessions=sessions, finished_at=finished_at, **fields)
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"{Path(run_dir, RUN_RECORD)} has times that no run writes ({typed(error)}); restore "
@@ -205,53 +216,32 @@ def fail_session(run_dir: os.PathLike[str], *, started_at: float, error: RunErro
     is_open = last_session_start(known) == started_at
     if not is_open and has_begun(known) and error["kind"] == "user":
         return
-    begin_session(run_dir, started_at=started_at, status=Status.FAILED, error=error)
-    write_run_record(run_dir, finished_at=time.time())
+    failed, now = Status.FAILED, time.time()
+    begin_session(run_dir, started_at=started_at, finished_at=now, status=failed, error=error)
 
 
 def begin_anew(run_dir: os.PathLike[str]) -> None:
     """Forget the earlier sessions: this one starts at step 0, without their metrics."""
-    _write_sessions(run_dir, _sessions(read_run_record(run_dir))[-1:])
+    write_run_record(run_dir, sessions=_sessions(read_run_record(run_dir))[-1:])
 
 
 def note_startup(run_dir: os.PathLike[str]) -> None:
     """Record that this session's start-up ends now."""
     sessions = _sessions(read_run_record(run_dir))
     sessions[-1]["startup_s"] = _seconds(sessions[-1], time.time())
-    _write_sessions(run_dir, sessions)
+    write_run_record(run_dir, sessions=sessions)
 
 
 def end_session(run_dir: os.PathLike[str], **fields: Unpack[RunFields]) -> None:
     """Record that this session ends now, with further fields of run.json."""
     finished_at, sessions = time.time(), _sessions(read_run_record(run_dir))
     sessions[-1]["wall_s"] = _seconds(sessions[-1], finished_at)
-    _write_sessions(run_dir, sessions, finished_at=finished_at, **fields)
+    write_run_record(run_dir, sessions=sessions, finished_at=finished_at, **fields)
 
 
 def _sessions(record: Mapping[str, Any]) -> list[SessionTimes]:
     sessions: list[SessionTimes] = record.get("sessions", [])
     return sessions
-
-
-def _write_sessions(
-    run_dir: os.PathLike[str],
-    sessions: Sequence[SessionTimes],
-    *,
-    finished_at: float | None = None,
-    **fields: Unpack[RunFields],
-) -> None:
-    """Write the sessions, the times of the whole run and further fields into run.json."""
-    walls = [session["wall_s"] for session in sessions]
-    known = [wall_s for wall_s in walls if wall_s is not None]
-    write_run_record(
-        run_dir,
-        started_at=sessions[0]["started_at"],
-        startup_s=sessions[0]["startup_s"],
-        wall_s=None if len(known) < len(walls) else round(sum(known), 3),
-        sessions=sessions,
-        finished_at=finished_at,
-        **fields,
-    )
 
 
 def _seconds(session: SessionTimes, until: float) -> float:

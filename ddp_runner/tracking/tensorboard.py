@@ -1,40 +1,24 @@
-"""What TensorBoard shows of a run beside its curves: hyperparameters, cards, charts and pictures.
-
-All are summaries for the run's own event file. There the HParams tab finds its own, and shows the
-last values of the curves with them.
-"""
+"""What TensorBoard shows of a run beside its curves: config, hyperparameters, confusion matrix."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from ddp_runner.config.identity import leaves, only_used
+from ddp_runner.config.identity import counts, leaves, only_used
 from ddp_runner.config.schema import has_own_loop
-from ddp_runner.config.sections import OPS
-from ddp_runner.files import LOADER, read_yaml
-from ddp_runner.metric_names import LISTED, METRICS
-from ddp_runner.tracking.run_card import run_card
+from ddp_runner.files import LOADER
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
-# The keys of the config that are hyperparameters.
-TUNED = re.compile(
-    r"world_size|seed|backend\.name|batch\.(global_size|per_rank)"
-    r"|(model|dataset|parallelism|optimizer|scheduler|train|loop)\..*"
-)
-# The keys of these groups that are not: they say where data are, or follow from the data.
-UNTUNED = re.compile(
-    r".*(_target_|_partial_|loss|folder|path|weights|pretrained|tokenizer|text|label|encoding"
-    r"|requires\..*|delimiter|mean|std|num_classes|channels|log_every_steps|eval_every_(epochs|steps))"
-)
-# The keys that the HParams tab shows first in a run that no sweep varies.
-FIRST = ("model", "dataset", "parallelism", "world_size", "optimizer.lr")
-CATEGORIES = ("train", "eval", "perf", "ps")  # of the Custom Scalars tab
+# The keys, and groups of keys, that a user tunes.
+TUNED = {
+    *("world_size", "seed", "backend", "batch", "model", "dataset", "parallelism"),
+    *("optimizer", "scheduler", "train", "loop"),
+}
 MOST_NUMBERED = 20  # classes of a confusion matrix up to which its cells hold numbers
 MOST_CLASSES = 100  # beyond it there is no picture
 PALE, DARK = (247, 251, 255), (8, 48, 107)  # colours of a cell without samples, and with all
@@ -42,149 +26,43 @@ PALE, DARK = (247, 251, 255), (8, 48, 107)  # colours of a cell without samples,
 MARGIN, FONT_SIZE, DIGIT = 48, 18, 10
 
 
-def _charts() -> dict[str, dict[str, list[str]]]:
-    """Return the categories of the Custom Scalars tab, their charts and a pattern for each tag."""
-    charts: dict[str, dict[str, list[str]]] = {category: {} for category in CATEGORIES}
-    for metric in METRICS:
-        for category, title in metric.charts:
-            charts[category].setdefault(title, []).append(re.escape(metric.name))
-    for title, tag in (
-        ("median latency (us)", "latency_us_median"),
-        ("bus bandwidth (GB/s)", "busbw_gb_per_s"),
-    ):
-        charts[f"collectives: {title} by bytes"] = {
-            # An operation's name, its type of number if it has one, and its reduction.
-            op: [f"collectives/{op}(_[a-z]+[0-9]+(_[a-z]+)?)?/{tag}"]
-            for op in OPS
-        }
-    return charts
+def header(run_dir: RunDir) -> list[Any]:
+    """Return the summaries with a run's frozen config, and with its hyperparameters.
 
-
-def header(run_dir: Path, config_text: str) -> list[Any]:
-    """Return the first summaries of a run: its frozen config, its command and hyperparameters.
-
-    Read the command and the machine from the run folder, as far as they are there.
+    Without a list of metrics TensorBoard collects them from the runs, and sees which keys differ. A
+    benchmark has no hyperparameters: it would be a row without values among the runs of a sweep.
     """
-    from torch.utils.tensorboard.summary import text
+    from torch.utils.tensorboard.summary import hparams, text
 
-    config = yaml.load(config_text, Loader=LOADER)  # a safe loader
-    record = read_run_record(run_dir, missing_ok=True)
-    overrides_file = RunDir(run_dir).overrides
-    overrides = read_yaml(overrides_file) if overrides_file.exists() else []
-    cards = [
-        text("config", f"```yaml\n{config_text}\n```"),
-        text("run", run_card(overrides, record)),
-    ]
-    # A benchmark would be a row without values among the runs of a sweep.
-    task = config.get("task", "train")
+    content = run_dir.config.read_text(encoding="utf-8")
+    config = yaml.load(content, Loader=LOADER)  # a safe loader
+    card, task = text("config", f"```yaml\n{content}\n```"), config.get("task", "train")
     if task != "train" and not has_own_loop(task):
-        return cards
-    varied = {part.partition("=")[0].lstrip("+~") for part in run_dir.name.split(",")}
-    if has_own_loop(task):
-        config = only_used(dict(leaves(config)), uses=record.get("uses"))
-    return [*cards, session_start(config, varied=varied)]
+        return [card]
+    uses = read_run_record(run_dir, missing_ok=True).get("uses")
+    values = hyperparameters(only_used(dict(leaves(config)), uses=uses))
+    return [card, hparams(values, {})[1]]
 
 
-def session_start(config: Mapping[str, Any], *, varied: Collection[str]) -> Any:
-    """Return the summary with a run's hyperparameters and metrics for the HParams tab.
+def session_end() -> Any:
+    """Return the summary that tells the HParams tab that a run has completed."""
+    from torch.utils.tensorboard.summary import hparams
 
-    It names the metrics, since TensorBoard does not find them by itself if its --logdir is the
-    run's own folder: the run would be shown without values. The keys that a sweep has varied are
-    shown first; there a group stands for its name.
-    """
-    from tensorboard.plugins.hparams.api_pb2 import DataType
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    start, experiment = HParamsPluginData(), HParamsPluginData()
-    start.session_start_info.SetInParent()
-    found = hyperparameters(config)
-    shown = [key for key in found if key.removesuffix(".name") in varied]
-    shown = shown or [
-        key for key in found if key.removesuffix(".name") in FIRST or key.startswith("loop.")
-    ]
-    for key, value in found.items():
-        field, kind = start.session_start_info.hparams[key], "STRING"
-        if isinstance(value, bool):  # before numbers: in Python a bool is an int
-            field.bool_value, kind = value, "BOOL"
-        elif isinstance(value, int | float):
-            field.number_value, kind = value, "FLOAT64"
-        else:
-            field.string_value = value
-        experiment.experiment.hparam_infos.add(
-            name=key, type=DataType.Value(f"DATA_TYPE_{kind}"), differs=key in shown
-        )
-    if has_own_loop(config.get("task", "train")):
-        # Nobody knows its metrics yet. Without a list TensorBoard collects them from the runs.
-        return _hparams_summary(session_start_info=start)
-    has_classes = config.get("dataset", {}).get("num_classes") is not None
-    # All of them: TensorBoard uses the list of one run for all runs that it shows.
-    ordered = sorted(METRICS, key=lambda metric: metric.needs_classes and not has_classes)
-    own = [f"{part}/{name}" for part in ("eval", "best") for name in config.get("metrics") or ()]
-    for name in (*(metric.name for metric in ordered), *own):
-        experiment.experiment.metric_infos.add().name.tag = name
-    return _hparams_summary(experiment=experiment, session_start_info=start)
+    return hparams({}, {})[2]
 
 
-def session_end(*, succeeded: bool) -> Any:
-    """Return the summary with a run's end for the HParams tab."""
-    from tensorboard.plugins.hparams.api_pb2 import Status
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    data = HParamsPluginData()
-    status = "STATUS_SUCCESS" if succeeded else "STATUS_FAILURE"
-    data.session_end_info.status = Status.Value(status)
-    return _hparams_summary(session_end_info=data)
-
-
-def hyperparameters(config: Mapping[str, Any]) -> dict[str, bool | float | str]:
+def hyperparameters(keys: Mapping[str, Any]) -> dict[str, bool | float | str]:
     """Return the dotted keys that a user tunes, with their values: numbers, switches and words."""
     return {
         key: value
-        for key, value in leaves(config)
-        if TUNED.fullmatch(key)
-        and not UNTUNED.fullmatch(key)
+        for key, value in keys.items()
+        if key.partition(".")[0] in TUNED
+        and counts(key)
+        and not key.endswith(("_target_", "_partial_"))
         and isinstance(value, bool | int | float | str)
         # Paths have other characters. So do unresolved values, which may be secrets.
         and re.fullmatch(r"[\w.+-]+", str(value))
     }
-
-
-def layout(tags: Collection[str]) -> Any:
-    """Return the summary with the charts of the Custom Scalars tab that have one of these tags.
-
-    A metric of the user's own has a chart of its own.
-    """
-    from torch.utils.tensorboard.summary import custom_scalars
-
-    listed = _charts()
-    for tag in tags:
-        category, _, title = tag.partition("/")
-        if category in CATEGORIES and tag not in LISTED:
-            listed[category][title] = [re.escape(tag)]
-    categories = {
-        category: {
-            # TensorBoard matches the beginning of a tag.
-            chart: ["Multiline", [f"{pattern}$" for pattern in patterns]]
-            for chart, patterns in charts.items()
-            if any(re.fullmatch(pattern, tag) for pattern in patterns for tag in tags)
-        }
-        for category, charts in listed.items()
-    }
-    return custom_scalars({category: charts for category, charts in categories.items() if charts})
-
-
-def _hparams_summary(**parts: Any) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams.metadata import NULL_TENSOR, create_summary_metadata
-
-    return Summary(
-        value=[
-            Summary.Value(
-                tag=f"_hparams_/{name}", metadata=create_summary_metadata(data), tensor=NULL_TENSOR
-            )
-            for name, data in parts.items()
-        ]
-    )
 
 
 def confusion_picture(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:

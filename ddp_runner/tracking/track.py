@@ -39,7 +39,14 @@ from ddp_runner.tracking.alive import LOST, standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.trackers.follower import Follower
-from ddp_runner.tracking.trackers.start import FAILED_S, LAST_S, ORDER, Order, is_loaded
+from ddp_runner.tracking.trackers.start import (
+    EXIT_REPORTED,
+    FAILED_S,
+    LAST_S,
+    ORDER,
+    Order,
+    is_loaded,
+)
 
 POLL_S = 0.5  # between two looks at the run
 MOST_PAUSE_S = 60.0  # before a call that has failed is repeated; the first time after POLL_S
@@ -179,7 +186,7 @@ def obey(order: Order, run_dir: RunDir, name: str) -> int:
         report(error)
     if is_left():  # nobody else ends what the client started
         os.killpg(0, signal.SIGKILL)
-    return EXIT_COMPLETED if is_complete else EXIT_FAILED
+    return EXIT_COMPLETED if is_complete else EXIT_REPORTED
 
 
 def follow(

@@ -10,7 +10,7 @@ from ddp_runner.job import Status
 from ddp_runner.profiling import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.rank.records import Records, log_start
 from ddp_runner.rank.session import Session, note_start
-from ddp_runner.tracking.heartbeat import ENDING
+from ddp_runner.tracking.alive import ENDING
 from ddp_runner.tracking.run_dir import RunDir, keep_files
 from ddp_runner.tracking.run_record import RunFields, add_warning
 from ddp_runner.tracking.start_block import sizes, training_facts

@@ -87,19 +87,6 @@ class Exiting(Raising):
         raise SystemExit("no key")
 
 
-class Worsening(Raising):
-    """Raises in its first call, and never returns from the next one."""
-
-    calls = 0
-
-    def begin(self, run: TrackedRun) -> str:
-        """Raise or sleep."""
-        self.calls += 1
-        if self.calls > 1:
-            time.sleep(3600)
-        raise RuntimeError("the server\nsaid no")
-
-
 class Serving(Raising):
     """Starts a process, writes its number, and hangs."""
 

@@ -11,7 +11,7 @@ from commands import background, error_line, free_port, run_command, wait_for, w
 from run_folders import metrics, record
 from tiers import first_of
 
-from ddp_runner.tracking.heartbeat import read_heartbeat
+from ddp_runner.tracking.alive import read_heartbeat
 
 SHORT = (
     "train.epochs=2",
@@ -229,8 +229,7 @@ def test_an_evaluation_is_seen_to_evaluate(trained: Path, tmp_path: Path) -> Non
     path = tmp_path / EVALUATION / ".heartbeat"
 
     def is_evaluating() -> bool:
-        beat = read_heartbeat(path)
-        return beat is not None and beat[0].get("doing") == "evaluating"
+        return read_heartbeat(path)[0].get("doing") == "evaluating"
 
     with background("task=evaluate", f"resume={RUN}", *long, folder=tmp_path) as command:
         wait_for(is_evaluating)

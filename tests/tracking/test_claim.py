@@ -16,7 +16,6 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.claim import (
-    Claim,
     begin_run,
     claim_run,
     claimed,
@@ -46,14 +45,14 @@ def job(*overrides: str, run_dir: Path | None = None, ranks: int = 2) -> Job:
 
 def attempt(
     planned: Job, marks: list[str], *, status: str | None = None, error: object = None
-) -> Claim:
+) -> RunDir:
     """Claim and freeze a run as one attempt of a launch does, which then ends with a status."""
     with ExitStack() as held:
-        claim = claim_run(planned, marks=marks, held=held)
-        begin_run(claimed(planned, claim), claim.run_dir)
+        run_dir, global_size = claim_run(planned, marks=marks, held=held)
+        begin_run(claimed(planned, run_dir, global_size))
         if status is not None:
-            write_run_record(claim.run_dir.path, status=status, error=error)
-    return claim
+            write_run_record(run_dir, status=status, error=error)
+    return run_dir
 
 
 @pytest.mark.parametrize("status", ["running", "failed", "preempted", "completed"])
@@ -61,14 +60,12 @@ def test_a_restart_goes_on_in_its_own_folder_alone(stack: ExitStack, status: str
     """An equal run that is newer stands beside it; its launch is another one."""
     own = attempt(job(), OURS, status=status)
     other = attempt(job(), THEIRS, status=status)
-    assert other.run_dir.path != own.run_dir.path
+    assert other != own
     again = claim_run(job(), marks=[*OURS, "agent there 3"], held=stack)
-    assert (again.run_dir.path, again.global_size) == (own.run_dir.path, 40)
-    assert record(own.run_dir.path)["launches"] == [*OURS, "agent there 3"]
-    assert claim_run(job(), marks=["agent here 9"], held=stack).run_dir.path not in (
-        own.run_dir.path,
-        other.run_dir.path,
-    )
+    assert again == (own, 40)
+    assert record(own.path)["launches"] == [*OURS, "agent there 3"]
+    third, _ = claim_run(job(), marks=["agent here 9"], held=stack)
+    assert third not in (own, other)
 
 
 def test_a_restart_on_fewer_machines_keeps_folder_and_global_batch(stack: ExitStack) -> None:
@@ -76,11 +73,11 @@ def test_a_restart_on_fewer_machines_keeps_folder_and_global_batch(stack: ExitSt
     own = attempt(job(ranks=2), OURS)
     alone = job(ranks=1)
     again = claim_run(alone, marks=OURS, held=stack)
-    assert again.run_dir.path == own.run_dir.path
-    batch = claimed(alone, again).config.batch
+    assert again == (own, 40)
+    batch = claimed(alone, *again).config.batch
     assert (batch.global_size, batch.per_rank) == (40, 40)
     with pytest.raises(UserError, match=r"batch.global_size \(40\) is not divisible"):
-        claimed(job(ranks=3), again)
+        claimed(job(ranks=3), *again)
 
 
 def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -> None:
@@ -89,7 +86,7 @@ def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -
     held, let_go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with own.run_dir.locked():
+        with own.locked():
             held.set()
             let_go.wait(60)
 
@@ -98,47 +95,44 @@ def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -
     assert held.wait(60)
     timer = threading.Timer(0.2, let_go.set)
     timer.start()
-    assert claim_run(job(), marks=OURS, held=stack).run_dir.path == own.run_dir.path
+    assert claim_run(job(), marks=OURS, held=stack)[0] == own
     earlier.join()
     timer.join()
 
 
 def test_each_command_of_a_requeued_job_takes_one_of_the_jobs_runs(stack: ExitStack) -> None:
     """The oldest that no equal command of this start has taken, even if it is held a moment."""
-    first, second = (attempt(job(), ["slurm x 7 start 0"]).run_dir for _ in range(2))
-    assert first.path != second.path
-    other = attempt(job(), ["slurm x 8 start 0"]).run_dir
+    first, second = (attempt(job(), ["slurm x 7 start 0"]) for _ in range(2))
+    assert first != second
+    other = attempt(job(), ["slurm x 8 start 0"])
     marks = ["slurm x 7 start 1"]
-    again = [claim_run(job(), marks=marks, held=stack).run_dir.path for _ in range(3)]
-    assert again[:2] == [first.path, second.path]
-    assert again[2] not in (first.path, second.path, other.path)
+    again = [claim_run(job(), marks=marks, held=stack)[0] for _ in range(3)]
+    assert again[:2] == [first, second]
+    assert again[2] not in (first, second, other)
     assert record(first.path)["launches"] == ["slurm x 7 start 0", "slurm x 7 start 1"]
 
 
 def test_a_command_passes_over_the_run_that_an_equal_command_is_taking(stack: ExitStack) -> None:
     """The other one holds the folder, and writes its mark a moment later."""
-    first, second = (attempt(job(), ["slurm x 7 start 0"]).run_dir for _ in range(2))
+    first, second = (attempt(job(), ["slurm x 7 start 0"]) for _ in range(2))
     with first.locked():
-        again = claim_run(job(), marks=["slurm x 7 start 1"], held=stack)
-    assert again.run_dir.path == second.path
+        again, _ = claim_run(job(), marks=["slurm x 7 start 1"], held=stack)
+    assert again == second
 
 
 def test_a_run_is_known_by_all_of_its_launches(stack: ExitStack) -> None:
     """A scheduler starts it again under another agent, and any of them may restart it."""
     own = attempt(job(), ["slurm 7.0", *OURS])
     again = attempt(job(), ["slurm 7.0", *THEIRS])
-    assert again.run_dir.path == own.run_dir.path
-    assert record(own.run_dir.path)["launches"] == [*OURS, *THEIRS, "slurm 7.0"]
-    assert claim_run(job(), marks=OURS, held=stack).run_dir.path == own.run_dir.path
+    assert again == own
+    assert record(own.path)["launches"] == [*OURS, *THEIRS, "slurm 7.0"]
+    assert claim_run(job(), marks=OURS, held=stack)[0] == own
 
 
 def test_another_config_under_the_same_agent_is_another_run(stack: ExitStack) -> None:
     """A script may run one command after another under one torchrun."""
     own = attempt(job("name=both"), OURS)
-    assert (
-        claim_run(job("name=both", "seed=1"), marks=OURS, held=stack).run_dir.path
-        != own.run_dir.path
-    )
+    assert claim_run(job("name=both", "seed=1"), marks=OURS, held=stack)[0] != own
 
 
 def test_a_folder_that_holds_a_run_is_rejected_unless_it_is_resumed(
@@ -151,8 +145,9 @@ def test_a_folder_that_holds_a_run_is_rejected_unless_it_is_resumed(
         claim_run(job(run_dir=folder), marks=OURS, held=stack)
     resumed = job(run_dir=folder)
     resumed = replace(resumed, config=replace(resumed.config, resume=str(folder)))
-    assert attempt(resumed, OURS) == Claim(RunDir(folder), None)  # its config has what it resumes
-    assert attempt(job(run_dir=folder), OURS).run_dir.path == folder
+    with ExitStack() as held:  # its config has what it resumes
+        assert claim_run(resumed, marks=OURS, held=held) == (RunDir(folder), None)
+    assert attempt(job(run_dir=folder), OURS) == RunDir(folder)
 
 
 def test_resume_auto_names_the_keys_of_another_config_in_the_folder(
@@ -167,11 +162,11 @@ def test_resume_auto_names_the_keys_of_another_config_in_the_folder(
     with pytest.raises(UserError) as caught:
         claim_run(other, marks=OURS, held=stack)
     assert str(caught.value) == (
-        f"{folder} holds a run whose config differs (seed, optimizer.lr), and resume=auto goes on "
-        "with an equal one only; give another hydra.run.dir"
+        f"{folder} holds a run whose config differs (seed, optimizer.lr), and resume=auto "
+        "continues an equal one only; give another hydra.run.dir"
     )
     (folder / ".hydra" / "config.yaml").write_text("{")
-    with pytest.raises(UserError, match="whose config differs, and resume=auto"):
+    with pytest.raises(UserError, match=r"config\.yaml is damaged"):
         claim_run(other, marks=OURS, held=stack)
 
 
@@ -190,21 +185,21 @@ def test_resume_auto_takes_this_configs_newest_unfinished_run(stack: ExitStack) 
         for status in ("preempted", "running", "completed")
     )
     attempt(job("optimizer.lr=0.5"), THEIRS, status="preempted")
-    stack.enter_context(held.run_dir.locked())
-    found = attempt(job("resume=auto"), OURS)
-    assert (found.run_dir.path, found.global_size) == (oldest.run_dir.path, 40)
-    write_run_record(oldest.run_dir.path, status="completed")
-    new = claim_run(job("resume=auto"), marks=["agent here 4"], held=stack)
-    assert new.run_dir.path not in (oldest.run_dir.path, held.run_dir.path, done.run_dir.path)
-    assert new.global_size is None
+    stack.enter_context(held.locked())
+    with ExitStack() as moment:
+        assert claim_run(job("resume=auto"), marks=OURS, held=moment) == (oldest, 40)
+    write_run_record(oldest, status="completed")
+    new, global_size = claim_run(job("resume=auto"), marks=["agent here 4"], held=stack)
+    assert new not in (oldest, held, done)
+    assert global_size is None
 
 
 def test_a_damaged_run_is_nobodys_to_resume(stack: ExitStack) -> None:
     """Auto passes over it, and begins a new run."""
-    damaged = attempt(job(), OURS, status="preempted").run_dir
+    damaged = attempt(job(), OURS, status="preempted")
     damaged.record.write_text("{")
-    new = claim_run(job("resume=auto"), marks=THEIRS, held=stack)
-    assert new.run_dir.path != damaged.path
+    new, _ = claim_run(job("resume=auto"), marks=THEIRS, held=stack)
+    assert new != damaged
     assert damaged.record.read_text() == "{"
 
 
@@ -212,14 +207,14 @@ def test_what_may_pass_is_restarted(stack: ExitStack) -> None:
     """A crash, or a rank that was killed, is what restarts are for."""
     error = {"rank": 0, "kind": "crash", "sentence": "rank 0 raised OSError"}
     own = attempt(job(), OURS, status="failed", error=error)
-    assert claim_run(job(), marks=OURS, held=stack).run_dir.path == own.run_dir.path
+    assert claim_run(job(), marks=OURS, held=stack)[0] == own
 
 
 def test_a_job_that_was_queued_again_after_a_mistake_goes_on(stack: ExitStack) -> None:
     """Between two starts by the scheduler somebody may have mended it."""
     error = {"rank": 0, "kind": "user", "sentence": "the disk is full"}
     own = attempt(job(), ["slurm 7.0"], status="failed", error=error)
-    assert claim_run(job(), marks=["slurm 7.0"], held=stack).run_dir.path == own.run_dir.path
+    assert claim_run(job(), marks=["slurm 7.0"], held=stack)[0] == own
 
 
 def test_only_a_launcher_that_restarts_ranks_marks_them() -> None:
@@ -246,5 +241,5 @@ def test_work_is_the_same_on_any_number_of_ranks() -> None:
 def test_the_config_type_is_kept() -> None:
     """A claim without a global batch of its own leaves the config as it is."""
     planned, folder = job(), RunDir(Path("run"))
-    assert claimed(planned, Claim(folder, None)).config is planned.config
-    assert claimed(planned, Claim(folder, 40)).config is planned.config
+    assert claimed(planned, folder, None).config is planned.config
+    assert claimed(planned, folder, 40).config is planned.config

@@ -10,16 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import FileWriter
 
 from ddp_runner.errors import UserError
-from ddp_runner.tracking.images import encoded
 from ddp_runner.tracking.metric_files import CONFUSION_FILE, CONFUSION_TAG, MetricFiles
-from ddp_runner.tracking.run_dir import METRICS_FILE
+from ddp_runner.tracking.run_dir import METRICS_FILE, RunDir
 from ddp_runner.tracking.tensorboard import MOST_CLASSES
 
 CONFIG = "model:\n  name: convnet\n"
+
+
+def opened(run_dir: Path, *, resume_step: int | None = None) -> MetricFiles:
+    """Return the files of a run with the config above."""
+    folder = RunDir(run_dir)
+    folder.config.parent.mkdir(exist_ok=True)
+    folder.config.write_text(CONFIG)
+    return MetricFiles(folder, resume_step=resume_step)
 
 
 def read_lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -56,7 +64,7 @@ def log_steps(files: MetricFiles, steps: range, *, scale: float = 1.0) -> None:
 
 def test_metrics_and_event_file_hold_the_same_numbers(tmp_path: Path) -> None:
     """Each metric of each line is a point in TensorBoard, to float32, and nothing else is."""
-    files = MetricFiles(tmp_path, config_text=CONFIG)
+    files = opened(tmp_path)
     files.log({"train/loss": 0.1, "perf/samples_per_s": 1234.5}, step=1, epoch=0)
     files.log({"train/loss": 0.05}, step=2, epoch=0)
     files.log({"eval/accuracy": 0.9}, step=2, epoch=1)
@@ -79,10 +87,10 @@ def test_metrics_and_event_file_hold_the_same_numbers(tmp_path: Path) -> None:
 
 def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
     """What was logged after the checkpoint, and a line cut by the kill, are gone from both."""
-    log_steps(MetricFiles(tmp_path, config_text=CONFIG), range(1, 9))
+    log_steps(opened(tmp_path), range(1, 9))
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 9, "epoch": 2, "ti')
-    files = MetricFiles(tmp_path, config_text=CONFIG, resume_step=4)
+    files = opened(tmp_path, resume_step=4)
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3, 4]
     assert files.last_metrics == {"train/loss": 0.25}
     log_steps(files, range(5, 7), scale=10.0)
@@ -96,7 +104,7 @@ def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
 
 def test_what_a_kill_kept_from_tensorboard_is_there_after_a_resume(tmp_path: Path) -> None:
     """Its file lags behind metrics.jsonl, out of which it is written again; the clock goes on."""
-    log_steps(MetricFiles(tmp_path, config_text=CONFIG), range(1, 5))
+    log_steps(opened(tmp_path), range(1, 5))
     lines = read_lines(tmp_path)
     lines[1] |= {"train/loss": None, "time_s": 100.0}
     lines[2]["time_s"], lines[3]["time_s"] = 101.0, 102.0
@@ -104,7 +112,7 @@ def test_what_a_kill_kept_from_tensorboard_is_there_after_a_resume(tmp_path: Pat
     (tmp_path / METRICS_FILE).write_text(text)
     for path in tmp_path.glob("events.out.tfevents.*"):
         path.write_bytes(path.read_bytes()[:-100])
-    MetricFiles(tmp_path, config_text=CONFIG, resume_step=3).close()
+    opened(tmp_path, resume_step=3).close()
     events = read_events(tmp_path).Scalars("train/loss")
     assert [event.step for event in events] == [1, 2, 3]
     assert [event.value for event in events] == pytest.approx([1, math.nan, 1 / 3], nan_ok=True)
@@ -116,7 +124,7 @@ def test_there_is_a_picture_for_each_evaluation_and_a_resume_draws_them_again(
     tmp_path: Path,
 ) -> None:
     """None is lost and none is there twice; a line that a kill cut in half is dropped."""
-    files = MetricFiles(tmp_path, config_text=CONFIG)
+    files = opened(tmp_path)
     for step in (4, 8, 12):
         files.log_confusion([[step, 0], [1, 2]], step=step)
     files.close()
@@ -124,7 +132,7 @@ def test_there_is_a_picture_for_each_evaluation_and_a_resume_draws_them_again(
     assert [event.step for event in killed] == [4, 8, 12]
     with (tmp_path / CONFUSION_FILE).open("a") as file:
         file.write('{"step": 16, "time_s": 2.0, "cou')
-    files = MetricFiles(tmp_path, config_text=CONFIG, resume_step=8)
+    files = opened(tmp_path, resume_step=8)
     files.log_confusion([[8, 0], [1, 2]], step=8)  # an evaluation that is made once more
     files.log_confusion([[3, 3], [3, 3]], step=12)
     files.close()
@@ -133,44 +141,47 @@ def test_there_is_a_picture_for_each_evaluation_and_a_resume_draws_them_again(
     for before, after in zip(killed[:2], resumed[:2], strict=True):
         assert after.encoded_image_string == before.encoded_image_string
     assert resumed[2].encoded_image_string != killed[2].encoded_image_string
-    MetricFiles(tmp_path, config_text=CONFIG).close()  # it begins anew
+    opened(tmp_path).close()  # it begins anew
     assert not read_events(tmp_path).Tags()["images"]
 
 
 def test_pictures_of_ones_own_are_files_and_come_back_after_a_resume(tmp_path: Path) -> None:
     """Those after the checkpoint are deleted: the run draws them again."""
-    files = MetricFiles(tmp_path, config_text=CONFIG)
-    pngs = {step: encoded(np.full((2, 3, 3), step, dtype=np.uint8)) for step in (4, 8, 12)}
-    for step, png in pngs.items():
-        files.log_image("gan/samples", png, step=step)
+    files = opened(tmp_path)
+    drawn = {step: np.full((2, 3, 3), step, dtype=np.uint8) for step in (4, 8, 12)}
+    for step, pixels in drawn.items():
+        files.log_image("gan/samples", pixels, step=step)
     with pytest.raises(UserError, match=r"'\.\./up' cannot name a picture; use letters"):
-        files.log_image("../up", pngs[4], step=4)
+        files.log_image("../up", drawn[4], step=4)
     files.close()
     killed = read_events(tmp_path).Images("gan/samples")
     assert [(event.step, event.height, event.width) for event in killed] == [
-        (step, 2, 3) for step in pngs
+        (step, 2, 3) for step in drawn
     ]
-    MetricFiles(tmp_path, config_text=CONFIG, resume_step=8).close()
+    opened(tmp_path, resume_step=8).close()
     resumed = read_events(tmp_path).Images("gan/samples")
-    assert [event.encoded_image_string for event in resumed] == [pngs[4], pngs[8]]
     pictures = sorted((tmp_path / "images" / "gan" / "samples").iterdir())
+    kept = [path.read_bytes() for path in pictures]
+    assert [event.encoded_image_string for event in resumed] == kept
+    assert [event.encoded_image_string for event in killed[:2]] == kept
+    assert (np.asarray(Image.open(pictures[1])) == drawn[8]).all()
     assert [path.name for path in pictures] == ["step-00000004.png", "step-00000008.png"]
     assert resumed[0].wall_time == pytest.approx(pictures[0].stat().st_mtime)
 
 
 def test_what_a_killed_run_logged_at_its_checkpoint_is_there_once(tmp_path: Path) -> None:
     """A kill may come between a checkpoint and what else is logged at its step."""
-    png = encoded(np.zeros((2, 3, 3), dtype=np.uint8))
-    files = MetricFiles(tmp_path, config_text=CONFIG)
+    pixels = np.zeros((2, 3, 3), dtype=np.uint8)
+    files = opened(tmp_path)
     files.log({"a": 1.0}, step=4, epoch=1)
-    files.log_image("drawn", png, step=4)
+    files.log_image("drawn", pixels, step=4)
     files.close()
-    files = MetricFiles(tmp_path, config_text=CONFIG, resume_step=4)
+    files = opened(tmp_path, resume_step=4)
     files.log({"a": 1.0}, step=4, epoch=1)
     files.log({"a": 1.0, "b": 2.0}, step=4, epoch=1)
-    files.log_image("drawn", png, step=4)
+    files.log_image("drawn", pixels, step=4)
     files.log({"a": 3.0}, step=5, epoch=1)
-    files.log_image("drawn", png, step=5)
+    files.log_image("drawn", pixels, step=5)
     files.close()
     events = read_events(tmp_path)
     assert curve(events, "a") == [(4, 1.0), (5, 3.0)]
@@ -181,7 +192,7 @@ def test_what_a_killed_run_logged_at_its_checkpoint_is_there_once(tmp_path: Path
 
 def test_more_classes_than_can_be_drawn_have_no_picture(tmp_path: Path) -> None:
     """And no file of counts, which would grow by megabytes."""
-    files = MetricFiles(tmp_path, config_text=CONFIG)
+    files = opened(tmp_path)
     files.log_confusion([[0] * (MOST_CLASSES + 1)] * (MOST_CLASSES + 1), step=1)
     files.close()
     assert not (tmp_path / CONFUSION_FILE).exists()
@@ -191,7 +202,7 @@ def test_more_classes_than_can_be_drawn_have_no_picture(tmp_path: Path) -> None:
 def test_time_continues_after_a_resume(tmp_path: Path) -> None:
     """The time that the run lay still does not count, the time that it ran before does."""
     (tmp_path / METRICS_FILE).write_text('{"step": 1, "epoch": 0, "time_s": 1000.0}\n')
-    log_steps(MetricFiles(tmp_path, config_text=CONFIG, resume_step=1), range(2, 4))
+    log_steps(opened(tmp_path, resume_step=1), range(2, 4))
     times = [line["time_s"] for line in read_lines(tmp_path)]
     assert times == sorted(times)
     assert 1000.0 <= times[-1] < 1060.0
@@ -199,23 +210,23 @@ def test_time_continues_after_a_resume(tmp_path: Path) -> None:
 
 def test_a_restart_before_the_first_checkpoint_begins_anew(tmp_path: Path) -> None:
     """Without a step to resume from, what the failed attempt logged is cut away."""
-    log_steps(MetricFiles(tmp_path, config_text=CONFIG), range(1, 9))
-    log_steps(MetricFiles(tmp_path, config_text=CONFIG), range(1, 3))
+    log_steps(opened(tmp_path), range(1, 9))
+    log_steps(opened(tmp_path), range(1, 3))
     assert [line["step"] for line in read_lines(tmp_path)] == [1, 2]
     assert [step for step, _ in curve(read_events(tmp_path), "train/loss")] == [1, 2]
 
 
 def test_the_config_is_in_tensorboard_once(tmp_path: Path) -> None:
     """A resume does not repeat it."""
-    log_steps(MetricFiles(tmp_path, config_text=CONFIG), range(1, 3))
-    log_steps(MetricFiles(tmp_path, config_text=CONFIG, resume_step=2), range(3, 5))
+    log_steps(opened(tmp_path), range(1, 3))
+    log_steps(opened(tmp_path, resume_step=2), range(3, 5))
     (event,) = read_events(tmp_path).Tensors("config/text_summary")
     assert event.tensor_proto.string_val[0].decode() == f"```yaml\n{CONFIG}\n```"
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     """A reader that knows only JSON can read every line."""
-    files = MetricFiles(tmp_path, config_text=CONFIG)
+    files = opened(tmp_path)
     files.log({"a": math.nan, "b": math.inf, "c": 1.0}, step=1, epoch=0)
     files.close()
     (line,) = read_lines(tmp_path)
@@ -230,7 +241,7 @@ def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    files = MetricFiles(tmp_path, config_text=CONFIG)
+    files = opened(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(FileWriter, "add_summary", fail)
         with pytest.raises(UserError, match=f"{tmp_path} .No space left on device") as caught:

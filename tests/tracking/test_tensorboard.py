@@ -1,8 +1,7 @@
-"""What TensorBoard itself makes of runs: curves after a resume, HParams, charts and pictures."""
+"""What TensorBoard itself makes of runs: curves after a resume, HParams and pictures."""
 
 import json
-import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +9,26 @@ import numpy as np
 import pytest
 import yaml
 from commands import run_command
+from configs import resolved
 from run_folders import metrics, record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.metadata import (
-    parse_experiment_plugin_data,
     parse_session_end_info_plugin_data,
 )
 from tensorboard_server import get_json, serve_tensorboard
 
+from ddp_runner.config.identity import leaves
+from ddp_runner.job import Job
 from ddp_runner.metric_names import METRICS
+from ddp_runner.tracking.alive import Heartbeat
 from ddp_runner.tracking.metric_files import MetricFiles
-from ddp_runner.tracking.run_card import run_card
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
 from ddp_runner.tracking.run_record import begin_session, write_run_record
 from ddp_runner.tracking.tensorboard import (
     MARGIN,
     MOST_CLASSES,
-    _charts,
     confusion_picture,
-    header,
     hyperparameters,
 )
 
@@ -51,10 +49,19 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def opened(
+    folder: Path, config: Mapping[str, Any], *, resume_step: int | None = None
+) -> MetricFiles:
+    """Return the files of a run with a config."""
+    run_dir = RunDir(folder)
+    run_dir.config.parent.mkdir(parents=True, exist_ok=True)
+    run_dir.config.write_text(yaml.safe_dump(config))
+    return MetricFiles(run_dir, resume_step=resume_step)
+
+
 def track(run_dir: Path, *, resume_step: int | None = None, world_size: int = 2) -> MetricFiles:
     """Return the files of a run with the config above."""
-    text = yaml.safe_dump({**CONFIG, "world_size": world_size})
-    return MetricFiles(run_dir, config_text=text, resume_step=resume_step)
+    return opened(run_dir, {**CONFIG, "world_size": world_size}, resume_step=resume_step)
 
 
 def log(files: MetricFiles, steps: Iterable[int], *, scale: float = 1.0) -> None:
@@ -85,14 +92,6 @@ def plugin_data(run_dir: Path, plugin: str) -> dict[str, bytes]:
         return dict(events.PluginTagToContent(plugin))
     except KeyError:
         return {}
-
-
-def charts(run_dir: Path) -> dict[str, list[str]]:
-    """Return the titles of the Custom Scalars tab's charts by category."""
-    events = EventAccumulator(str(run_dir)).Reload()
-    *_, last = events.Tensors("custom_scalars__config__")
-    layout = Layout.FromString(last.tensor_proto.string_val[0])
-    return {one.title: [chart.title for chart in one.chart] for one in layout.category}
 
 
 @pytest.mark.full
@@ -140,40 +139,28 @@ def test_hparams_has_a_row_with_values_for_each_run_however_it_ended(tmp_path: P
         rows = session_groups(url)
     assert {name: [one["status"] for one in row["sessions"]] for name, row in rows.items()} == {
         "done": ["STATUS_SUCCESS"],
-        "failed": ["STATUS_FAILURE"],
-        "stopped": ["STATUS_UNKNOWN"],  # it has not ended: it can be resumed
+        "failed": ["STATUS_UNKNOWN"],
+        "stopped": ["STATUS_UNKNOWN"],
         "resumed": ["STATUS_SUCCESS"],
     }
     values = {one["name"]["tag"]: one["value"] for one in rows["resumed"]["metricValues"]}
     assert values == {"train/loss": pytest.approx(1 / 8), "eval/loss": 8}
     assert rows["resumed"]["hparams"]["world_size"] == 4
-    assert rows["done"]["hparams"]["optimizer.nesterov"] is False
-
-
-def test_hparams_has_values_where_the_logdir_is_the_run_itself(tmp_path: Path) -> None:
-    """There TensorBoard finds no metric that is not named to it."""
-    files = track(tmp_path / "run")
-    log(files, range(1, 5))
-    files.close(status="completed")
-    wanted = {".": {"train/loss", "eval/loss"}}
-    with serve_tensorboard(tmp_path / "run", folder=tmp_path / "server", wanted=wanted) as url:
-        (row,) = session_groups(url).values()
-        shown = get_json(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
-    assert len(row["metricValues"]) == 2
-    first = {one["name"] for one in shown if one["differs"]}
-    names = ("model.name", "dataset.name", "parallelism.name", "world_size", "optimizer.lr")
-    assert first == set(names)
+    assert rows["done"]["hparams"]["optimizer.nesterov"] == 0
 
 
 def test_hyperparameters_are_what_is_tuned() -> None:
-    """Numbers, switches and words; no paths, secrets, classes, nor what follows from the data."""
-    found = hyperparameters(CONFIG)
+    """Numbers, switches and words; no paths, secrets or classes, nor keys that change nothing."""
+    found = hyperparameters(dict(leaves(CONFIG)))
     assert found == {
         "world_size": 2,
         "seed": 0,
         "batch.per_rank": 10,
         "model.name": "toy",
         "dataset.name": "digits",
+        "dataset.num_classes": 10,
+        "dataset.path": "digits",
+        "dataset.mean": 0.3,
         "parallelism.name": "ps",
         "parallelism.mode": "async",
         "parallelism.bucket_cap_mb": 25,
@@ -181,26 +168,27 @@ def test_hyperparameters_are_what_is_tuned() -> None:
         "optimizer.lr": 0.1,
         "optimizer.nesterov": False,
         "train.epochs": 2,
+        "train.log_every_steps": 1,
     }
 
 
-def test_a_sweeps_jobs_show_first_what_they_vary(tmp_path: Path) -> None:
-    """The job's folder says it; a benchmark among them is no row of the HParams tab."""
-    names = ("barrier", "reduce_float32_sum", "reduce_scatter_float32_sum")
-    ops = {f"collectives/{name}/latency_us_median" for name in names}
-    for name, task in (("model=toy,seed=0", "train"), ("bench", "collectives")):
-        files = MetricFiles(tmp_path / name, config_text=yaml.safe_dump(CONFIG | {"task": task}))
-        files.log(dict.fromkeys(ops, 5.0), step=8, epoch=0)
+def test_a_benchmark_is_no_row_of_the_hparams_tab(tmp_path: Path) -> None:
+    """It would have no values. What the jobs of a sweep vary is marked."""
+    for seed in (0, 1):
+        files = opened(tmp_path / f"seed={seed}", CONFIG | {"seed": seed})
+        files.log({"train/loss": 5.0}, step=8, epoch=0)
         files.close()
+    files = opened(tmp_path / "bench", CONFIG | {"task": "collectives"})
+    files.log({"collectives/barrier/latency_us_median": 5.0}, step=8, epoch=0)
+    files.close()
     assert not plugin_data(tmp_path / "bench", "hparams")
-    title = "collectives: median latency (us) by bytes"
-    assert charts(tmp_path / "bench") == {title: ["reduce", "reduce_scatter", "barrier"]}
-    content = plugin_data(tmp_path / "model=toy,seed=0", "hparams")
-    assert set(content) == {"_hparams_/experiment", "_hparams_/session_start_info"}
-    wanted = {"model=toy,seed=0": ops, "bench": ops}
+    wanted = {f"seed={seed}": {"train/loss"} for seed in (0, 1)}
+    wanted["bench"] = {"collectives/barrier/latency_us_median"}
     with serve_tensorboard(tmp_path, folder=tmp_path / ".server", wanted=wanted) as url:
         shown = get_json(f"{url}/data/plugin/hparams/experiment", {})["hparamInfos"]
-    assert [one["name"] for one in shown if one["differs"]] == ["model.name", "seed"]
+        rows = session_groups(url)
+    assert [one["name"] for one in shown if one["differs"]] == ["seed"]
+    assert set(rows) == {"seed=0", "seed=1"}
 
 
 def test_hparams_of_a_loop_of_ones_own_are_what_it_used(tmp_path: Path) -> None:
@@ -211,7 +199,7 @@ def test_hparams_of_a_loop_of_ones_own_are_what_it_used(tmp_path: Path) -> None:
         run_dir = tmp_path / f"loop.latent={latent}"
         write_run_record(run_dir, uses=["dataset"])
         loop = {"loop": {"latent": latent, "width": 4}}
-        files = MetricFiles(run_dir, config_text=yaml.safe_dump(CONFIG | own | loop))
+        files = opened(run_dir, CONFIG | own | loop)
         files.log({"d/loss": 0.5}, step=1, epoch=1)
         files.close(status="completed")
         wanted[run_dir.name] = {"d/loss"}
@@ -226,64 +214,35 @@ def test_hparams_of_a_loop_of_ones_own_are_what_it_used(tmp_path: Path) -> None:
     assert [row["metricValues"][0]["value"] for row in rows.values()] == [0.5, 0.5]
 
 
-def test_a_run_that_fails_says_so_and_keeps_its_last_points(tmp_path: Path) -> None:
-    """The error passes on."""
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    begin_session(tmp_path, started_at=0.0)
-    logger = RunLogger(
-        RunDir(tmp_path), started_at=0.0, max_steps=9, total_epochs=3, resume_step=None
-    )
-    logger.log({"train/loss": 1.0}, step=1, epoch=1)
-    with pytest.raises(ZeroDivisionError), logger:
+def logger(folder: Path) -> RunLogger:
+    """Return the logger of a run that begins."""
+    opened(folder, CONFIG).close()
+    begin_session(folder, started_at=0.0)
+    job = Job(resolved("model=toy")[0], started_at=0.0, code={})
+    return RunLogger(RunDir(folder), job=job, heartbeat=Heartbeat(), max_steps=9, total_epochs=3)
+
+
+def test_a_run_that_fails_keeps_its_last_points(tmp_path: Path) -> None:
+    """The error passes on; the run has not completed."""
+    one = logger(tmp_path)
+    one.log({"train/loss": 1.0}, step=1, epoch=1)
+    with pytest.raises(ZeroDivisionError), one:
         raise ZeroDivisionError
-    content = plugin_data(tmp_path, "hparams")["_hparams_/session_end_info"]
-    assert parse_session_end_info_plugin_data(content).status == 2  # failure
+    assert set(plugin_data(tmp_path, "hparams")) == {"_hparams_/session_start_info"}
     assert len(EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")) == 1
 
 
 def test_a_logger_that_ends_well_records_no_failure(tmp_path: Path) -> None:
     """And its block closes nothing twice."""
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    begin_session(tmp_path, started_at=0.0)
-    with RunLogger(
-        RunDir(tmp_path), started_at=0.0, max_steps=9, total_epochs=3, resume_step=None
-    ) as logger:
-        logger.log({"train/loss": 1.0}, step=1, epoch=1)
-        logger.finish("completed", step=1, epoch=1)
+    with logger(tmp_path) as one:
+        one.log({"train/loss": 1.0}, step=1, epoch=1)
+        one.finish("completed", step=1, epoch=1)
     content = plugin_data(tmp_path, "hparams")["_hparams_/session_end_info"]
     assert parse_session_end_info_plugin_data(content).status == 1  # success
 
 
-def test_the_card_of_a_run_has_its_command_and_its_versions(tmp_path: Path) -> None:
-    """As Markdown: the command can be pasted; what is not known is left out."""
-    groups = ["--config-dir=/my conf"]
-    fields = {
-        "own_groups": groups,
-        "host": "here",
-        "world_size": 2,
-        "versions": {"torch": "2.15.0", "hydra-core": None},
-    }
-    card = run_card(["model=toy", "name=a b"], fields)
-    *command, _, _, _, host, ranks, torch = card.splitlines()
-    shell = ["sh", "-c", "printf '%s;' " + "\n".join(command).lstrip()]
-    words = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
-    assert words == "python;-m;ddp_runner;--config-dir=/my conf;model=toy;name=a b;"
-    assert all(line.startswith("    ") for line in command), "else Markdown joins the lines"
-    assert [host, ranks, torch] == ["| host | here |", "| ranks | 2 |", "| torch | 2.15.0 |"]
-    assert len(header(tmp_path, yaml.safe_dump(CONFIG))) == 3  # also without run.json
-    noted = run_card(["model=toy"], fields | {"notes": "why *I*\nran it", "tags": ["a", "b"]})
-    assert noted.startswith("    why *I*\n    ran it\n\nCommand:\n\n    python -m ddp_runner")
-    assert "| tags | a, b |" in noted
-    resumed = run_card(["resume=outputs/a", "model=toy"], fields)
-    assert resumed.startswith(
-        "\nKeys of its last command:\n\n    resume=outputs/a\n    model=toy\n\n| fact |"
-    )
-
-
 @pytest.mark.full
-def test_charts_and_hparams_know_every_tag_of_real_runs(tmp_path: Path) -> None:
+def test_every_tag_of_real_runs_is_listed(tmp_path: Path) -> None:
     """Of collective training, of a parameter server, and of a best model."""
     end = run_command(
         "-m",
@@ -305,22 +264,6 @@ def test_charts_and_hparams_know_every_tag_of_real_runs(tmp_path: Path) -> None:
         assert metrics(run_dir)
     assert tags <= {metric.name for metric in METRICS}
     assert {"best/f1", "perf/comm_share", "ps/staleness_max"} <= tags
-    assert list(charts(ddp)) == ["train", "eval", "perf"]
-    assert list(charts(ps)) == ["train", "eval", "perf", "ps"]
-    assert charts(ps)["ps"] == list(_charts()["ps"])
-    assert "what a step's time goes into (ms)" in charts(ddp)["perf"]
-
-
-def test_an_own_metric_has_a_chart_and_a_column(tmp_path: Path) -> None:
-    """A chart of its own in the category of its tag; HParams lists what the config names."""
-    config = CONFIG | {"metrics": {"mine": {"_target_": "my_package.Mine"}}}
-    files = MetricFiles(tmp_path, config_text=yaml.safe_dump(config))
-    files.log({"eval/mine": 1.0, "train/own_part": 2.0, "best/mine": 1.0}, step=1, epoch=1)
-    files.close()
-    assert charts(tmp_path) == {"train": ["own_part"], "eval": ["mine"]}
-    content = plugin_data(tmp_path, "hparams")["_hparams_/experiment"]
-    tags = [info.name.tag for info in parse_experiment_plugin_data(content).metric_infos]
-    assert {"eval/mine", "best/mine"} <= set(tags)
 
 
 def corner(picture: np.ndarray, row: int, column: int, num_classes: int) -> list[int]:

@@ -16,8 +16,7 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun, Tracker
 
-BLOCK_BYTES = 2**20  # of metrics.jsonl, read at once
-MOST_METRICS = 1000  # of one call, unless a line alone has more: what MLflow takes in one request
+BLOCK_BYTES = 2**16  # of metrics.jsonl, sent in one call
 
 
 @dataclass
@@ -27,8 +26,6 @@ class Progress:
     id: str | None = None
     config_hash: str | None = None  # of the last session
     sent: dict[str, int] | None = None  # the last step of each metric
-    clock: float | None = None  # of the last session
-    is_complete: bool = False  # the run has ended, and all is there
 
 
 class Follower:
@@ -49,7 +46,7 @@ class Follower:
     ) -> None:
         self._run_dir, self._name, self._settings = run_dir, name, settings
         self._allowed, self._progress_file = allowed, run_dir.trackers / f"{name}.json"
-        self._progress, self._earlier, self._earlier_clock = Progress(), dict[str, int](), 0.0
+        self._progress, self._earlier = Progress(), dict[str, int]()
         self._loaded: Mapping[str, Any] = {}  # see ``RunFields``
         self._tracker: Tracker | None = None
         self._has_begun, self._offset = False, 0
@@ -67,19 +64,14 @@ class Follower:
             self._progress = _read_progress(self._progress_file)
             yield
 
-    def build(self) -> None:
-        """Build the tracker: its imports take seconds."""
-        key = f"trackers.{self._name}"
-        self._tracker = make(key, self._settings, kind=Tracker, allowed=self._allowed)
-
     def catch_up(self) -> None:
         """Send what is new. After an error the next call sends it again."""
         record = read_run_record(self._run_dir)
         if record["loaded"] != self._loaded:
             self._begin_lines(record)
-        if self._tracker is None:
-            self.build()
-        assert self._tracker is not None
+        if self._tracker is None:  # its imports take seconds
+            key = f"trackers.{self._name}"
+            self._tracker = make(key, self._settings, kind=Tracker, allowed=self._allowed)
         if not self._has_begun:
             run = tracked_run(self._run_dir, earlier_id=self._progress.id)
             earlier_id, self._progress.id = self._progress.id, str(self._tracker.begin(run))
@@ -88,18 +80,11 @@ class Follower:
                 self._earlier, self._progress.sent = {}, None
             self._save()
         while block := self._next_block():
-            lines, num_bytes, count = list[MetricLine](), 0, 0
-            for text in block:
-                line = self._read(json.loads(text))
-                count += len(line.metrics)
-                if lines and count > MOST_METRICS:
-                    break
-                num_bytes += len(text)
-                if line.metrics:
-                    lines.append(line)
+            read = [self._read(json.loads(text)) for text in block]
+            lines = [line for line in read if line.metrics]
             if lines:
                 self._tracker.log(lines)
-            self._offset += num_bytes
+            self._offset += sum(map(len, block))
             self._progress.sent = (self._progress.sent or {}) | {
                 name: line.step for line in lines for name in line.metrics
             }
@@ -111,8 +96,6 @@ class Follower:
         assert self._tracker is not None
         metrics = read_run_record(self._run_dir).get("metrics") or {}
         self._tracker.end(status, metrics=metrics, files=files_to_keep(self._run_dir, status))
-        self._progress.is_complete = True
-        self._save()
 
     def _begin_lines(self, record: Mapping[str, Any]) -> None:
         """Begin with the first line again: the run has cut the file at a checkpoint since."""
@@ -122,10 +105,7 @@ class Follower:
             step = self._loaded["resume_step"]
             kept = -1 if step is None else step
             self._earlier = {name: min(step, kept) for name, step in self._earlier.items()}
-        # A line that may have arrived unanswered goes out with its old time: MLflow keeps one.
-        self._earlier_clock = progress.clock or self._loaded["clock"]
-        progress.clock, progress.config_hash = self._loaded["clock"], record.get("config_hash")
-        progress.is_complete = False
+        progress.config_hash = record.get("config_hash")
 
     def _next_block(self) -> list[bytes]:
         """Return the next whole lines; none at the end of the file, and if it has been cut."""
@@ -139,13 +119,11 @@ class Follower:
         return [] if is_cut else lines
 
     def _read(self, line: Mapping[str, Any]) -> MetricLine:
-        step, resume_step = line["step"], self._loaded["resume_step"]
-        is_earlier = resume_step is not None and step <= resume_step
-        clock = self._earlier_clock if is_earlier else self._loaded["clock"]
+        step = line["step"]
         return MetricLine(
             step=step,
             epoch=line["epoch"],
-            time=clock + line["time_s"],
+            time=self._loaded["clock"] + line["time_s"],
             metrics={
                 name: math.nan if value is None else float(value)
                 for name, value in line.items()
@@ -191,9 +169,6 @@ def files_to_keep(run_dir: RunDir, status: str) -> list[Path]:
 def _read_progress(path: Path) -> Progress:
     """Return what an earlier session has sent; nothing if its file is missing or damaged."""
     try:
-        progress = Progress(**json.loads(path.read_bytes()))
-        progress.sent = {name: int(step) for name, step in (progress.sent or {}).items()}
-        progress.clock = None if progress.clock is None else float(progress.clock)
-    except (OSError, ValueError, TypeError, AttributeError):
+        return Progress(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
         return Progress()
-    return progress

@@ -3,21 +3,19 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.identity import digest
+from ddp_runner.config.identity import counts, digest
 from ddp_runner.job import Status
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
 
-# Limits of MLflow's servers: of a request, of a parameter and of a tag.
-METRICS, PARAMETERS, CHARACTERS, TAG_CHARACTERS, KEY_CHARACTERS = 1000, 100, 6000, 5000, 250
+# Limits of MLflow's servers: of a parameter, of a tag and of a name.
+CHARACTERS, TAG_CHARACTERS, KEY_CHARACTERS = 6000, 5000, 250
 STATUSES = {Status.COMPLETED: "FINISHED", Status.PREEMPTED: "KILLED"}
-# Tags. The last one lists the tags of the session's command: the next session replaces these only.
-IDENTITY, CHANGED, OURS = "ddp_runner.run", "ddp_runner.changed", "ddp_runner.tags"
-# Keys that each session may have of its own: they change nothing that the run computes.
-OF_A_SESSION = ("resume", "tags", "notes", "trackers.")
+IDENTITY, CHANGED = "ddp_runner.run", "ddp_runner.changed"  # tags
 # MLflow's own settings for a server that does not answer: four minutes for a single call.
 HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
 
@@ -48,40 +46,34 @@ class MLflow:
 
     def begin(self, run: TrackedRun) -> str:
         """Create the run, or go on with the earlier one, whose parameters cannot change."""
-        client, tags = self._client, self._tags(run)
-        self._run = run
-        experiment = self._experiment()
+        from mlflow.entities import Param, RunTag
+
+        client, experiment, tags = self._client, self._experiment(), self._tags(run)
         found = self._found(run, experiment) or client.create_run(
             experiment,
             start_time=_milliseconds(run.started_at),
             run_name=run.name,
             tags={IDENTITY: _identity(run)},
         )
-        self._id, known, before = found.info.run_id, found.data.params, found.data.tags
+        self._run, self._id, known = run, found.info.run_id, found.data.params
         client.update_run(self._id, status="RUNNING", name=run.name)
         given = {_key(key): _text(value) for key, value in run.parameters.items()}
         changed = [
             f"{key}={given[key]}"
             for key in known
-            if given.get(key, known[key]) != known[key] and not key.startswith(OF_A_SESSION)
+            if given.get(key, known[key]) != known[key] and counts(key)
         ]
         if changed:
-            tags[CHANGED] = ", ".join(changed)[:TAG_CHARACTERS]
-        earlier = {CHANGED, *before.get(OURS, "").split(", ")}
-        for key in earlier & (before.keys() - tags.keys()):
-            client.delete_tag(self._id, key)
-        from mlflow.entities import Param, RunTag
-
+            tags[CHANGED] = ", ".join(changed)
+        elif CHANGED in found.data.tags:
+            client.delete_tag(self._id, CHANGED)
         new = [Param(key, value) for key, value in given.items() if key not in known]
         shown = [RunTag(_key(key), value[:TAG_CHARACTERS]) for key, value in tags.items()]
-        for params in _parts(new, PARAMETERS):
-            client.log_batch(self._id, params=params)
-        for part in _parts(shown, PARAMETERS):
-            client.log_batch(self._id, tags=part)
+        client.log_batch(self._id, params=new, tags=shown)
         return self._id
 
     def log(self, lines: Sequence[MetricLine]) -> None:
-        """Send the metrics, a thousand in a call. MLflow keeps one of two equal points."""
+        """Send the metrics. MLflow keeps one of two equal points."""
         from mlflow.entities import Metric
 
         points = [
@@ -89,8 +81,7 @@ class MLflow:
             for line in lines
             for name, value in line.metrics.items()
         ]
-        for part in _parts(points, METRICS):
-            self._client.log_batch(self._id, metrics=part)
+        self._client.log_batch(self._id, metrics=points)
 
     def end(
         self, status: str, *, metrics: Mapping[str, float | None], files: Sequence[Path]
@@ -110,14 +101,9 @@ class MLflow:
         from mlflow.exceptions import MlflowException
 
         if run.earlier_id is not None:
-            try:
+            with suppress(MlflowException):
                 found = self._client.get_run(run.earlier_id)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-            else:
-                info = found.info
-                if (info.experiment_id, info.lifecycle_stage) == (experiment, "active"):
+                if (found.info.experiment_id, found.info.lifecycle_stage) == (experiment, "active"):
                     return found
         wanted = f"tags.`{IDENTITY}` = '{_identity(run)}'"
         return next(iter(self._client.search_runs([experiment], wanted, max_results=1)), None)
@@ -127,18 +113,16 @@ class MLflow:
         from mlflow.exceptions import MlflowException
 
         name = self._experiment_name
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        if (found := self._client.get_experiment_by_name(name)) is None:
             try:
                 return str(self._client.create_experiment(name))
             except MlflowException:
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                if (found := self._client.get_experiment_by_name(name)) is None:
                     raise
         return str(found.experiment_id)
 
     def _tags(self, run: TrackedRun) -> dict[str, str]:
-        tags = {OURS: ", ".join(run.tags), **dict.fromkeys(run.tags, "true")}
+        tags = dict.fromkeys(run.tags, "true")
         tags |= {f"version.{name}": version for name, version in run.versions.items()}
         tags |= {"ddp_runner.folder": str(run.folder), "mlflow.source.name": "ddp_runner"}
         if run.sweep is not None:
@@ -176,8 +160,3 @@ def _text(value: Any) -> str:
 
 def _milliseconds(time_s: float) -> int:
     return round(1000 * time_s)
-
-
-def _parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

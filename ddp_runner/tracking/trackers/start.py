@@ -20,7 +20,7 @@ from typing import Any
 from ddp_runner.errors import UserError
 from ddp_runner.host.processes import STOP_SIGNALS, TRACKER, children, end_descendants
 from ddp_runner.host.streams import print_line
-from ddp_runner.job import Job, Status
+from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Job, Status
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.trackers.follower import files_to_keep
@@ -33,6 +33,7 @@ FAILED_S = 2.0  # for a run that has failed
 LAST_S = 10.0  # beyond these, or once the process is gone that started the tracker
 STOPPED_SHARE = 0.5  # of launch.shutdown_timeout_s, for a run that was asked to stop
 LIMIT_S = 1.0  # for a killed process to be gone
+EXIT_REPORTED = 3  # of a tracker that lacks a part of the run, and has said why
 
 
 @dataclass(frozen=True)
@@ -68,24 +69,20 @@ class _Tracker:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
-    log_bytes: int  # at its start
 
     def warn(self, text: str) -> None:
-        """Warn on the terminal and in its log, unless it has warned itself."""
+        """Warn on the terminal and in its log."""
         sentence = f"trackers.{self.name} {text}"
-        with suppress(OSError), self.log.open("a+b") as log:
-            log.seek(self.log_bytes)
-            if f"trackers.{self.name} ".encode() in log.read():
-                return
-            log.write(f"{sentence}\n".encode())
+        with suppress(OSError), self.log.open("a", encoding="utf-8") as log:
+            log.write(f"{sentence}\n")
         _print_warning(sentence)
 
 
 def is_loaded(run_dir: RunDir, *, started_at: float) -> bool:
     """Return whether a session has restored its state: from then on metrics.jsonl is its own."""
-    with suppress(UserError, AttributeError):  # it is damaged, which the run itself reports
-        record = read_run_record(run_dir, missing_ok=True)
-        return bool(record.get("loaded", {}).get("started_at") == started_at)
+    with suppress(UserError):  # run.json is damaged, which the run itself reports
+        loaded = read_run_record(run_dir, missing_ok=True).get("loaded", {})
+        return bool(loaded.get("started_at") == started_at)
     return False
 
 
@@ -107,7 +104,6 @@ def _start(job: Job, run_dir: RunDir, name: str) -> _Tracker | None:
     try:
         path.parent.mkdir(exist_ok=True)
         with path.open("ab") as log:
-            log_bytes = log.tell()
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", TRACKER, str(run_dir.path.absolute()), name],
                 stdin=subprocess.DEVNULL,
@@ -115,7 +111,7 @@ def _start(job: Job, run_dir: RunDir, name: str) -> _Tracker | None:
                 env={**os.environ, **environ},
                 process_group=0,  # Ctrl-C on a terminal is for the run, which then ends it
             )
-            return _Tracker(name, process, path, log_bytes)
+            return _Tracker(name, process, path)
     except OSError as error:
         reason = f"cannot be started ({error.strerror}); the run goes on without it"
         _print_warning(f"trackers.{name} {reason}")
@@ -139,22 +135,21 @@ def _end(trackers: Sequence[_Tracker], job: Job, run_dir: RunDir) -> None:
         wait_s = job.config.trackers[one.name].get("wait_s", WAIT_S)
         num_bytes = sum(path.stat().st_size for path in files_to_keep(run_dir, str(status)))
         limit_s = min(most_s, wait_s + num_bytes / LEAST_RATE)
+        lacks = "has ended before it had all of the run"
         try:
-            one.process.wait(max(0.0, since + limit_s - time.monotonic()))
+            code = one.process.wait(max(0.0, since + limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             late = f"had not ended {limit_s:.0f} s after the run"
             if is_failed:
                 one.warn(f"{late}, and gets {LAST_S:.0f} s more")
                 continue
-            if has_begun:
-                one.warn(f"{late}, and was stopped")
+            code, lacks = EXIT_FAILED, f"{late}, and was stopped"
         with suppress(OSError):  # a service that the client has started may be left
             os.killpg(one.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # it is in uninterruptible sleep
             one.process.wait(LIMIT_S)
-        if has_begun and one.process.returncode != 0:
-            again = f"python -m {TRACKER} RUN {one.name}"
-            one.warn(f"has ended before it had all of the run; {again} sends it")
+        if has_begun and code not in (EXIT_COMPLETED, EXIT_REPORTED):
+            one.warn(f"{lacks}; python -m {TRACKER} RUN {one.name} sends it")
     end_descendants(own)  # what a tracker has left, in a session of its own
 
 

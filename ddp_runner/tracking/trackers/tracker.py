@@ -59,7 +59,7 @@ class Tracker(Protocol):
         ...
 
     def log(self, lines: Sequence[MetricLine]) -> None:
-        """Send lines, in their order: all since the last call, up to a thousand metrics."""
+        """Send lines, in their order: those since the last call, at most about 64 KiB."""
         ...
 
     def end(

@@ -1,6 +1,7 @@
 """``.heartbeat``: it is renewed while the run lasts, says what rank 0 does, and never fails it."""
 
 import errno
+import json
 import os
 import threading
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 from commands import TIME_LIMIT_S, wait_for
+from configs import resolved
 
 from ddp_runner.errors import UserError
-from ddp_runner.tracking import heartbeat
-from ddp_runner.tracking.heartbeat import Heartbeat, read_heartbeat
+from ddp_runner.job import Job
+from ddp_runner.tracking import alive
+from ddp_runner.tracking.alive import Heartbeat, read_heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
 from ddp_runner.tracking.run_record import begin_session
@@ -19,7 +22,12 @@ from ddp_runner.tracking.run_record import begin_session
 
 def fields(path: Path) -> dict[str, Any]:
     """Return a heartbeat's fields; none before the first beat."""
-    return (read_heartbeat(path) or ({}, 0.0))[0]
+    return read_heartbeat(path)[0]
+
+
+def beat_at(path: Path) -> float:
+    """Return the time of a heartbeat; 0.0 before the first one."""
+    return read_heartbeat(path)[1] or 0.0
 
 
 def test_a_heartbeat_follows_the_run_and_goes_with_it(tmp_path: Path) -> None:
@@ -64,8 +72,8 @@ def test_a_run_that_ends_just_before_a_beat_waits_for_no_other_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the end of the run would take the seconds between two beats longer."""
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
-    monkeypatch.setattr(heartbeat, "LEAST_S", 0.01)
+    monkeypatch.setattr(alive, "BEAT_S", 0.2)
+    monkeypatch.setattr(alive, "LEAST_S", 0.01)
     late = LateEvent()
     with Heartbeat(_has_changed=late).beating(tmp_path / ".heartbeat", started_at=0.0):
         assert late.is_late.wait(TIME_LIMIT_S)
@@ -76,38 +84,31 @@ def test_a_heartbeat_is_renewed_while_nothing_happens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its age and how long the step already takes are two things."""
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
-    monkeypatch.setattr(heartbeat, "LEAST_S", 0.01)
+    monkeypatch.setattr(alive, "BEAT_S", 0.01)
+    monkeypatch.setattr(alive, "LEAST_S", 0.01)
     path = tmp_path / ".heartbeat"
     with Heartbeat().beating(path, started_at=0.0):
-        first = wait_for(lambda: read_heartbeat(path))[1]
-        wait_for(lambda: (read_heartbeat(path) or ({}, 0.0))[1] > first)
+        first = wait_for(lambda: beat_at(path))
+        wait_for(lambda: beat_at(path) > first)
         wait_for(lambda: fields(path).get("idle_s", 0.0) > 0)
 
 
-def test_on_a_full_disk_the_time_is_renewed_and_nothing_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["full disk", "folder is gone"])
+def test_a_heartbeat_that_cannot_be_written_raises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """The text stays as it was: bytes that are there already need no space."""
+    """The text stays as it was; the run itself will say so, at its next line of metrics."""
+    tried, path = threading.Event(), tmp_path / ".heartbeat"
 
     def fail(*_: object) -> int:
+        tried.set()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
-    monkeypatch.setattr(heartbeat, "LEAST_S", 0.01)
-    path = tmp_path / ".heartbeat"
     path.write_text('{"doing": "before"}')
-    os.utime(path, (1.0, 1.0))
-    monkeypatch.setattr(heartbeat.os, "write", fail)
+    monkeypatch.setattr(alive.os, "write" if fault == "full disk" else "open", fail)
     with Heartbeat().beating(path, started_at=0.0):
-        wait_for(lambda: (read_heartbeat(path) or ({}, 0.0))[1] > 1.0)
-        assert fields(path) == {"doing": "before"}
-
-
-def test_a_folder_that_is_gone_raises_nothing(tmp_path: Path) -> None:
-    """The run itself will say so, at its next line of metrics."""
-    with Heartbeat().beating(tmp_path / "gone" / ".heartbeat", started_at=0.0):
-        pass
+        assert tried.wait(TIME_LIMIT_S)
+        assert json.loads(path.read_text()) == {"doing": "before"}
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"doing": ', "\x00" * 20])
@@ -121,29 +122,18 @@ def test_a_damaged_heartbeat_still_has_its_time(tmp_path: Path, text: str) -> No
 
 def test_a_heartbeat_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """In one line, with its path."""
-    with pytest.raises(UserError, match=r"folder cannot be read \(Is a directory\)"):
-        read_heartbeat(_folder(tmp_path / "folder"))
-    assert read_heartbeat(tmp_path / "none") is None
-
-
-def _folder(path: Path) -> Path:
-    path.mkdir()
-    return path
+    with pytest.raises(UserError, match=rf"{tmp_path} cannot be read \(Is a directory\)"):
+        read_heartbeat(tmp_path)
+    assert read_heartbeat(tmp_path / "none") == ({}, None)
 
 
 def test_the_logger_of_a_run_notes_how_far_it_is(tmp_path: Path) -> None:
     """From the step of the checkpoint on; an evaluation lasts until the next step."""
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text("{}")
+    job, own = Job(resolved("model=toy")[0], started_at=0.0, code={}), Heartbeat()
+    RunDir(tmp_path).freeze(job.config, overrides=(), choices={})
     begin_session(tmp_path, started_at=0.0)
-    own = Heartbeat()
     with RunLogger(
-        RunDir(tmp_path),
-        started_at=0.0,
-        max_steps=9,
-        total_epochs=3,
-        resume_step=4,
-        heartbeat=own,
+        RunDir(tmp_path), job=job, heartbeat=own, max_steps=9, total_epochs=3, resume_step=4
     ) as logger:
         seen = [(own.doing, own.step, own.total_steps, own.total_epochs)]
         for call in (lambda: logger.step_done(step=5, epoch=2), logger.evaluating):
