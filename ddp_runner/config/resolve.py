@@ -15,7 +15,6 @@ from ddp_runner.config.ranks import (
 from ddp_runner.config.rules import known_steps, validate_config, validate_ranks, validate_scheduler
 from ddp_runner.config.schema import CONFIG_DIR, Config, RunConfig, mode_needs
 from ddp_runner.config.sections import AUTO, INFERENCE, SAMPLE
-from ddp_runner.config.signatures import validate_keywords
 from ddp_runner.config.targets import validate_targets
 from ddp_runner.config.task_rules import validate_profile
 from ddp_runner.config.validate import validate_values
@@ -44,7 +43,6 @@ def resolve(
         UserError: a rule is broken.
     """
     validate_targets(config)
-    validate_keywords(config)
     validate_values(config)
     validate_config(config, chosen=chosen)
     given = {"backend", "backend.name", "backend.device"} & {*chosen}

@@ -170,10 +170,11 @@ def _validate_model(config: Config) -> None:
 
 def _validate_dataset(dataset: Mapping[str, Any]) -> None:
     """Reject keys of a dataset that exclude each other, whichever dataset has them."""
-    if "data_files" in dataset and not isinstance(path := dataset.get("path"), str):
+    changes = dataset.get("augmentation")
+    if changes is not None and not (isinstance(changes, Mapping) and "_target_" in changes):
         raise UserError(
-            f"dataset.path ({path}) must name a dataset; write a folder under data_root, a name of "
-            "the hub, or dataset.path=csv with dataset.data_files"
+            f"dataset.augmentation ({changes}) must be a mapping with a _target_; write "
+            "dataset.augmentation=null, or dataset.augmentation.KEY=VALUE"
         )
     if not dataset.keys() >= {"prepare", "shuffle_buffer"}:
         return  # neither a TorchDataset nor a subclass
@@ -185,11 +186,10 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
                 f"dataset.{key} ({value}) must be one number, or one for each of dataset.channels "
                 f"({channels})"
             )
-    changes = dataset.get("augmentation")
-    if changes is not None and (mean is None or not isinstance(changes, Mapping)):
+    if changes is not None and mean is None:
         raise UserError(
-            f"dataset.augmentation ({changes}) must be a mapping with a _target_, of pictures that "
-            "dataset.mean and dataset.std normalise; write dataset.mean=0 dataset.std=1"
+            f"dataset.augmentation ({changes['_target_']}) changes pictures that dataset.mean and "
+            "dataset.std normalise; write dataset.mean=0 dataset.std=1"
         )
     fraction, folder = dataset.get("eval_fraction"), dataset.get("folder")
     if fraction is not None and not 0 < fraction < 1:

@@ -149,7 +149,8 @@ INVALID = [
     ("model=toy dataset.num_samples=2.5", "dataset.num_samples (2.5) must be a whole number"),
     ("dataset=fake_images dataset.height=-1", "dataset.height (-1) must be greater than 0"),
     ("dataset.augmentation=3",
-     "dataset.augmentation (3) is a group of keys; write dataset.augmentation.KEY=VALUE"),
+     "dataset.augmentation (3) must be a mapping with a _target_; write "
+     "dataset.augmentation=null, or dataset.augmentation.KEY=VALUE"),
     ("~optimizer._target_",
      "optimizer has no _target_, the name of what is built; choose an option, as in "
      "optimizer=NAME: see --help"),
@@ -189,7 +190,7 @@ INVALID = [
     (f"parallelism=fsdp parallelism.num_replicas={10**30}",
      f"parallelism.num_replicas ({10**30}) must be {2**63 - 1} or less"),
     ("parallelism=fsdp parallelism.num_replicas=two",
-     "parallelism.num_replicas (two) must be a number"),
+     "parallelism.num_replicas (two) must be a whole number"),
     ("train.precision=fp16", "train.precision=fp16 needs a GPU; on a CPU write bf16"),
     ("checkpoint.mode=best", "checkpoint.mode (best) must be one of max, min"),
     ("backend.name=tcp",
@@ -235,10 +236,11 @@ INVALID = [
      "train.compile=true does not work with parallelism=dp, which copies the model to the GPUs "
      "in each step; leave it out, or write parallelism=ddp"),
     ("dataset.augmentation._target_={}", "dataset.augmentation._target_ ({}) must be a text"),
-    ("+parallelism.needs=3",
-     "parallelism.needs (3) is a group of keys; write parallelism.needs.KEY=VALUE"),
-    ("+parallelism.needs.num_server=1",
-     "parallelism.needs.num_server does not exist; did you mean num_servers?"),
+    *((f"+parallelism.needs{given}",
+       f"parallelism.needs ({shown}) must be a mapping with some of the keys devices_per_rank, "
+       "max_ranks, min_ranks, num_replicas, model_ranks, num_servers, splits_parameters, "
+       "data_parallel")
+      for given, shown in (("=3", "3"), (".num_server=1", "{'num_server': 1}"))),
     ("+parallelism.needs.devices_per_rank=0",
      "parallelism.needs.devices_per_rank (0) must be greater than 0"),
     ("+parallelism.needs.max_ranks=1.5",
@@ -297,7 +299,7 @@ INVALID = [
      "scheduler.gama is not a keyword of ddp_runner.train.schedules.step; did you mean "
      "scheduler.gamma?"),
     ("dataset=torch_dataset dataset.num_workers=two",
-     "dataset.num_workers (two) must be a number"),
+     "dataset.num_workers (two) must be a whole number"),
 ]  # fmt: skip
 
 
@@ -583,9 +585,3 @@ def test_a_made_up_dataset_beyond_the_memory_is_rejected(overrides: str) -> None
     """At once and with both sizes, before anything is made."""
     rejected = config_error(*overrides.split(), f"dataset.num_samples={10**15}")
     assert re.search(r"of \d+ samples takes \d+ GiB and this machine has \d+; write a s", rejected)
-
-
-@pytest.mark.parametrize("key", ["dataset.input_size=[3,32,32]", "dataset.eval_samples=all"])
-def test_a_dataset_of_ones_own_may_have_sizes_of_another_kind(key: str) -> None:
-    """Its memory is not known then."""
-    resolved("model=toy", "dataset.name=mine", key)

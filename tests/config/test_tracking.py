@@ -67,9 +67,9 @@ def test_wait_s_is_a_time() -> None:
     ("override", "sentence"),
     [
         ("trackers.mlflow.timeout_s=2.5", "(2.5) must be a whole number"),
-        ("trackers.mlflow.timeout_s=abc", "(abc) must be a number"),
-        ("trackers.mlflow.timeout_s=true", "(true) must be a number"),
-        ("trackers.mlflow.experiment_name=null", "(null) must be a text"),
+        ("trackers.mlflow.timeout_s=abc", "(abc) must be a whole number"),
+        ("trackers.mlflow.timeout_s=true", "(true) must be a whole number"),
+        ("trackers.mlflow.experiment_name=3", "(3) must be a text"),
         ("+trackers.mlflow.foo=1", "is not a keyword of ddp_runner.tracking.trackers.mlflow.MLflow"
          "; it has experiment_name, timeout_s, tracking_uri, wait_s"),
         ("+trackers.mlflow.timeout=1", "did you mean trackers.mlflow.timeout_s?"),
