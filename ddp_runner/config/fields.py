@@ -27,8 +27,7 @@ class Rule:
     most: float | None = None
     choices: tuple[str | None, ...] = ()  # of a list: of each item
     check: Callable[[Any], object] | None = None  # raises a UserError
-    # choices that need an optional package, with the package and the extra that brings it
-    packages: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)  # that a choice needs
 
 
 @dataclass(frozen=True)

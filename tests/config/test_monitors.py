@@ -116,8 +116,8 @@ def test_torchmetrics_is_asked_for_where_it_is_missing(monkeypatch: pytest.Monke
     target = "+metrics.mine._target_=torchmetrics.classification.MulticlassRecall"
     for words, metric in (
         ((target, "allowed_targets=[torchmetrics]"),
-         "mine (torchmetrics.classification.MulticlassRecall)"),
-        (("metrics=r2",), "r2 (torchmetrics.regression.R2Score)"),
+         "mine._target_ (torchmetrics.classification.MulticlassRecall)"),
+        (("metrics=r2",), "r2._target_ (torchmetrics.regression.R2Score)"),
     ):  # fmt: skip
         assert config_error(*words) == (
             f"metrics.{metric} needs torchmetrics, which is not installed; "

@@ -256,8 +256,8 @@ INVALID = [
      "resume=no/such is not a run folder: no/such/.hydra/config.yaml does not exist; name the "
      "folder that holds run.json"),
     ("model._target_=torchvison.models.resnet18",
-     "model._target_ (torchvison.models.resnet18) cannot be imported: there is no package "
-     "torchvison; install it, or start in the folder that holds it"),
+     "model._target_ (torchvison.models.resnet18) needs torchvison, which is not installed; "
+     "install it, if you trust it, or start in the folder that holds it"),
     ("+model.width=3",
      "model.width is not a keyword of ddp_runner.models.convnet.ConvNet; it has in_channels, "
      "num_classes"),

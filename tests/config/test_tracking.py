@@ -43,7 +43,7 @@ def test_a_number_is_a_tag() -> None:
         ("tags=[a,a]", "tags (a, a) names one twice"),
         ("trackers=[mlflw]", "did you mean mlflow?"),
         ("+trackers.mine.path=x", "trackers.mine has no _target_, the class of the tracker"),
-        ("+trackers.mine._target_=my_package.Mine", "there is no package my_package"),
+        ("+trackers.mine._target_=my_package.Mine", "needs my_package, which is not installed"),
         ("+trackers.mine._target_=ddp_runner.tracking.trackers.follower.Follower",
          "is not a part that a config may name"),
     ],

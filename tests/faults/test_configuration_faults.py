@@ -48,7 +48,7 @@ PARTLY = {
     ),
     "target_of_no_package": (
         "model._target_=nowhere.Net",
-        "model._target_ (nowhere.Net) cannot be imported: there is no package nowhere",
+        "model._target_ (nowhere.Net) needs nowhere, which is not installed",
     ),
 }
 
