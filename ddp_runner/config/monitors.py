@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ddp_runner.config.fields import Rule, validate_value
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import Config, has_own_loop
+from ddp_runner.config.sections import INFERENCE
 from ddp_runner.config.training import TrainConfig
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import CLASS_METRICS, MONITORS, best_end
@@ -34,12 +35,19 @@ class KnownMetrics:
 
 def validate_monitors(config: Config) -> None:
     """Reject a monitored metric that no run of this config has, and the wrong end of one."""
-    if config.checkpoint.load_best and config.checkpoint.monitor is None:
+    if config.task in INFERENCE:
+        return  # they monitor nothing, and may evaluate other data
+    own_loop, train = has_own_loop(config.task), config.train
+    if config.checkpoint.load_best and config.checkpoint.monitor is None and not own_loop:
         raise UserError(
             "checkpoint.load_best=true needs checkpoint.monitor, the metric that tells which is "
             "best; write checkpoint.monitor=eval/accuracy"
         )
     for group, monitor, mode in _monitored(config):
+        if own_loop:
+            if group == "checkpoint":  # nobody reads the others
+                _validate_end(group, monitor, mode, best_end(monitor))
+            continue
         known = [*MONITORS, *(f"eval/{name}" for name in config.metrics)]
         if group in OF_EVALUATIONS:
             known = [name for name in known if name.startswith("eval/")]
@@ -47,8 +55,7 @@ def validate_monitors(config: Config) -> None:
         if not is_own:  # else a rank knows the metric, and its end
             validate_value(f"{group}.monitor", monitor, Rule(choices=tuple(known)))
             _validate_end(group, monitor, mode, best_end(monitor))
-        is_evaluated = config.train.eval_every_epochs or config.train.eval_every_steps
-        if monitor.startswith("eval/") and not is_evaluated:
+        if monitor.startswith("eval/") and not (train.eval_every_epochs or train.eval_every_steps):
             raise UserError(
                 f"{group}.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; "
                 "write train.eval_every_epochs=1"

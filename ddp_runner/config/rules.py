@@ -12,18 +12,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.modes import validate_mode, validate_servers
+from ddp_runner.config.modes import validate_clashes, validate_mode
 from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.schema import Config, RunConfig, has_own_loop, num_shares
 from ddp_runner.config.sections import INFERENCE, SAMPLE
 from ddp_runner.config.task_rules import validate_task
+from ddp_runner.config.training import traced_steps
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 
 OFFLINE = "ddp_runner.data.sources.offline."  # datasets that are generated or bundled
 MLFLOW = "ddp_runner.tracking.trackers.mlflow.MLflow"
-MOST_CHARACTERS = 64  # of a tag: W&B's limit
-RESERVED = ("mlflow.", "ddp_runner.", "version.")  # MLflow's own tags, and our tracker's
+TAG = re.compile(r"[\w:-][\w .:-]{0,63}")  # W&B's limit; MLflow's names have no empty part
 
 
 def validate_config(config: Config, *, chosen: Collection[str]) -> None:
@@ -41,15 +41,18 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
             f"resume={config.resume} continues with that run's own weights; leave model.weights "
             "out, or start a run of its own without resume"
         )
-    _validate_tags(config.tags)
+    if odd := [tag for tag in config.tags if not TAG.fullmatch(tag)]:
+        raise UserError(
+            f"tags ({odd[0]}): a tag is up to 64 letters, digits and any of _ - : . and spaces; "
+            "write tags=[baseline,lr-study]"
+        )
     validate_task(config, chosen=chosen)
+    validate_monitors(config)
     if not has_own_loop(config.task):
-        if config.task not in INFERENCE:  # they monitor nothing, and may evaluate other data
-            validate_monitors(config)
         _validate_optimizing(config)
         _validate_model(config)
     _validate_dataset(config.dataset)
-    validate_servers(config)
+    validate_clashes(config)
 
 
 def validate_ranks(config: Config, env: DistEnv | None) -> None:
@@ -85,15 +88,21 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
         )
 
 
-def validate_scheduler(config: RunConfig) -> None:
-    """Reject what would not begin, or not end, in the run. The config has its batch filled in."""
-    if config.task in INFERENCE:
-        return
+def validate_steps(config: RunConfig) -> None:
+    """Reject a warm-up or a profile beyond the end of the run, whose batch is filled in."""
     warmup, steps = config.scheduler.get("warmup_steps"), known_steps(config)
-    if isinstance(warmup, int) and steps is not None and warmup > steps:
+    if steps is None or config.task in INFERENCE:
+        return
+    if isinstance(warmup, int) and warmup > steps:
         raise UserError(
             f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "
             "shorten the warm-up or train longer"
+        )
+    asked = config.train.profile
+    if asked is not None and config.task == "train" and (last := traced_steps(asked)[-1]) > steps:
+        raise UserError(
+            f"train.profile={asked} traces steps up to {last}, and the run has {steps}; train "
+            "longer, or name earlier steps: train.profile=FIRST-LAST"
         )
 
 
@@ -204,21 +213,6 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
             "dataset.prepare=true needs dataset.folder, to see when its files change; name the "
             "folder under data_root that the samples come from"
         )
-
-
-def _validate_tags(tags: list[str]) -> None:
-    """Reject tags that no run can be found by."""
-    for tag in tags:
-        if not re.fullmatch(rf"[\w.:/-][\w .:/-]{{0,{MOST_CHARACTERS - 1}}}", tag) or (
-            tag.startswith(RESERVED) or not {"", ".", ".."}.isdisjoint(tag.split("/"))
-        ):
-            raise UserError(
-                f"tags ({tag}): a tag is up to {MOST_CHARACTERS} letters, digits and any of . _ - "
-                f": / and spaces, begins with none of {', '.join(RESERVED)}, and has words between "
-                "its slashes; write tags=[baseline,lr-study]"
-            )
-    if len(set(tags)) < len(tags):
-        raise UserError(f"tags ({', '.join(tags)}) names one twice; leave one out")
 
 
 def validate_trackers(config: Config) -> None:

@@ -39,7 +39,7 @@ RUNNER_KEYS: Mapping[str, Mapping[str, type | None]] = {
     "model": {
         **{"name": None, "requires": None, "loss": None, "num_stages": int, "weights": str},
         # of its modules; see conf/model/gpt.yaml
-        **{"channels_last": bool, "meta_init": bool, "blocks": None, "tensor_parallel": None},
+        **{"channels_last": bool, "meta_init": bool, "blocks": list, "tensor_parallel": dict},
     },
     "dataset": {"requires": None, "shuffle": bool},
     "parallelism": {"requires": None, "needs": None},

@@ -88,7 +88,8 @@ INVALID = [
      "2 ranks with 1 device each need 2 CUDA devices and this machine shows 0; write backend=gloo "
      "backend.device=cpu"),
     ("parallelism=ps train.precision=fp16",
-     "parallelism=ps has no scaled loss; write train.precision=bf16"),
+     "train.precision=fp16 scales the loss by whole gradients, which no rank sees under "
+     "parallelism=ps; write bf16"),
     ("batch.global_size=100 world_size=3",
      "batch.global_size (100) is not divisible by world_size (3); use 99 or 102"),
     ("batch.global_size=2 world_size=3",
@@ -166,24 +167,13 @@ INVALID = [
      "task (mine..train) is not a dotted name; write PACKAGE.MODULE.FUNCTION"),
     ("loop.latent=64",
      "loop.latent is a key of your own that no YAML gives; write +loop.latent=VALUE"),
-    ("+loop.latent=64",
-     "loop.latent is an argument of a function of your own and task is train; write "
-     "task=PACKAGE.MODULE.FUNCTION, or leave it out"),
-    (f"{MINE} +loop.a-b=1",
-     "loop (a-b) holds the arguments of mine.train, whose names are Python's; write "
-     "loop.NAME=VALUE"),
-    (f"{MINE} parallelism=ps",
-     "task=mine.train runs one loop on equal ranks, and parallelism=ps has a server; write "
-     "parallelism=ddp"),
-    (f"{MINE} parallelism=tp",
-     "task=mine.train takes samples of its own on each rank, and under parallelism=tp several "
-     "ranks compute the same ones; write parallelism=fsdp"),
+    *((f"{MINE} parallelism={mode}",
+       "task=mine.train runs a loop with samples of its own on each rank, not under "
+       f"parallelism={mode}; write ddp or fsdp")
+      for mode in ("ps", "tp")),
     (f"{MINE} checkpoint.monitor=d/loss",
      "checkpoint.monitor=d/loss with checkpoint.mode=max would keep the worst; write "
      "checkpoint.mode=min"),
-    (f"{MINE} checkpoint.monitor=d/score checkpoint.load_best=true",
-     "checkpoint.load_best=true evaluates the model of task=train, and task is mine.train; leave "
-     "it out: your function loads and evaluates what it wants"),
     ("train.precision=int8", "train.precision (int8) must be one of fp32, tf32, bf16, fp16"),
     ("train.precision=fp61",
      "train.precision (fp61) must be one of fp32, tf32, bf16, fp16; did you mean fp16?"),
@@ -219,22 +209,20 @@ INVALID = [
      "batch.global_size (7) is not divisible by the ranks with samples of their own (2); use 6 or "
      "8"),
     ("parallelism=fsdp parallelism.cpu_offload=true",
-     "parallelism.cpu_offload=true keeps in the host's memory what a GPU computes with, and this "
-     "run has none; set it to false"),
+     "parallelism.cpu_offload=true exists on GPUs only; set it to false"),
     ("parallelism=fsdp parallelism.tensor_parallel_size=0",
      "parallelism.tensor_parallel_size (0) must be greater than 0"),
     ("model=toy_mp",
      "model=toy_mp is cut into 2 stages and parallelism=ddp gives a replica 1 device; write "
      "parallelism=ddp_mp"),
     ("model=toy parallelism=ddp_mp",
-     "parallelism=ddp_mp spreads a replica over 2 devices and model=toy has 1 stage; take a model "
-     "cut in two (toy_mp, convnet_mp, mnist_net_mp)"),
+     "model=toy is cut into 1 stage and parallelism=ddp_mp gives a replica 2 devices; write "
+     "parallelism=ddp, or take a model cut in two, such as convnet_mp"),
     ("parallelism.static_graph=true train.grad_accum_steps=4",
      "parallelism.static_graph=true cannot skip gradient syncs, which train.grad_accum_steps (4) "
      "does; turn one of them off"),
     ("parallelism=dp train.compile=true",
-     "train.compile=true does not work with parallelism=dp, which copies the model to the GPUs "
-     "in each step; leave it out, or write parallelism=ddp"),
+     "train.compile=true: parallelism=dp copies the model in each step; write ddp"),
     ("dataset.augmentation._target_={}", "dataset.augmentation._target_ ({}) must be a text"),
     *((f"+parallelism.needs{given}",
        f"parallelism.needs ({shown}) must be a mapping with some of the keys devices_per_rank, "
