@@ -15,11 +15,6 @@ from ddp_runner.config.training import TrainConfig
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import CLASS_METRICS, MONITORS, best_end
 
-WORST = {
-    "scheduler": "lower the rate while it improves",
-    "checkpoint": "keep the worst",
-    "early_stop": "stop the run while it improves",
-}
 OF_EVALUATIONS = ("scheduler", "early_stop")  # they read a metric after each evaluation
 
 
@@ -124,6 +119,6 @@ def _may_be_own(config: Config, monitor: str, group: str) -> bool:
 def _validate_end(group: str, monitor: str, mode: str | None, best: str | None) -> None:
     if None not in (mode, best) and mode != best:
         raise UserError(
-            f"{group}.monitor={monitor} with {group}.mode={mode} would {WORST[group]}; write "
-            f"{group}.mode={best}"
+            f"{group}.monitor={monitor} with {group}.mode={mode} takes the worst for the best; "
+            f"write {group}.mode={best}"
         )

@@ -132,23 +132,11 @@ def _validate_optimizing(config: Config) -> None:
             "exclude each other; write train.clip_norm=null or train.clip_value=null"
         )
     for index, group in enumerate(config.params.groups):
-        _validate_group(f"params.groups.{index}", group)
-
-
-def _validate_group(key: str, group: dict[str, Any]) -> None:
-    pattern, others = group.get("match"), [name for name in group if name != "match"]
-    if not isinstance(pattern, str) or not pattern:
-        raise UserError(
-            f"{key}.match ({pattern}) must be a pattern of parameter names; write "
-            "params.groups=[{match:head.*,lr:0.01}]"
-        )
-    if not others:
-        raise UserError(
-            f"{key} (match: {pattern}) changes no key of the optimizer; add one, such as lr, or "
-            "leave the group out"
-        )
-    if "params" in others:
-        raise UserError(f"{key}.params is filled by the pattern {key}.match; leave it out")
+        if not isinstance(group.get("match"), str) or "params" in group:
+            raise UserError(
+                f"params.groups.{index} ({group}) must have `match`, a pattern of parameter names, "
+                "and keys of the optimizer; write params.groups=[{match:head.*,lr:0.01}]"
+            )
 
 
 def _validate_model(config: Config) -> None:

@@ -36,7 +36,7 @@ def test_own_metrics_may_be_monitored(overrides: tuple[str, ...]) -> None:
         ((*OWN_STEP, "scheduler=plateau", "scheduler.monitor=train/x"), "must be one of eval/"),
         ((METRICS, "checkpoint.monitor=eval/top_k", "train.eval_every_epochs=0"),
          "needs evaluations"),
-        (("checkpoint.monitor=eval/loss",), "would keep the worst; write checkpoint.mode=min"),
+        (("checkpoint.monitor=eval/loss",), "the worst for the best; write checkpoint.mode=min"),
         (("checkpoint.monitor=eval/f1", "checkpoint.mode=min"), "write checkpoint.mode=max"),
     ],
 )  # fmt: skip
@@ -58,8 +58,8 @@ KNOWN = KnownMetrics(
     ("monitor", "mode", "sentence"),
     [
         ("eval/mae", "min", None),
-        ("eval/mae", "max", "checkpoint.monitor=eval/mae with checkpoint.mode=max would keep the "
-         "worst; write checkpoint.mode=min"),
+        ("eval/mae", "max", "checkpoint.monitor=eval/mae with checkpoint.mode=max takes the "
+         "worst for the best; write checkpoint.mode=min"),
         ("eval/recall_cat", "max", None),
         ("eval/recall_cat", "min", "write checkpoint.mode=max"),
         ("eval/recall_dog", "max", "checkpoint.monitor (eval/recall_dog) is not a metric of this "

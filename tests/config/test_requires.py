@@ -10,10 +10,10 @@ from configs import LAPTOP, config_error, resolved
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, plan, plan_at
 from ddp_runner.cli.preflight import validate_files
+from ddp_runner.config.fields import walk
 from ddp_runner.config.identity import UNCOUNTED, config_hash, only_used
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.keys import all_keys
-from ddp_runner.config.schema import LIST_GROUPS
+from ddp_runner.config.schema import LIST_GROUPS, Config
 from ddp_runner.data.build import build_source
 from ddp_runner.data.sources.torch_dataset import TorchDataset
 from ddp_runner.dist_env import DistEnv
@@ -141,7 +141,7 @@ def test_another_class_does_not_need_what_the_replaced_one_needs(
 
 def test_keys_that_do_not_count_exist() -> None:
     """A key that is renamed would count without a word."""
-    known = {key.name for key in all_keys()} | {*LIST_GROUPS}
+    known = {key.name for key in walk(Config())} | {*LIST_GROUPS}
     assert {*UNCOUNTED} <= known | {name.partition(".")[0] for name in known}
 
 

@@ -85,8 +85,8 @@ def test_negative_numbers_are_rejected(key: str) -> None:
 
 INVALID = [
     ("backend.device=cuda world_size=2",
-     "2 ranks with 1 device each need 2 CUDA devices and this machine shows 0; write backend=gloo "
-     "backend.device=cpu"),
+     "backend.device=cuda needs CUDA devices and this machine shows none; write "
+     "backend.device=auto"),
     ("parallelism=ps train.precision=fp16",
      "train.precision=fp16 scales the loss by whole gradients, which no rank sees under "
      "parallelism=ps; write bf16"),
@@ -118,8 +118,8 @@ INVALID = [
      "scheduler.monitor (train/loss) must be one of eval/accuracy, eval/loss, eval/f1, "
      "eval/precision, eval/recall; did you mean eval/loss?"),
     ("scheduler=plateau scheduler.monitor=eval/f1",
-     "scheduler.monitor=eval/f1 with scheduler.mode=min would lower the rate while it improves; "
-     "write scheduler.mode=max"),
+     "scheduler.monitor=eval/f1 with scheduler.mode=min takes the worst for the best; write "
+     "scheduler.mode=max"),
     ("scheduler=plateau train.eval_every_epochs=0",
      "scheduler.monitor=eval/loss needs evaluations and train.eval_every_epochs is 0; write "
      "train.eval_every_epochs=1"),
@@ -172,7 +172,7 @@ INVALID = [
        f"parallelism={mode}; write ddp or fsdp")
       for mode in ("ps", "tp")),
     (f"{MINE} checkpoint.monitor=d/loss",
-     "checkpoint.monitor=d/loss with checkpoint.mode=max would keep the worst; write "
+     "checkpoint.monitor=d/loss with checkpoint.mode=max takes the worst for the best; write "
      "checkpoint.mode=min"),
     ("train.precision=int8", "train.precision (int8) must be one of fp32, tf32, bf16, fp16"),
     ("train.precision=fp61",
@@ -188,7 +188,7 @@ INVALID = [
     ("backend.device=tpu",
      "backend.device (tpu) must be one of auto, cpu, cuda, mps, xpu; write backend.device=auto"),
     ("backend=nccl",
-     "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo"),
+     "backend=nccl needs CUDA devices and this machine shows none; write backend=auto"),
     ("launch.nnodes=2",
      "launch.nnodes (2) needs launch.rdzv_endpoint=HOST:PORT, the same on every machine"),
     ("launch.nnodes=2 launch.rdzv_endpoint=h:1 launch.nproc_per_node=2 world_size=3",
@@ -477,8 +477,8 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
          "backend=auto to use them"),
         ("xpu xccl", "parallelism=dp", "since torch's DataParallel is for CUDA alone; write "
          "parallelism=ddp to use them"),
-        ("xpu xccl", "backend=nccl", "backend=nccl needs CUDA devices and torch has xpu here; "
-         "write backend=auto"),
+        ("xpu xccl", "backend=nccl", "backend=nccl needs CUDA devices and this machine shows 4 "
+         "xpu; write backend=auto"),
         ("xpu xccl", "backend=gloo backend.device=xpu", "backend.device=xpu cannot be used, since "
          "backend=gloo moves CPU tensors; write backend=auto, or backend.device=cpu"),
         ("xpu xccl", "parallelism=single train.precision=tf32", "train.precision=tf32 needs a "
@@ -488,8 +488,8 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
          "parallelism=single to use them"),
         ("mps gloo", "backend.device=mps world_size=1", "backend.device=mps cannot be used, since "
          "no backend moves MPS tensors; write parallelism=single, or backend.device=cpu"),
-        ("cuda nccl", "backend.device=xpu", "backend.device=xpu needs XPU devices and torch "
-         "has cuda here; write backend.device=auto"),
+        ("cuda nccl", "backend.device=xpu", "backend.device=xpu needs XPU devices and this "
+         "machine shows 4 cuda; write backend.device=auto"),
         ("cuda nccl", "backend=nccl backend.device=xpu", "backend=nccl moves only CUDA tensors; "
          "backend.device=xpu needs xccl"),
     ],
@@ -523,8 +523,8 @@ def test_gpus_that_torch_cannot_use_are_reported_or_rejected() -> None:
     ]
     assert resolved("backend.device=cpu", hardware=machine)[1] == []
     assert config_error("backend=nccl", hardware=machine) == (
-        "backend=nccl needs CUDA devices: torch was built without CUDA; buy one, or write "
-        "backend=gloo backend.device=cpu"
+        "backend=nccl needs CUDA devices and this machine shows none (torch was built without "
+        "CUDA; buy one); write backend=auto"
     )
     assert config_error("backend.device=cuda", hardware=machine).startswith(
         "backend.device=cuda needs"

@@ -7,8 +7,8 @@ from configs import LAPTOP, resolved
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, plan
-from ddp_runner.config.keys import all_keys
-from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
+from ddp_runner.config.fields import walk
+from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, Config
 from ddp_runner.config.task_rules import _UNUSED, _UNUSED_IN_OWN_LOOP, unused_note
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -107,7 +107,7 @@ def test_other_tasks_name_them_as_well() -> None:
 
 def test_the_table_names_keys_that_exist() -> None:
     """A key that is renamed would be left out of it without a word."""
-    known = {key.name for key in all_keys()} | {*RUNNER_KEYS, *LIST_GROUPS}
+    known = {key.name for key in walk(Config())} | {*RUNNER_KEYS, *LIST_GROUPS}
     known |= {name.partition(".")[0] for name in known}
     assert {*_UNUSED_IN_OWN_LOOP, *(one for keys in _UNUSED.values() for one in keys)} <= known
     assert unused_note("train", ["train.epochs"]) == []
