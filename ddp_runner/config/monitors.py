@@ -63,12 +63,6 @@ def validate_known(config: Config, known: KnownMetrics) -> None:
     for group, monitor, mode in _monitored(config):
         later = any(f"{monitor}_".startswith(f"eval/{name}_") for name in known.unknown)
         if monitor not in always and monitor not in known.names and not later:
-            if monitor in CLASS_METRICS:
-                raise UserError(
-                    f"{group}.monitor={monitor} needs classes and "
-                    f"dataset={config.dataset.get('name')} has none; write "
-                    f"{group}.monitor=eval/loss {group}.mode=min"
-                )
             raise _not_a_metric(group, monitor, sorted(known.names))
         best = best_end(monitor, known.directions)
         _validate_end(group, monitor, mode, best)

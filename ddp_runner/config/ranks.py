@@ -187,15 +187,11 @@ def idle_gpus(config: Config, hardware: Hardware, *, nproc: int, sees_its_own: b
         reason = "as it did before it was resumed; add backend=auto to use them"
     elif obstacle is not None:
         reason = f"{obstacle} to use them"
-    elif gpus < per_rank:
-        reason = (
-            f"since each rank needs {per_rank}; take a model in one piece and parallelism=ddp to "
-            "use them"
-        )
     else:
-        fix = f"write world_size={gpus // per_rank * config.launch.nnodes} to use them"
+        most = gpus // per_rank * config.launch.nnodes
+        fix = f"write world_size={most}" if most else "take a model in one piece"
         if sees_its_own:
-            fix = f"write backend.device={hardware.kind} if each rank has its own"
-        reason = f"since its {nproc} ranks need {nproc * per_rank}; {fix}"
+            fix = f"write backend.device={hardware.kind} if each rank has its own,"
+        reason = f"since its {nproc} ranks need {nproc * per_rank}; {fix} to use them"
     noun = "GPU is" if gpus == 1 else "GPUs are"
     return [f"{gpus} {noun} visible and the run computes on the CPU, {reason}, {meant}"]

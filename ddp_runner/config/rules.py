@@ -224,18 +224,13 @@ def _validate_init_method(config: Config, env: DistEnv | None) -> None:
     asked, launch = config.launch.init_method, config.launch
     if asked is None:
         return
-    if not asked.startswith(("tcp://", "file://")):
+    is_several = env is not None or launch.nnodes > 1  # else file://NAME is in the run folder
+    if not asked.startswith(("tcp://", "file:///" if is_several else "file://")):
         raise UserError(
-            f"launch.init_method ({asked}) must begin with tcp:// or file://; write "
-            "tcp://HOST:PORT or file:///PATH"
+            f"launch.init_method ({asked}) must be tcp://HOST:PORT, or file:///PATH in a folder "
+            "that all machines share"
         )
-    is_file, is_alone = asked.startswith("file://"), env is None and launch.nnodes == 1
-    if is_file and not is_alone and not asked.startswith("file:///"):
-        raise UserError(
-            f"launch.init_method ({asked}) names a file of this machine's launcher; on several "
-            "machines, or under another launcher, write file:///PATH, in a folder that all share"
-        )
-    if is_file and launch.nnodes > 1 and launch.max_restarts:
+    if asked.startswith("file:") and launch.nnodes > 1 and launch.max_restarts:
         raise UserError(
             f"launch.init_method ({asked}) serves one start and launch.max_restarts is "
             f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"

@@ -87,8 +87,7 @@ def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
     for name, keys in options.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
             raise UserError(
-                f"{group}.{name}: the name of a {word} is letters, digits and _; write "
-                f"{group}.{re.sub(r'[^A-Za-z0-9_]', '_', f'_{name}').strip('_') or 'mine'}"
+                f"{group}.{name}: the name of a {word} is letters, digits and _, as in {group}.mine"
             )
         if f"eval/{name}" in LISTED and group == "metrics":
             raise UserError(

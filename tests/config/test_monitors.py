@@ -66,8 +66,7 @@ KNOWN = KnownMetrics(
          "run; choose one of eval/loss, eval/mae, eval/recall_cat"),
         ("eval/late_any", "min", None),
         ("perf/samples_per_s", "max", None),
-        ("eval/f1", "max", "checkpoint.monitor=eval/f1 needs classes and dataset=digits has none; "
-         "write checkpoint.monitor=eval/loss checkpoint.mode=min"),
+        ("eval/f1", "max", "checkpoint.monitor (eval/f1) is not a metric of this run"),
     ],
 )  # fmt: skip
 def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: str | None) -> None:
@@ -93,7 +92,7 @@ def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: 
          "metrics.accuracy: eval/accuracy is a metric of every evaluation; give yours another "
          "name, such as metrics.own_accuracy"),
         (("+metrics.my-own._target_=ddp_runner.metrics.shipped.MAE",),
-         "metrics.my-own: the name of a metric is letters, digits and _; write metrics.my_own"),
+         "metrics.my-own: the name of a metric is letters, digits and _, as in metrics.mine"),
         (("+metrics.mine._target_=ddp_runner.metrics.shipped.RNSE",),
          "did you mean ddp_runner.metrics.shipped.RMSE?"),
         (("metrics=aoc",), "metrics=aoc does not exist; did you mean auc?"),

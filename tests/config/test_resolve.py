@@ -377,8 +377,8 @@ LAUNCHED = DistEnv(rank=3, local_rank=3, world_size=4, local_world_size=4)
          "1 GPU is visible and the run computes on the CPU, since its 2 ranks need 2; write "
          f"world_size=1 to use them, {MEANT}"),
         ("model=toy_mp parallelism=ddp_mp", 1,
-         "1 GPU is visible and the run computes on the CPU, since each rank needs 2; take a model "
-         f"in one piece and parallelism=ddp to use them, {MEANT}"),
+         "1 GPU is visible and the run computes on the CPU, since its 2 ranks need 4; take a "
+         f"model in one piece to use them, {MEANT}"),
         ("model=toy_mp parallelism=ddp_mp world_size=4", 5,
          "5 GPUs are visible and the run computes on the CPU, since its 4 ranks need 8; write "
          f"world_size=2 to use them, {MEANT}"),
@@ -461,7 +461,7 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
     """The warning names the key for the case that cannot be seen from here."""
     machine = Hardware(num_gpus=1, num_cores=8)
     (warning,) = resolved(hardware=machine, env=LAUNCHED)[1]
-    assert "its 4 ranks need 4; write backend.device=cuda if each rank has its own" in warning
+    assert "its 4 ranks need 4; write backend.device=cuda if each rank has its own, " in warning
     assert resolved("backend.device=cuda", hardware=machine, env=LAUNCHED)[1] == []
     assert "need 4 CUDA devices" in config_error("backend=nccl", "world_size=4", hardware=machine)
 

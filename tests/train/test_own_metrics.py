@@ -195,7 +195,7 @@ def test_a_few_samples_tell_which_metrics_there_are() -> None:
          "checkpoint.monitor (eval/mae_0) is not a metric of this run; choose one of eval/loss, "
          "eval/mae"),
         (("scheduler=plateau", "scheduler.monitor=eval/f1", "scheduler.mode=max"),
-         "scheduler.monitor=eval/f1 needs classes and dataset=random has none"),
+         "scheduler.monitor (eval/f1) is not a metric of this run; choose one of eval/loss"),
         (("+metrics.mine._target_=own_metrics.Pictures", "+metrics.mine.size=3"),
          "metrics.mine (own_metrics.Pictures) builds an object of type Pictures, not Metric"),
         (("+metrics.mine._target_=own_metrics.Summed", "+metrics.mine.k=3"),
