@@ -22,61 +22,34 @@ from ddp_runner.errors import UserError, nearest, one_line, typed
 def make(
     group: str,
     settings: Mapping[str, Any],
-    *,
+    *positional: Any,
     kind: type | UnionType | None = None,
     allowed: Collection[str] = (),
-    partial: bool = False,
     before_each: Callable[[], object] = object,
     **arguments: Any,
 ) -> Any:
     """Build what the ``_target_`` of a group, or of ``metrics.NAME``, names from its keys.
 
     `kind` is the class or protocol that the object must have, or a union of them, and `allowed` the
-    user's own packages. The `arguments` win over the keys. With `partial` return a
-    functools.partial: see ``complete``. `before_each` is called before each key's value is built,
-    and before the object itself.
+    user's own packages. The `arguments` win over the keys. With `positional` arguments, such as an
+    optimizer's parameters, ``_partial_`` changes nothing. `before_each` is called before each key's
+    value is built, and before the object itself.
 
     Raises:
         UserError: the target may not be named, cannot be imported, does not take the keys, or
             builds another kind of object.
     """
-    keys = {key: value for key, value in settings.items() if key not in runner_keys(group)}
+    left_out = {*runner_keys(group), *(["_partial_"] if positional else [])}
+    keys = {key: value for key, value in settings.items() if key not in left_out}
     named = f"{group}={settings.get('name')}" if group in RUNNER_KEYS else group
-    if "_target_" not in keys:
-        raise UserError(f"{named} has no _target_; name the class or function that builds it")
-    named = f"{named} ({keys['_target_']})"
     shown = [f"{key}=null" if keys[key] is None else key for key in keys if key[0] != "_"]
-    hint = f"its keys are {', '.join(shown) or 'none'}"
-    keys |= arguments
-    if partial:
-        keys["_partial_"] = True
-    call = functools.partial(construct, keys, key=group, allowed=allowed, before_each=before_each)
-    return _report_errors(call, named, kind=None if partial else kind, hint=hint)
-
-
-def complete(
-    group: str,
-    settings: Mapping[str, Any],
-    factory: Callable[..., Any],
-    *arguments: Any,
-    kind: type,
-    **offered: Any,
-) -> Any:
-    """Call the `factory` that ``make`` returned with `partial`.
-
-    It gets the positional `arguments`. Of what is `offered`, such as the steps of the whole run, it
-    gets the keywords that it takes.
-
-    Raises:
-        UserError: the factory does not take a key of the group, rejects a value, or builds another
-            kind of object.
-    """
-    known = keywords(factory)
-    taken = {key: value for key, value in offered.items() if known & {key, ANY}}
-    call = functools.partial(factory, *arguments, **taken)
-    hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"
-    named = f"{group}={settings.get('name')} ({settings['_target_']})"
-    return _report_errors(call, named, kind=kind, hint=hint)
+    call = functools.partial(construct, keys | arguments, *positional, key=group, allowed=allowed)
+    return _report_errors(
+        functools.partial(call, before_each=before_each),
+        f"{named} ({keys.get('_target_')})",
+        kind=kind,
+        hint=f"its keys are {', '.join(shown) or 'none'}; add another by +{group}.KEY=VALUE",
+    )
 
 
 def make_function(
@@ -103,7 +76,7 @@ def make_function(
     given = {name: compute() for name, compute in offered.items() if name in known}
     found = functools.partial(target, **construct(own, key=key, allowed=allowed), **given)
     if isinstance(target, type):
-        hint = f"its keys are {', '.join(own)}" if own else f"add a keyword by +{key}.KEY=VALUE"
+        hint = f"its keys are {', '.join(own) or 'none'}; add another by +{key}.KEY=VALUE"
         found = _report_errors(found, f"{key} ({settings['_target_']})", kind=None, hint=hint)
     if not callable(found):
         raise UserError(
@@ -116,7 +89,7 @@ def make_function(
 def keywords(factory: Callable[..., Any]) -> set[str]:
     """Return the keywords of a class or function, with ANY if it takes any keyword."""
     try:
-        parameters = inspect.signature(getattr(factory, "func", factory)).parameters.values()
+        parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # written in C
         return {ANY}
     return {ANY if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
@@ -176,16 +149,16 @@ def _imported(name: str, *, key: str) -> Any:
 
 def construct(
     value: Any,
-    *,
+    *positional: Any,
     key: str,
     allowed: Collection[str] = (),
     before_each: Callable[[], object] = object,
 ) -> Any:
     """Return a value of the config; call each ``_target_`` in it with the keys beside it.
 
-    Of these keys ``_args_`` holds positional arguments, and ``_partial_: true`` asks for a
-    functools.partial. A text such as ``torch.float32`` is the dtype. `before_each` is as in
-    ``make``.
+    The outermost one gets the `positional` arguments, too. Of the keys ``_args_`` holds more of
+    them, and ``_partial_: true`` asks for a functools.partial. A text such as ``torch.float32`` is
+    the dtype. `before_each` is as in ``make``.
 
     Raises:
         UserError: a name is not allowed.
@@ -211,7 +184,7 @@ def construct(
     if target is None:
         return built
     before_each()
-    call = functools.partial(target, *built.pop("_args_", []), **built)
+    call = functools.partial(target, *positional, *built.pop("_args_", []), **built)
     return call if value.get("_partial_") is True else call()
 
 

@@ -140,11 +140,12 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
     target = settings["_target_"]
     known = _known(f"{key}._target_", target)
     read = READ.get(key.partition(".")[0], {})
-    kinds = {"name": None, **runner_keys(key), **read, **(known or {ANY: None})}
+    taken = {ANY: None} if known is None else known
+    kinds = {"name": None, **runner_keys(key), **read, **taken}
     for name, value in settings.items():
         if not (name in kinds or ANY in kinds or name.startswith("_")):
-            taken = {*(known or ()), *read} - GIVEN.get(key, set())
-            raise unknown_key(name, key, target=target, known=taken)
+            others = {*taken, *read} - GIVEN.get(key, set())
+            raise unknown_key(name, key, target=target, known=others)
         kind = kinds.get(name)
         if kind is not None and value is not None:
             validate_kind(f"{key}.{name}", value, kind)
