@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from configs import config_error, resolved
 
-from ddp_runner.config.monitors import KnownMetrics, validate_known
+from ddp_runner.config.monitors import KnownMetrics, validate_monitors
 from ddp_runner.errors import UserError
 
 
@@ -56,6 +56,6 @@ def test_early_stopping_needs_to_know_which_end_of_a_metric_is_best() -> None:
     config, _ = resolved(*keys)
     known = KnownMetrics(names={"eval/mine"})
     with pytest.raises(UserError, match=r"eval/mine does not say which value is best; write "):
-        validate_known(config, known)
-    validate_known(config, replace(known, directions={"eval/mine": "max"}))
-    validate_known(resolved(*keys, "early_stop.mode=min")[0], known)
+        validate_monitors(config, known)
+    validate_monitors(config, replace(known, directions={"eval/mine": "max"}))
+    validate_monitors(resolved(*keys, "early_stop.mode=min")[0], known)
