@@ -49,34 +49,31 @@ def source_keywords(name: str) -> Keywords | None:
 def source_file(name: str) -> Path | None:
     """Return the file of the module that a dotted name is in; None: it is not known."""
     try:
-        return _module(name)[0]
+        return _module(name, tuple(sys.path))[0]
     except (_UnknownError, ImportError, ValueError):
         return None
 
 
 def _named(name: str) -> Keywords | None:
-    source, rest = _module(name)
+    source, rest = _module(name, tuple(sys.path))
     if len(rest) != 1 or source is None or source.suffix != ".py":
         raise _UnknownError
     return _keywords(source, rest[0], name)
 
 
-def _module(name: str) -> tuple[Path | None, list[str]]:
-    """Return the file of the module that a name is in, and the name's words within it."""
+@cache  # the jobs of a sweep ask again
+def _module(name: str, path: tuple[str, ...]) -> tuple[Path | None, list[str]]:
+    """Return the file of the module that a name is in, and the name's words within it.
+
+    `path` is sys.path.
+    """
     first, *rest = name.split(".")
-    spec = _package(first, tuple(sys.path))
+    spec = importlib.util.find_spec(first)
+    if spec is None:
+        raise _UnknownError
     while rest and (inner := _submodule(spec, rest[0])) is not None:
         spec, rest = inner, rest[1:]
     return Path(spec.origin) if spec.has_location and spec.origin else None, rest
-
-
-@cache
-def _package(name: str, path: tuple[str, ...]) -> ModuleSpec:
-    """Return where a package is found; `path` is sys.path."""
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        raise _UnknownError
-    return spec
 
 
 def _submodule(spec: ModuleSpec, name: str) -> ModuleSpec | None:
@@ -98,7 +95,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements(one for handler in node.handlers for one in handler.body)
 
 
-@cache  # the jobs of a sweep ask again
+@cache  # likewise
 def _keywords(source: Path, word: str, name: str) -> Keywords | None:
     """Return the keywords of a module's `word`, whose whole name is `name`; None: of no class's."""
     known = set[str]()
