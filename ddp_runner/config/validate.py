@@ -68,11 +68,15 @@ def validate_values(config: Config) -> None:
     for name, value in leaves(groups | others):
         rule = GROUP_KEYS.get(OF_OPTIMIZER.sub("optimizer.", name), ANYTHING)
         validate_value(name, value, rule)
+    _validate_needs(config.parallelism)
+
+
+def _validate_needs(mode: Mapping[str, Any]) -> None:
     try:
-        needs = mode_needs(config.parallelism)
+        needs = mode_needs(mode)
     except TypeError as error:
         raise UserError(
-            f"parallelism.needs ({config.parallelism['needs']}) must be a mapping with some of the "
+            f"parallelism.needs ({mode['needs']}) must be a mapping with some of the "
             f"keys {', '.join(one.name for one in fields(ModeNeeds))}"
         ) from error
     for key in walk(needs, "parallelism.needs."):
