@@ -26,6 +26,8 @@ from ddp_runner.errors import UserError
 from ddp_runner.metric_names import LISTED
 
 ANYTHING = Rule()  # but a number that no library takes
+NOT_NEGATIVE = Rule(least=0)
+WITHOUT_NEGATIVES = ("ddp_runner.", "torch.optim.")  # among the numbers that they take
 OF_OPTIMIZER = re.compile(r"params\.groups\.\d+\.")  # its keys have the rules of the optimizer's
 # Keys that the runner reads, though the target may take them, too; and keywords that it gives.
 READ: Mapping[str, Mapping[str, type]] = {
@@ -153,6 +155,8 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
         kind = kinds.get(name)
         if kind is not None and value is not None:
             validate_kind(f"{key}.{name}", value, kind)
+        if target.startswith(WITHOUT_NEGATIVES) and type(value) in (int, float):
+            validate_value(f"{key}.{name}", value, GROUP_KEYS.get(f"{key}.{name}", NOT_NEGATIVE))
 
 
 def _known(key: str, name: str) -> Keywords | None:

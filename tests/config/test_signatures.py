@@ -149,6 +149,8 @@ def test_every_optimizer_and_scheduler_of_torch_has_its_option() -> None:
          "train.step.targets (3) must be a text"),
         (("dataset=mnist", "dataset.eval.download=perhaps"),
          "dataset.eval.download (perhaps) must be true or false"),
+        (("model=gpt", "model.num_layers=-1"), "model.num_layers (-1) must be 0 or greater"),
+        (("scheduler=exponentiallr", "scheduler.gamma=-0.5"), "(-0.5) must be 0 or greater"),
         (("model.num_stages=x",), "model.num_stages (x) must be a whole number"),
         (("model.loss=null",), "model.loss is null or deleted"),
     ],
