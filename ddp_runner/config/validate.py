@@ -27,7 +27,7 @@ from ddp_runner.metric_names import LISTED
 
 ANYTHING = Rule()  # but a number that no library takes
 NOT_NEGATIVE = Rule(least=0)
-WITHOUT_NEGATIVES = ("ddp_runner.", "torch.optim.")  # among the numbers that they take
+WITHOUT_NEGATIVES = ("ddp_runner.", "torch.optim.lr_scheduler.")  # among their numbers
 OF_OPTIMIZER = re.compile(r"params\.groups\.\d+\.")  # its keys have the rules of the optimizer's
 # Keys that the runner reads, though the target may take them, too; and keywords that it gives.
 READ: Mapping[str, Mapping[str, type]] = {
