@@ -17,8 +17,8 @@ from run_folders import metrics, record
 from safetensors.torch import load_file
 
 import ddp_runner
-from ddp_runner.config.keys import all_keys
-from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.config.fields import walk
+from ddp_runner.config.schema import CONFIG_DIR, Config
 
 pytestmark = pytest.mark.full
 
@@ -48,7 +48,7 @@ def test_the_keys_of_the_tables_exist() -> None:
     """Each word like train.epochs or resume=RUN names a key, an option, or a name of ours."""
     rows = re.findall(r"^\|[^|]*(\|.*)\|$", TEXT, flags=re.MULTILINE)  # without the first column
     words = re.findall(r"`([^`]+)`", "".join(rows))
-    known = {key.name for key in all_keys()}
+    known = {key.name for key in walk(Config())}
     groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
     sections = {"backend", "batch", "checkpoint", "early_stop", "ema", "launch", "params", "train"}
     found = list[str]()

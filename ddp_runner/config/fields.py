@@ -11,6 +11,7 @@ from ddp_runner.errors import UserError, in_yaml, nearest
 
 # The words for the types of keys, in messages and in --help.
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+OF_SEVERAL = {list: "a list", dict: "a mapping"}
 T = TypeVar("T")
 MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
 
@@ -27,8 +28,7 @@ class Rule:
     most: float | None = None
     choices: tuple[str | None, ...] = ()  # of a list: of each item
     check: Callable[[Any], object] | None = None  # raises a UserError
-    # choices that need an optional package, with the package and the extra that brings it
-    packages: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)  # that a choice needs
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def validate_kind(name: str, value: Any, kind: Any) -> None:
     """
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
-        raise UserError(f"{name} ({in_yaml(value)}) must be {KINDS[kind]}")
+        raise UserError(f"{name} ({in_yaml(value)}) must be {(KINDS | OF_SEVERAL)[kind]}")
 
 
 def validate_value(name: str, value: Any, rule: Rule) -> None:

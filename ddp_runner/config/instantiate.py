@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from types import UnionType
 from typing import Any, get_args
 
@@ -21,68 +22,34 @@ from ddp_runner.errors import UserError, nearest, one_line, typed
 def make(
     group: str,
     settings: Mapping[str, Any],
-    *,
+    *positional: Any,
     kind: type | UnionType | None = None,
     allowed: Collection[str] = (),
-    partial: bool = False,
     before_each: Callable[[], object] = object,
     **arguments: Any,
 ) -> Any:
     """Build what the ``_target_`` of a group, or of ``metrics.NAME``, names from its keys.
 
     `kind` is the class or protocol that the object must have, or a union of them, and `allowed` the
-    user's own packages. The `arguments` win over the keys. With `partial` return a
-    functools.partial: see ``complete``. `before_each` is called before each key's value is built,
-    and before the object itself.
+    user's own packages. The `arguments` win over the keys. With `positional` arguments, such as an
+    optimizer's parameters, ``_partial_`` changes nothing. `before_each` is called before each key's
+    value is built, and before the object itself.
 
     Raises:
         UserError: the target may not be named, cannot be imported, does not take the keys, or
             builds another kind of object.
     """
-    keys = {key: value for key, value in settings.items() if key not in runner_keys(group)}
+    left_out = {*runner_keys(group), *(["_partial_"] if positional else [])}
+    keys = {key: value for key, value in settings.items() if key not in left_out}
     named = f"{group}={settings.get('name')}" if group in RUNNER_KEYS else group
-    if "_target_" not in keys:
-        raise UserError(f"{named} has no _target_; name the class or function that builds it")
-    named = f"{named} ({keys['_target_']})"
-    own = [key for key in keys if not key.startswith("_")]
-    hint = f"its keys are {', '.join(own)}" if own else "it was given no keys"
-    hint += "".join(f", {key} is null" for key in own if keys[key] is None)
-    if group == "model" and None in keys.values():
-        hint += " (a key such as in_channels follows dataset.channels, which a dataset may give)"
-    keys |= arguments
-    if partial:
-        keys["_partial_"] = True
-    call = functools.partial(construct, keys, key=group, allowed=allowed, before_each=before_each)
-    return _report_errors(call, named, kind=None if partial else kind, hint=hint)
-
-
-def complete(
-    group: str,
-    settings: Mapping[str, Any],
-    factory: Callable[..., Any],
-    *arguments: Any,
-    kind: type,
-    **offered: Any,
-) -> Any:
-    """Call the `factory` that ``make`` returned with `partial`.
-
-    It gets the positional `arguments`. Of what is `offered`, such as the steps of the whole run, it
-    gets the keywords that it takes.
-
-    Raises:
-        UserError: the factory does not take a key of the group, rejects a value, or builds another
-            kind of object.
-    """
-    target, known = settings.get("_target_"), keywords(factory)
-    takes_any = ANY in known
-    for key in settings:
-        if not (takes_any or key in {*known, *runner_keys(group)} or key.startswith("_")):
-            raise unknown_key(key, group, target=target, known=known - offered.keys())
-    taken = {key: value for key, value in offered.items() if takes_any or key in known}
-    call = functools.partial(factory, *arguments, **taken)
-    hint = f"a keyword that it needs is added by +{group}.KEY=VALUE"
-    named = f"{group}={settings.get('name')} ({target})"
-    return _report_errors(call, named, kind=kind, hint=hint)
+    shown = [f"{key}=null" if keys[key] is None else key for key in keys if key[0] != "_"]
+    call = functools.partial(construct, keys | arguments, *positional, key=group, allowed=allowed)
+    return _report_errors(
+        functools.partial(call, before_each=before_each),
+        f"{named} ({keys.get('_target_')})",
+        kind=kind,
+        hint=f"its keys are {', '.join(shown) or 'none'}; add another by +{group}.KEY=VALUE",
+    )
 
 
 def make_function(
@@ -109,7 +76,7 @@ def make_function(
     given = {name: compute() for name, compute in offered.items() if name in known}
     found = functools.partial(target, **construct(own, key=key, allowed=allowed), **given)
     if isinstance(target, type):
-        hint = f"its keys are {', '.join(own)}" if own else f"add a keyword by +{key}.KEY=VALUE"
+        hint = f"its keys are {', '.join(own) or 'none'}; add another by +{key}.KEY=VALUE"
         found = _report_errors(found, f"{key} ({settings['_target_']})", kind=None, hint=hint)
     if not callable(found):
         raise UserError(
@@ -122,7 +89,7 @@ def make_function(
 def keywords(factory: Callable[..., Any]) -> set[str]:
     """Return the keywords of a class or function, with ANY if it takes any keyword."""
     try:
-        parameters = inspect.signature(getattr(factory, "func", factory)).parameters.values()
+        parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # written in C
         return {ANY}
     return {ANY if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
@@ -137,41 +104,61 @@ def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[...,
         UserError: it is not allowed, does not exist, cannot be imported, or is of another kind.
     """
     validate_name(name, key=key, allowed=allowed)
-    module, _, last = name.rpartition(".")
-    found: Callable[..., Any]
+    found: Callable[..., Any] = _imported(name, key=key)
+    module = name.rpartition(".")[0]
     if is_inside(name, allowed):
-        found = _import_path(name, key=key)
         if not callable(found):
             raise UserError(f"{key} ({name}) cannot be called; name a class or a function")
-    else:
-        found = _attribute(import_module(module), last, key=key, name=name)
-        if (base := TORCH.get(module)) is not None:
-            kind = getattr(import_module(module), base)
-            if not (isinstance(found, type) and issubclass(found, kind)):
-                raise UserError(
-                    f"{key} ({name}) is not a subclass of {module}.{base}; "
-                    f"of {name.partition('.')[0]} a config may name no others"
-                )
+    elif (base := TORCH.get(module)) is not None:
+        kind = getattr(import_module(module), base)
+        if not (isinstance(found, type) and issubclass(found, kind)):
+            raise UserError(
+                f"{key} ({name}) is not a subclass of {module}.{base}; "
+                f"of {name.partition('.')[0]} a config may name no others"
+            )
+    elif name.startswith("ddp_runner."):
         is_part = inspect.isclass(found) or inspect.isfunction(found)
-        if name.startswith("ddp_runner.") and not (is_part and found.__module__ == module):
+        if not (is_part and found.__module__ == module):
             raise UserError(
                 f"{key} ({name}) is not a class or function that {module} itself defines"
             )
     return found
 
 
+def _imported(name: str, *, key: str) -> Any:
+    """Return what a dotted name stands for; import its modules on the way."""
+    found: Any = None
+    reached = ""
+    for part in name.split("."):
+        owner, reached = reached, f"{reached}.{part}".lstrip(".")
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif found is None or (hasattr(found, "__path__") and find_spec(reached) is not None):
+            try:
+                found = import_module(reached)
+            except Exception as error:
+                raise UserError(
+                    f"{key} ({name}) cannot be imported ({typed(error)}); fix it, or name another"
+                ) from error
+        else:
+            meant = nearest(part, dir(found))
+            hint = f"did you mean {owner}.{meant}?" if meant else "name another"
+            raise UserError(f"{key} ({name}) does not exist; {hint}")
+    return found
+
+
 def construct(
     value: Any,
-    *,
+    *positional: Any,
     key: str,
     allowed: Collection[str] = (),
     before_each: Callable[[], object] = object,
 ) -> Any:
     """Return a value of the config; call each ``_target_`` in it with the keys beside it.
 
-    Of these keys ``_args_`` holds positional arguments, and ``_partial_: true`` asks for a
-    functools.partial. A text such as ``torch.float32`` is the dtype. `before_each` is as in
-    ``make``.
+    The outermost one gets the `positional` arguments, too. Of the keys ``_args_`` holds more of
+    them, and ``_partial_: true`` asks for a functools.partial. A text such as ``torch.float32`` is
+    the dtype. `before_each` is as in ``make``.
 
     Raises:
         UserError: a name is not allowed.
@@ -197,7 +184,7 @@ def construct(
     if target is None:
         return built
     before_each()
-    call = functools.partial(target, *built.pop("_args_", []), **built)
+    call = functools.partial(target, *positional, *built.pop("_args_", []), **built)
     return call if value.get("_partial_") is True else call()
 
 
@@ -225,35 +212,3 @@ def _report_errors(
     fix = "leave out its _partial_" if is_partial else "name another in its _target_"
     wanted = " or ".join(one.__name__ for one in get_args(kind) or (kind,))
     raise UserError(f"{named} builds an object of type {type(built).__name__}, not {wanted}; {fix}")
-
-
-def _import_path(name: str, *, key: str) -> Any:
-    """Return what a name inside an allowed package stands for; import its modules on the way."""
-    first, *others = name.split(".")
-    found, reached = _imported(first, key=key, name=name), first
-    for part in others:
-        reached = f"{reached}.{part}"
-        if hasattr(found, "__path__") and not hasattr(found, part):
-            found = _imported(reached, key=key, name=name)
-        else:
-            found = _attribute(found, part, key=key, name=name)
-    return found
-
-
-def _imported(module: str, *, key: str, name: str) -> Any:
-    try:
-        return import_module(module)
-    except Exception as error:
-        reason = typed(error)
-        raise UserError(
-            f"{key} ({name}) cannot be imported ({reason}); fix it, or name another"
-        ) from error
-
-
-def _attribute(owner: Any, name_within: str, *, key: str, name: str) -> Any:
-    try:
-        return getattr(owner, name_within)
-    except AttributeError:
-        meant = nearest(name_within, dir(owner))
-        hint = f"did you mean {name.rpartition('.')[0]}.{meant}?" if meant else "name another"
-        raise UserError(f"{key} ({name}) does not exist; {hint}") from None

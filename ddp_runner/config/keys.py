@@ -6,8 +6,7 @@ The one source is the schema: see ``fields``.
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import groupby
 from typing import Any
 
@@ -30,29 +29,12 @@ This page is made by `python -m ddp_runner.config.keys > docs/keys.md`.
 """
 
 
-@dataclass(frozen=True)
-class KeyText:
-    """One key of the config, in words."""
-
-    name: str  # dotted
-    kind: str  # with what its value may be
-    default: str
-    meaning: str
-
-
-def all_keys() -> Iterator[KeyText]:
-    """Yield the keys of the schema in its order, without the groups that are chosen by name."""
-    for key in walk(Config()):
-        default = json.dumps(key.value).replace('"', "")
-        yield KeyText(key.name, _kind(key), default, key.rule.doc)
-
-
 def help_text() -> str:
     """Return the keys for a terminal, each with its meaning below it."""
     lines = []
-    for key in all_keys():
-        lines.append(f"{key.name}={key.default}  ({key.kind})")
-        lines.append(textwrap.indent(textwrap.fill(key.meaning, width=86), "    "))
+    for key in walk(Config()):
+        lines.append(f"{key.name}={in_one_word(key.value)}  ({_kind(key)})")
+        lines.append(textwrap.indent(textwrap.fill(key.rule.doc, width=86), "    "))
     return "\n".join(lines)
 
 
@@ -60,17 +42,22 @@ def page() -> str:
     """Return docs/keys.md: a table for each group of keys."""
     lines = [HEADER]
     kinds = {field.name: field.type for field in fields(Config)}
-    sections = sorted(all_keys(), key=lambda key: "." in key.name)  # the keys of no group first
+    sections = sorted(walk(Config()), key=lambda key: "." in key.name)  # the keys of no group first
     for group, keys in groupby(sections, key=lambda key: key.name.rpartition(".")[0]):
         lines += [f"## {group or 'The run'}", ""]
         if group:
             lines += [" ".join((inspect.getdoc(kinds[group]) or "").split()), ""]
         lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in keys:
-            meaning = key.meaning.replace("|", "\\|")
-            lines.append(f"| `{key.name}` | {key.kind} | `{key.default}` | {meaning} |")
+            default, meaning = in_one_word(key.value), key.rule.doc.replace("|", "\\|")
+            lines.append(f"| `{key.name}` | {_kind(key)} | `{default}` | {meaning} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def in_one_word(default: Any) -> str:
+    """Return a key's default as a command line gives it."""
+    return json.dumps(default).replace('"', "")
 
 
 def _kind(key: Key) -> str:

@@ -9,16 +9,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ddp_runner.config.fields import Rule, validate_value
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import Config, has_own_loop
+from ddp_runner.config.sections import INFERENCE
 from ddp_runner.config.training import TrainConfig
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import CLASS_METRICS, MONITORS, best_end
 
-WORST = {
-    "scheduler": "lower the rate while it improves",
-    "checkpoint": "keep the worst",
-    "early_stop": "stop the run while it improves",
-}
+ALWAYS = tuple(name for name in MONITORS if name not in CLASS_METRICS)
 OF_EVALUATIONS = ("scheduler", "early_stop")  # they read a metric after each evaluation
 
 
@@ -32,45 +29,43 @@ class KnownMetrics:
     directions: Mapping[str, str] = field(default_factory=dict)  # eval/NAME -> max or min
 
 
-def validate_monitors(config: Config) -> None:
-    """Reject a monitored metric that no run of this config has, and the wrong end of one."""
-    if config.checkpoint.load_best and config.checkpoint.monitor is None:
+def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None:
+    """Reject a monitored metric that no run of this config has, and the wrong end of one.
+
+    `known` is what a rank knows. Before that, what the user's metrics and training step return is
+    left to it.
+    """
+    if config.task in INFERENCE:
+        return  # they monitor nothing, and may evaluate other data
+    own_loop, train = has_own_loop(config.task), config.train
+    if config.checkpoint.load_best and config.checkpoint.monitor is None and not own_loop:
         raise UserError(
             "checkpoint.load_best=true needs checkpoint.monitor, the metric that tells which is "
             "best; write checkpoint.monitor=eval/accuracy"
         )
+    own_step = known is None and train.step != TrainConfig().step
+    names = MONITORS if known is None else [*ALWAYS, *sorted({*known.names} - {*ALWAYS})]
+    unknown = config.metrics if known is None else known.unknown
     for group, monitor, mode in _monitored(config):
-        known = [*MONITORS, *(f"eval/{name}" for name in config.metrics)]
-        if group in OF_EVALUATIONS:
-            known = [name for name in known if name.startswith("eval/")]
-        is_own = monitor not in MONITORS and _may_be_own(config, monitor, group)
-        if not is_own:  # else a rank knows the metric, and its end
-            validate_value(f"{group}.monitor", monitor, Rule(choices=tuple(known)))
-            _validate_end(group, monitor, mode, best_end(monitor))
-        is_evaluated = config.train.eval_every_epochs or config.train.eval_every_steps
-        if monitor.startswith("eval/") and not is_evaluated:
+        if own_loop and group != "checkpoint":
+            continue  # nobody reads it
+        parts = ("eval/",) if group in OF_EVALUATIONS else ("eval/", "train/", "perf/")
+        choices = [name for name in names if name.startswith(parts)]
+        is_unknown = any(f"{monitor}_".startswith(f"eval/{name}_") for name in unknown)
+        is_unknown |= own_step and monitor.startswith(parts)
+        best = best_end(monitor, known.directions if known else None)
+        if monitor in choices or own_loop or (known and is_unknown):
+            _validate_end(group, monitor, mode, best)
+        elif not is_unknown:
+            _validate_name(group, monitor, [*choices, *(f"eval/{name}" for name in unknown)])
+        if own_loop:
+            continue
+        if monitor.startswith("eval/") and not (train.eval_every_epochs or train.eval_every_steps):
             raise UserError(
                 f"{group}.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; "
                 "write train.eval_every_epochs=1"
             )
-
-
-def validate_known(config: Config, known: KnownMetrics) -> None:
-    """Reject a monitored metric that the run turns out not to have, and the wrong end of one."""
-    always = set(MONITORS) - set(CLASS_METRICS)
-    for group, monitor, mode in _monitored(config):
-        later = any(f"{monitor}_".startswith(f"eval/{name}_") for name in known.unknown)
-        if monitor not in always and monitor not in known.names and not later:
-            if monitor in CLASS_METRICS:
-                raise UserError(
-                    f"{group}.monitor={monitor} needs classes and "
-                    f"dataset={config.dataset.get('name')} has none; write "
-                    f"{group}.monitor=eval/loss {group}.mode=min"
-                )
-            raise _not_a_metric(group, monitor, sorted(known.names))
-        best = best_end(monitor, known.directions)
-        _validate_end(group, monitor, mode, best)
-        if group == "early_stop" and mode is None and best is None:
+        if known and group == "early_stop" and mode is None and best is None:
             raise UserError(
                 f"early_stop.monitor={monitor} does not say which value is best; write "
                 "early_stop.mode=max or early_stop.mode=min"
@@ -84,15 +79,12 @@ def ensure_monitored(config: Config, metrics: Mapping[str, float], *, part: str)
         UserError: two samples did not show that the run does not have it.
     """
     for group, monitor, _ in _monitored(config):
-        if monitor.startswith(f"{part}/") and monitor not in metrics:
-            there = (name for name in metrics if name.startswith(f"{part}/"))
-            raise _not_a_metric(group, monitor, there)
+        if monitor.startswith(f"{part}/"):
+            _validate_name(group, monitor, [one for one in metrics if one.startswith(f"{part}/")])
 
 
-def _not_a_metric(group: str, monitor: str, names: Iterable[str]) -> UserError:
-    return UserError(
-        f"{group}.monitor ({monitor}) is not a metric of this run; choose one of {', '.join(names)}"
-    )
+def _validate_name(group: str, monitor: str, names: Iterable[str]) -> None:
+    validate_value(f"{group}.monitor", monitor, Rule(choices=tuple(names)))
 
 
 def _monitored(config: Config) -> Iterator[tuple[str, str, str | None]]:
@@ -105,18 +97,9 @@ def _monitored(config: Config) -> Iterator[tuple[str, str, str | None]]:
         yield "early_stop", monitor, config.early_stop.mode
 
 
-def _may_be_own(config: Config, monitor: str, group: str) -> bool:
-    """Return whether a metric may be of the user's metrics or of their training step."""
-    if any(f"{monitor}_".startswith(f"eval/{name}_") for name in config.metrics):
-        return True
-    is_ordinary = config.train.step == TrainConfig().step
-    parts = ("eval/",) if group in OF_EVALUATIONS else ("eval/", "train/")
-    return not is_ordinary and monitor.startswith(parts)
-
-
 def _validate_end(group: str, monitor: str, mode: str | None, best: str | None) -> None:
     if None not in (mode, best) and mode != best:
         raise UserError(
-            f"{group}.monitor={monitor} with {group}.mode={mode} would {WORST[group]}; write "
-            f"{group}.mode={best}"
+            f"{group}.monitor={monitor} with {group}.mode={mode} takes the worst for the best; "
+            f"write {group}.mode={best}"
         )

@@ -97,18 +97,12 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
-        divisor = f"{_who(config, ranks, shares)} ({shares})"
+        who = "world_size" if shares == ranks else "the ranks with samples of their own"
+        divisor = f"{who} ({shares})"
         if num_micro_steps > 1:
             divisor += f" x train.grad_accum_steps ({num_micro_steps})"
         raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")
     return Batch(**vars(config.batch) | {"global_size": total, "per_rank": total // parts})
-
-
-def _who(config: Config, ranks: int, shares: int) -> str:
-    """Return what a global batch is split among, in the words of the mode."""
-    if mode_needs(config.parallelism).num_servers:
-        return "trainers"
-    return "world_size" if shares == ranks else "the ranks with samples of their own"
 
 
 def resolve_backend(
@@ -128,14 +122,13 @@ def resolve_backend(
     wanted = kind_of.get(name) or (device if device in kinds else None)
     if wanted is not None:
         asked = f"backend={name}" if name in kind_of else f"backend.device={device}"
-        lacks = f"{asked} needs {wanted.upper()} devices"
-        if hardware.unusable:
-            raise UserError(f"{lacks}: {hardware.unusable}, or write {ON_CPU}")
-        if gpus and hardware.kind != wanted:
-            fix = f"write {asked.partition('=')[0]}=auto"
-            raise UserError(f"{lacks} and torch has {hardware.kind} here; {fix}")
-        if gpus == 0 and name in kind_of:
-            raise UserError(f"{lacks} and this machine shows none; write backend=gloo")
+        if gpus == 0 or hardware.kind != wanted:
+            reason = f" ({hardware.unusable})" if hardware.unusable else ""
+            raise UserError(
+                f"{asked} needs {wanted.upper()} devices and this machine shows "
+                f"{f'{gpus} {hardware.kind}' if gpus else 'none'}{reason}; write "
+                f"{asked.partition('=')[0]}=auto"
+            )
         if device not in ("auto", wanted):
             raise UserError(
                 f"{asked} moves only {wanted.upper()} tensors; backend.device={device} needs "
@@ -194,15 +187,11 @@ def idle_gpus(config: Config, hardware: Hardware, *, nproc: int, sees_its_own: b
         reason = "as it did before it was resumed; add backend=auto to use them"
     elif obstacle is not None:
         reason = f"{obstacle} to use them"
-    elif gpus < per_rank:
-        reason = (
-            f"since each rank needs {per_rank}; take a model in one piece and parallelism=ddp to "
-            "use them"
-        )
     else:
-        fix = f"write world_size={gpus // per_rank * config.launch.nnodes} to use them"
+        most = gpus // per_rank * config.launch.nnodes
+        fix = f"write world_size={most}" if most else "take a model in one piece"
         if sees_its_own:
-            fix = f"write backend.device={hardware.kind} if each rank has its own"
-        reason = f"since its {nproc} ranks need {nproc * per_rank}; {fix}"
+            fix = f"write backend.device={hardware.kind} if each rank has its own,"
+        reason = f"since its {nproc} ranks need {nproc * per_rank}; {fix} to use them"
     noun = "GPU is" if gpus == 1 else "GPUs are"
     return [f"{gpus} {noun} visible and the run computes on the CPU, {reason}, {meant}"]

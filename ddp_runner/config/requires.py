@@ -3,15 +3,13 @@
 A YAML says so in its block ``requires``, which no constructor gets::
 
     requires:
-      packages: {datasets: hf} # with the extra of ddp-runner that brings it; null: none does
+      packages: [datasets]
       files: [path] # keys that hold a file, or a list of files, under data_root
       folders: [folder] # likewise folders; one that the dataset downloads need not exist yet
-      when: # blocks that hold for one value of a key
-        - {if: {streaming: true}, packages: {torchdata: streams}}
+      streaming=true: [torchdata] # packages that it needs while a key has this value
 """
 
 import importlib.util
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,8 +22,12 @@ from ddp_runner.config.sections import SAMPLE
 from ddp_runner.config.targets import foreign_targets, package_of
 from ddp_runner.errors import UserError, in_yaml
 
-EXTRAS = {"torchmetrics": "metrics"}  # of packages that any config may name, if it is allowed
-NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)  # it is printed in a command to copy
+# The extra of ddp-runner that brings a package: see pyproject.toml.
+EXTRAS = {
+    **{"transformers": "text", "tokenizers": "text", "datasets": "hf", "torchdata": "streams"},
+    **{"torchmetrics": "metrics", "mlflow": "mlflow", "wandb": "wandb"},
+    **{"pyarrow": "parquet", "onnxscript": "onnx"},
+}
 
 
 def validate_requires(config: Config) -> None:
@@ -38,20 +40,12 @@ def validate_requires(config: Config) -> None:
         for choice in key.value if isinstance(key.value, list) else [key.value]:
             if choice in key.rule.packages:
                 shown = f"[{choice}]" if isinstance(key.value, list) else choice
-                _validate_package(f"{key.name}={shown}", *key.rule.packages[choice])
-    root = Path(config.data_root)
+                _validate_package(f"{key.name}={shown}", key.rule.packages[choice])
     for owner, label, keys in _options(config):
-        _validate_block(owner, label, keys, keys.get("requires", {}), root)
+        _validate_block(owner, label, keys, Path(config.data_root))
     # A config that may name no other code names none.
     for name, target in foreign_targets(asdict(config) if config.allowed_targets else {}).items():
-        package = package_of(target)
-        if (extra := EXTRAS.get(package)) is not None:
-            _validate_package(f"{name.removesuffix('._target_')} ({target})", package, extra)
-        elif importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"{name} ({target}) cannot be imported: there is no package {package}; install it, "
-                "or start in the folder that holds it"
-            )
+        _validate_package(f"{name} ({target})", package_of(target))
 
 
 def _options(config: Config) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -65,16 +59,16 @@ def _options(config: Config) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
             yield f"{group}.{name}", f"{group}=[{name}]", keys
 
 
-def _validate_block(
-    owner: str, label: str, keys: Mapping[str, Any], block: Any, root: Path
-) -> None:
-    if not _is_block(block):
+def _validate_block(owner: str, label: str, keys: Mapping[str, Any], root: Path) -> None:
+    block = keys.get("requires", {})
+    is_of_lists = isinstance(block, Mapping) and all(isinstance(x, list) for x in block.values())
+    if not (is_of_lists and all(str(x).isidentifier() for names in block.values() for x in names)):
         raise UserError(
-            f"{owner}.requires ({in_yaml(block)}) must be a mapping of packages: {{NAME: EXTRA}}, "
-            "files: [KEY], folders: [KEY] and when: [{if: {KEY: VALUE}, packages: ...}]"
+            f"{owner}.requires ({in_yaml(block)}) must be a mapping with lists of names: packages: "
+            "[PACKAGE], files: [KEY], folders: [KEY] and KEY=VALUE: [PACKAGE]"
         )
-    for package, extra in block.get("packages", {}).items():
-        _validate_package(label, package, extra)
+    for package in block.get("packages", ()):
+        _validate_package(label, package)
     for name in block.get("files", ()):
         value = keys.get(name)
         for path in value if isinstance(value, list) else [value]:
@@ -90,10 +84,9 @@ def _validate_block(
                 f"{owner}.{name} ({path}): there is no folder {(root / str(path)).absolute()}; "
                 "give one under data_root"
             )
-    for inner in block.get("when", ()):
-        for name, value in inner["if"].items():
-            if keys.get(name) == value:
-                _validate_block(owner, f"{owner}.{name}={in_yaml(value)}", keys, inner, root)
+    for name, value in keys.items():
+        for package in block.get(f"{name}={in_yaml(value)}", ()):
+            _validate_package(f"{owner}.{name}={in_yaml(value)}", package)
 
 
 def _downloads(keys: Mapping[str, Any]) -> bool:
@@ -101,26 +94,11 @@ def _downloads(keys: Mapping[str, Any]) -> bool:
     return any(value is True for value in found)
 
 
-def _is_block(block: Any) -> bool:
-    """Return whether a value is a block as the head of this file shows it."""
-    if not isinstance(block, Mapping):
-        return False
-    packages, when = block.get("packages", {}), block.get("when", [])
-    lists = [block.get("files", []), block.get("folders", []), when]
-    return (
-        {*block} <= {"packages", "files", "folders", "when", "if"}
-        and isinstance(packages, Mapping)
-        and all(NAME.fullmatch(f"{name}{extra or ''}") for name, extra in packages.items())
-        and all(isinstance(one, list) for one in lists)
-        and all(isinstance(one, str) for names in lists[:2] for one in names)
-        and all(_is_block(one) and isinstance(one.get("if"), Mapping) for one in when)
-    )
-
-
-def _validate_package(label: str, package: str, extra: str | None) -> None:
-    spec = importlib.util.find_spec(package)
+def _validate_package(label: str, package: str) -> None:
+    spec, extra = importlib.util.find_spec(package), EXTRAS.get(package)
     # A folder of that name, as W&B leaves one, is found as a package without a file.
-    if spec is None or spec.origin is None:
-        # A command to copy names our own extras alone: the block may come with somebody's run.
-        fix = f"pip install 'ddp-runner[{extra}]'" if extra else "install it, if you trust it"
+    if spec is None or (extra and spec.origin is None):
+        # A command to copy names our own extras alone: the config may come with somebody's run.
+        own = "install it, if you trust it, or start in the folder that holds it"
+        fix = f"pip install 'ddp-runner[{extra}]'" if extra else own
         raise UserError(f"{label} needs {package}, which is not installed; {fix}")

@@ -12,12 +12,10 @@ from ddp_runner.config.ranks import (
     resolve_backend,
     resolve_batch,
 )
-from ddp_runner.config.rules import known_steps, validate_config, validate_ranks, validate_scheduler
+from ddp_runner.config.rules import validate_config, validate_ranks, validate_steps
 from ddp_runner.config.schema import CONFIG_DIR, Config, RunConfig, mode_needs
 from ddp_runner.config.sections import AUTO, INFERENCE, SAMPLE
-from ddp_runner.config.signatures import validate_keywords
 from ddp_runner.config.targets import validate_targets
-from ddp_runner.config.task_rules import validate_profile
 from ddp_runner.config.validate import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import counted
@@ -44,7 +42,6 @@ def resolve(
         UserError: a rule is broken.
     """
     validate_targets(config)
-    validate_keywords(config)
     validate_values(config)
     validate_config(config, chosen=chosen)
     given = {"backend", "backend.name", "backend.device"} & {*chosen}
@@ -61,8 +58,7 @@ def resolve(
     validate_ranks(replace(config, world_size=ranks, backend=backend), env)
     found = {"world_size": ranks, "backend": backend, "batch": resolve_batch(config, ranks, chosen)}
     resolved = RunConfig(**(vars(config) | found))
-    validate_scheduler(resolved)
-    validate_profile(resolved, num_steps=known_steps(resolved), chosen=chosen)
+    validate_steps(resolved)
     warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
     # A resumed run has the device of its frozen config, whoever chose it.
     is_inherited = config.resume is not None and not given - {"backend.name"}
@@ -80,7 +76,7 @@ def _fitted(
     A run's model must be usable where the run could not have been trained. Keys that the command
     line chose stay. A text is sampled by one rank, however many have trained the model.
     """
-    if config.task == SAMPLE and "parallelism" not in chosen:
+    if config.task == SAMPLE:
         single = (CONFIG_DIR / "parallelism" / "single.yaml").read_text(encoding="utf-8")
         config = replace(config, parallelism=yaml.safe_load(single), world_size=1)
     backend, ranks = config.backend, config.world_size

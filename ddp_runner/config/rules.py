@@ -12,18 +12,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.modes import validate_mode, validate_servers
+from ddp_runner.config.modes import validate_clashes, validate_mode
 from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.schema import Config, RunConfig, has_own_loop, num_shares
 from ddp_runner.config.sections import INFERENCE, SAMPLE
 from ddp_runner.config.task_rules import validate_task
+from ddp_runner.config.training import traced_steps
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 
 OFFLINE = "ddp_runner.data.sources.offline."  # datasets that are generated or bundled
 MLFLOW = "ddp_runner.tracking.trackers.mlflow.MLflow"
-MOST_CHARACTERS = 64  # of a tag: W&B's limit
-RESERVED = ("mlflow.", "ddp_runner.", "version.")  # MLflow's own tags, and our tracker's
+TAG = re.compile(r"[\w:-][\w .:-]{0,63}")  # W&B's limit; MLflow's names have no empty part
 
 
 def validate_config(config: Config, *, chosen: Collection[str]) -> None:
@@ -41,15 +41,18 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
             f"resume={config.resume} continues with that run's own weights; leave model.weights "
             "out, or start a run of its own without resume"
         )
-    _validate_tags(config.tags)
+    if odd := [tag for tag in config.tags if not TAG.fullmatch(tag)]:
+        raise UserError(
+            f"tags ({odd[0]}): a tag is up to 64 letters, digits and any of _ - : . and spaces; "
+            "write tags=[baseline,lr-study]"
+        )
     validate_task(config, chosen=chosen)
+    validate_monitors(config)
     if not has_own_loop(config.task):
-        if config.task not in INFERENCE:  # they monitor nothing, and may evaluate other data
-            validate_monitors(config)
         _validate_optimizing(config)
         _validate_model(config)
     _validate_dataset(config.dataset)
-    validate_servers(config)
+    validate_clashes(config)
 
 
 def validate_ranks(config: Config, env: DistEnv | None) -> None:
@@ -85,15 +88,21 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
         )
 
 
-def validate_scheduler(config: RunConfig) -> None:
-    """Reject what would not begin, or not end, in the run. The config has its batch filled in."""
-    if config.task in INFERENCE:
-        return
+def validate_steps(config: RunConfig) -> None:
+    """Reject a warm-up or a profile beyond the end of the run, whose batch is filled in."""
     warmup, steps = config.scheduler.get("warmup_steps"), known_steps(config)
-    if isinstance(warmup, int) and steps is not None and warmup > steps:
+    if steps is None or config.task in INFERENCE:
+        return
+    if isinstance(warmup, int) and warmup > steps:
         raise UserError(
             f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "
             "shorten the warm-up or train longer"
+        )
+    asked = config.train.profile
+    if asked is not None and config.task == "train" and (last := traced_steps(asked)[-1]) > steps:
+        raise UserError(
+            f"train.profile={asked} traces steps up to {last}, and the run has {steps}; train "
+            "longer, or name earlier steps: train.profile=FIRST-LAST"
         )
 
 
@@ -123,23 +132,11 @@ def _validate_optimizing(config: Config) -> None:
             "exclude each other; write train.clip_norm=null or train.clip_value=null"
         )
     for index, group in enumerate(config.params.groups):
-        _validate_group(f"params.groups.{index}", group)
-
-
-def _validate_group(key: str, group: dict[str, Any]) -> None:
-    pattern, others = group.get("match"), [name for name in group if name != "match"]
-    if not isinstance(pattern, str) or not pattern:
-        raise UserError(
-            f"{key}.match ({pattern}) must be a pattern of parameter names; write "
-            "params.groups=[{match:head.*,lr:0.01}]"
-        )
-    if not others:
-        raise UserError(
-            f"{key} (match: {pattern}) changes no key of the optimizer; add one, such as lr, or "
-            "leave the group out"
-        )
-    if "params" in others:
-        raise UserError(f"{key}.params is filled by the pattern {key}.match; leave it out")
+        if not isinstance(group.get("match"), str) or "params" in group:
+            raise UserError(
+                f"params.groups.{index} ({group}) must have `match`, a pattern of parameter names, "
+                "and keys of the optimizer; write params.groups=[{match:head.*,lr:0.01}]"
+            )
 
 
 def _validate_model(config: Config) -> None:
@@ -170,10 +167,11 @@ def _validate_model(config: Config) -> None:
 
 def _validate_dataset(dataset: Mapping[str, Any]) -> None:
     """Reject keys of a dataset that exclude each other, whichever dataset has them."""
-    if "data_files" in dataset and not isinstance(path := dataset.get("path"), str):
+    changes = dataset.get("augmentation")
+    if changes is not None and not (isinstance(changes, Mapping) and "_target_" in changes):
         raise UserError(
-            f"dataset.path ({path}) must name a dataset; write a folder under data_root, a name of "
-            "the hub, or dataset.path=csv with dataset.data_files"
+            f"dataset.augmentation ({changes}) must be a mapping with a _target_; write "
+            "dataset.augmentation=null, or dataset.augmentation.KEY=VALUE"
         )
     if not dataset.keys() >= {"prepare", "shuffle_buffer"}:
         return  # neither a TorchDataset nor a subclass
@@ -185,11 +183,10 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
                 f"dataset.{key} ({value}) must be one number, or one for each of dataset.channels "
                 f"({channels})"
             )
-    changes = dataset.get("augmentation")
-    if changes is not None and (mean is None or not isinstance(changes, Mapping)):
+    if changes is not None and mean is None:
         raise UserError(
-            f"dataset.augmentation ({changes}) must be a mapping with a _target_, of pictures that "
-            "dataset.mean and dataset.std normalise; write dataset.mean=0 dataset.std=1"
+            f"dataset.augmentation ({changes['_target_']}) changes pictures that dataset.mean and "
+            "dataset.std normalise; write dataset.mean=0 dataset.std=1"
         )
     fraction, folder = dataset.get("eval_fraction"), dataset.get("folder")
     if fraction is not None and not 0 < fraction < 1:
@@ -204,21 +201,6 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
             "dataset.prepare=true needs dataset.folder, to see when its files change; name the "
             "folder under data_root that the samples come from"
         )
-
-
-def _validate_tags(tags: list[str]) -> None:
-    """Reject tags that no run can be found by."""
-    for tag in tags:
-        if not re.fullmatch(rf"[\w.:/-][\w .:/-]{{0,{MOST_CHARACTERS - 1}}}", tag) or (
-            tag.startswith(RESERVED) or not {"", ".", ".."}.isdisjoint(tag.split("/"))
-        ):
-            raise UserError(
-                f"tags ({tag}): a tag is up to {MOST_CHARACTERS} letters, digits and any of . _ - "
-                f": / and spaces, begins with none of {', '.join(RESERVED)}, and has words between "
-                "its slashes; write tags=[baseline,lr-study]"
-            )
-    if len(set(tags)) < len(tags):
-        raise UserError(f"tags ({', '.join(tags)}) names one twice; leave one out")
 
 
 def validate_trackers(config: Config) -> None:
@@ -242,18 +224,13 @@ def _validate_init_method(config: Config, env: DistEnv | None) -> None:
     asked, launch = config.launch.init_method, config.launch
     if asked is None:
         return
-    if not asked.startswith(("tcp://", "file://")):
+    is_several = env is not None or launch.nnodes > 1  # else file://NAME is in the run folder
+    if not asked.startswith(("tcp://", "file:///" if is_several else "file://")):
         raise UserError(
-            f"launch.init_method ({asked}) must begin with tcp:// or file://; write "
-            "tcp://HOST:PORT or file:///PATH"
+            f"launch.init_method ({asked}) must be tcp://HOST:PORT, or file:///PATH in a folder "
+            "that all machines share"
         )
-    is_file, is_alone = asked.startswith("file://"), env is None and launch.nnodes == 1
-    if is_file and not is_alone and not asked.startswith("file:///"):
-        raise UserError(
-            f"launch.init_method ({asked}) names a file of this machine's launcher; on several "
-            "machines, or under another launcher, write file:///PATH, in a folder that all share"
-        )
-    if is_file and launch.nnodes > 1 and launch.max_restarts:
+    if asked.startswith("file:") and launch.nnodes > 1 and launch.max_restarts:
         raise UserError(
             f"launch.init_method ({asked}) serves one start and launch.max_restarts is "
             f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"

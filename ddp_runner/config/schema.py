@@ -33,20 +33,22 @@ from ddp_runner.errors import UserError, nearest
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.
 CONFIG_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
-# The keys of a group that the runner reads itself; the others are arguments of its ``_target_``.
-RUNNER_KEYS: Mapping[str, tuple[str, ...]] = {
-    "model": (
-        *("name", "requires", "loss", "num_stages", "channels_last", "weights"),
-        *("meta_init", "blocks", "tensor_parallel"),  # of its modules; see conf/model/gpt.yaml
-    ),
-    "dataset": ("requires", "shuffle"),
-    "parallelism": ("requires", "needs"),
-    "optimizer": ("name", "requires"),
-    "scheduler": ("name", "requires"),
+# The keys of a group that the runner reads itself, with their kinds, if it is a plain one; the
+# others are arguments of its ``_target_``.
+RUNNER_KEYS: Mapping[str, Mapping[str, type | None]] = {
+    "model": {
+        **{"name": None, "requires": None, "loss": None, "num_stages": int, "weights": str},
+        # of its modules; see conf/model/gpt.yaml
+        **{"channels_last": bool, "meta_init": bool, "blocks": list, "tensor_parallel": dict},
+    },
+    "dataset": {"requires": None, "shuffle": bool},
+    "parallelism": {"requires": None, "needs": None},
+    "optimizer": {"name": None, "requires": None},
+    "scheduler": {"name": None, "requires": None},
 }
 LIST_GROUPS = ("metrics", "trackers")  # of which a run takes as many options as it likes
 
-# The rules of keys that only YAMLs have. A number whose YAML says 0 or more is not negative anyway.
+# The rules of keys that only YAMLs have.
 GROUP_KEYS: Mapping[str, Rule] = {
     "trackers.wandb.mode": Rule(choices=(None, "online", "offline")),
     **dict.fromkeys(
@@ -70,10 +72,10 @@ GROUP_KEYS: Mapping[str, Rule] = {
 }
 
 
-def runner_keys(owner: str) -> tuple[str, ...]:
+def runner_keys(owner: str) -> Mapping[str, type | None]:
     """Return the keys of a group, or of an option such as `metrics.NAME`, that the runner reads."""
     is_option = owner.partition(".")[0] in LIST_GROUPS
-    return ("requires",) if is_option else RUNNER_KEYS.get(owner, ())
+    return {"requires": None} if is_option else RUNNER_KEYS.get(owner, {})
 
 
 def has_own_loop(task: str) -> bool:

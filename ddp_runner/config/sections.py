@@ -132,7 +132,7 @@ class InferenceConfig:
         "csv",
         "of the predictions; parquet needs pyarrow",
         choices=("csv", "parquet"),
-        packages={"parquet": ("pyarrow", "parquet")},
+        packages={"parquet": "pyarrow"},
     )
     prompt: str = key("", "of sample: the text to continue; empty: a line end")
     num_tokens: int = key(200, "of sample: how many to write; seed=1 gives another text", above=0)

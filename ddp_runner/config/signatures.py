@@ -6,92 +6,22 @@ Nothing is imported: the answer comes before torch, and from code that nobody ha
 import ast
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.schema import (
-    LIST_GROUPS,
-    PACKAGE,
-    RUNNER_KEYS,
-    Config,
-    has_own_loop,
-    runner_keys,
-)
 from ddp_runner.errors import UserError, nearest
 
-ANY = "**"  # in a set of keywords: it takes any
-# What the runner gives itself, or reads itself: no key of a user's.
-GIVEN = {
-    "optimizer": {"params", "module"},
-    "scheduler": {"optimizer", "last_epoch"},
-    "loop": {"run"},
-}
-READ = {"scheduler": {"monitor"}, "trackers": {"wait_s"}}
+ANY = "**"  # among keywords: it takes any
+# A keyword's type, also where it may be null; None: another than these, or no annotation.
+PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
+Keywords = Mapping[str, type | None]
 
 
 class _UnknownError(Exception):
     """The source does not say."""
-
-
-def validate_keywords(config: Config) -> None:
-    """Reject a key that the class or function beside it does not take, and a name that is nowhere.
-
-    What the source does not tell is left to the rank, which imports it.
-
-    Raises:
-        UserError: a key or a name is wrong.
-    """
-    for group in (*RUNNER_KEYS, *LIST_GROUPS):
-        _validate_tree(getattr(config, group), group)
-    loss = config.model.get("loss")
-    if isinstance(loss, str):
-        _known("model.loss", loss)
-    step = config.train.step
-    if isinstance(step, Mapping):
-        _validate_tree(step, "train.step")
-        step = step.get("_target_")
-    takes_loss = "loss" in (_known("train.step", str(step)) or ())
-    if takes_loss and loss is None and config.task in ("train", "check"):
-        raise UserError(
-            f"model.loss is null or deleted, and train.step ({step}) needs it; write "
-            "model.loss=ddp_runner.train.losses.cross_entropy, or a train.step of your own"
-        )
-    if has_own_loop(config.task):
-        _known("task", config.task)
-        _validate_keys({"_target_": config.task, **config.loop}, "loop")
-
-
-def _validate_tree(tree: Any, key: str) -> None:
-    if isinstance(tree, list):
-        tree = dict(enumerate(tree))
-    if not isinstance(tree, Mapping):
-        return
-    if isinstance(tree.get("_target_"), str):
-        _validate_keys(tree, key)
-    for name, one in tree.items():
-        _validate_tree(one, f"{key}.{name}")
-
-
-def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
-    target = settings["_target_"]
-    known = _known(f"{key}._target_", target)
-    if known is None or ANY in known:
-        return
-    known |= READ.get(key.partition(".")[0], set())
-    read = {"name", *runner_keys(key)}
-    for name in settings:
-        if not (name in known | read or name.startswith("_")):
-            raise unknown_key(name, key, target=target, known=known - GIVEN.get(key, set()))
-
-
-def _known(key: str, name: str) -> frozenset[str] | None:
-    """Return what ``source_keywords`` does of the value of a key; an error names the key."""
-    try:
-        return source_keywords(name)
-    except ImportError as error:
-        raise UserError(f"{key} ({name}) does not exist: {error}") from None
 
 
 def unknown_key(key: str, group: str, *, target: Any, known: Set[str]) -> UserError:
@@ -102,7 +32,7 @@ def unknown_key(key: str, group: str, *, target: Any, known: Set[str]) -> UserEr
     return UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
 
 
-def source_keywords(name: str) -> frozenset[str] | None:
+def source_keywords(name: str) -> Keywords | None:
     """Return the keywords of what a dotted name stands for, ANY among them if it takes any.
 
     None: the source does not say, since it is compiled, decorated or computed.
@@ -111,7 +41,7 @@ def source_keywords(name: str) -> frozenset[str] | None:
         ImportError: there is no such name in its module; the text says what to write.
     """
     try:
-        return _named(name) or frozenset()
+        return _named(name) or {}
     except (_UnknownError, RecursionError, OSError, SyntaxError, ValueError):
         return None  # the rank that imports it reports what is wrong with it
 
@@ -119,70 +49,57 @@ def source_keywords(name: str) -> frozenset[str] | None:
 def source_file(name: str) -> Path | None:
     """Return the file of the module that a dotted name is in; None: it is not known."""
     try:
-        return _module(name)[0]
+        return _module(name, tuple(sys.path))[0]
     except (_UnknownError, ImportError, ValueError):
         return None
 
 
-def _named(name: str) -> frozenset[str] | None:
-    source, rest = _module(name)
+def _named(name: str) -> Keywords | None:
+    source, rest = _module(name, tuple(sys.path))
     if len(rest) != 1 or source is None or source.suffix != ".py":
         raise _UnknownError
     return _keywords(source, rest[0], name)
 
 
-def _module(name: str) -> tuple[Path | None, list[str]]:
-    """Return the file of the module that a name is in, and the name's words within it."""
+@cache  # the jobs of a sweep ask again
+def _module(name: str, path: tuple[str, ...]) -> tuple[Path | None, list[str]]:
+    """Return the file of the module that a name is in, and the name's words within it.
+
+    `path` is sys.path.
+    """
     first, *rest = name.split(".")
-    source, places = _package(first, tuple(sys.path))
-    while rest and (inner := _submodule(places, rest[0])) is not None:
-        (source, places), rest = inner, rest[1:]
-    return source, rest
-
-
-@cache
-def _package(name: str, path: tuple[str, ...]) -> tuple[Path | None, list[Path]]:
-    """Return the file of a package, and the folders of its submodules; `path` is sys.path."""
-    if name == PACKAGE.name:
-        return None, [PACKAGE]
-    spec = importlib.util.find_spec(name)
+    spec = importlib.util.find_spec(first)
     if spec is None:
         raise _UnknownError
-    source = Path(spec.origin) if spec.origin else None
-    return source, [Path(one) for one in spec.submodule_search_locations or ()]
+    while rest and (inner := _submodule(spec, rest[0])) is not None:
+        spec, rest = inner, rest[1:]
+    return Path(spec.origin) if spec.has_location and spec.origin else None, rest
 
 
-def _submodule(places: list[Path], name: str) -> tuple[Path | None, list[Path]] | None:
-    """Return a submodule's file and the folders of its own submodules; None if there is none."""
-    for place in places:
-        if (package := place / name / "__init__.py").is_file():
-            return package, [package.parent]
-        if (module := place / f"{name}.py").is_file():
-            return module, []
-        if (place / name).is_dir():
-            return None, [place / name]
+def _submodule(spec: ModuleSpec, name: str) -> ModuleSpec | None:
+    """Return where a package's submodule is found; None if it has none of that name."""
+    for place in spec.submodule_search_locations or ():
+        inner = FileFinder(place, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(name)
+        if inner is not None:
+            return inner
     return None
 
 
-def _statements(source: Path) -> tuple[ast.stmt, ...]:
-    """Return a module's statements, with those inside its if and try blocks."""
-
-    def opened(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        for node in body:
-            yield node
-            if isinstance(node, ast.If | ast.Try):
-                yield from opened([*node.body, *node.orelse])
-            if isinstance(node, ast.Try):
-                yield from opened([one for handler in node.handlers for one in handler.body])
-
-    return tuple(opened(ast.parse(source.read_bytes()).body))
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield a module's statements, with those inside its if and try blocks."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements([*node.body, *node.orelse])
+        if isinstance(node, ast.Try):
+            yield from _statements(one for handler in node.handlers for one in handler.body)
 
 
-@cache  # the jobs of a sweep ask again
-def _keywords(source: Path, word: str, name: str) -> frozenset[str] | None:
+@cache  # likewise
+def _keywords(source: Path, word: str, name: str) -> Keywords | None:
     """Return the keywords of a module's `word`, whose whole name is `name`; None: of no class's."""
     known = set[str]()
-    for node in _statements(source):
+    for node in _statements(ast.parse(source.read_bytes()).body):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             known.add(node.name)
             if node.name == word:
@@ -214,7 +131,7 @@ def _module_of(node: ast.ImportFrom, source: Path, name: str) -> str:
     return ".".join([*package[: len(package) - up], *filter(None, [node.module])])
 
 
-def _of_class(source: Path, node: ast.ClassDef, name: str) -> frozenset[str] | None:
+def _of_class(source: Path, node: ast.ClassDef, name: str) -> Keywords | None:
     """Return the keywords of a class: its own, else of the first base that has any."""
     decorators = [ast.unparse(one).partition("(")[0] for one in node.decorator_list]
     is_dataclass = decorators in (["dataclass"], ["dataclasses.dataclass"])
@@ -231,15 +148,25 @@ def _of_class(source: Path, node: ast.ClassDef, name: str) -> frozenset[str] | N
         if base.rpartition(".")[2] not in ("Protocol", "ABC", "Generic", "object")
     ]
     found = [one for one in inherited if one is not None]
-    if is_dataclass:
-        fields = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
-        return frozenset(one.id for one in fields if isinstance(one, ast.Name)).union(*found)
-    return found[0] if found else None
+    if not is_dataclass:
+        return found[0] if found else None
+    fields = {key: kind for one in reversed(found) for key, kind in one.items()}
+    for one in node.body:
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            fields[one.target.id] = _kind(one.annotation)
+    return fields
 
 
-def _arguments(node: ast.FunctionDef, *, bound: int = 0) -> frozenset[str]:
+def _arguments(node: ast.FunctionDef, *, bound: int = 0) -> Keywords:
     if node.decorator_list:
         raise _UnknownError  # it may take other arguments
-    positional = [*node.args.posonlyargs, *node.args.args][bound:]
-    names = {one.arg for one in (*positional, *node.args.kwonlyargs)}
-    return frozenset(names | ({ANY} if node.args.kwarg else set()))
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs][bound:]
+    kinds = {one.arg: _kind(one.annotation) for one in arguments}
+    return kinds | ({ANY: None} if node.args.kwarg else {})
+
+
+def _kind(annotation: ast.expr | None) -> type | None:
+    """Return what an annotation such as ``int`` or ``float | None`` says."""
+    words = ast.unparse(annotation).split(" | ") if annotation else []
+    kinds = [PLAIN.get(word) for word in words if word != "None"]
+    return kinds[0] if len(kinds) == 1 else None

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.identity import is_inside, leaves
-from ddp_runner.config.schema import LIST_GROUPS, PACKAGE, RUNNER_KEYS, Config, has_own_loop
+from ddp_runner.config.schema import PACKAGE, Config, has_own_loop
 from ddp_runner.errors import UserError, nearest
 
 # Modules of this package that a config may name parts of, and what a part is in each.
@@ -43,8 +43,6 @@ TORCH: Mapping[str, str] = {
 # Of torchvision's datasets those of our YAMLs. They read pictures, plain data, or tensors without
 # code, and unpickle only what has the published MD5.
 DATASETS = ("MNIST", "FashionMNIST", "CIFAR10", "CIFAR100", "ImageFolder")
-# Where a config names code; the schema has the other keys.
-PLACES = (*RUNNER_KEYS, *LIST_GROUPS, "loop", "user")
 FUNCTIONS = ("model.loss", "train.step")  # keys whose plain value is such a name, too
 LOSSES, TORCH_LOSSES = "ddp_runner.train.losses", "torch.nn.functional"
 TORCH_LOSS_NAMES = (
@@ -80,15 +78,10 @@ def given_targets(given: DictConfig) -> list[str]:
     They are the user's own, who may run anything. A config that comes with a run is not among
     them: see ``allowed_targets``.
     """
-    tree: dict[str, Any] = {"task": given.task, "train": {}}
-    for owner, key in [*((tree, one) for one in PLACES), (tree["train"], "step")]:
-        with suppress(Exception):  # an interpolation; whatever is wrong with it is reported later
-            node = (given if owner is tree else given.train)[key]
-            is_config = OmegaConf.is_config(node)
-            owner[key] = OmegaConf.to_container(node, resolve=False) if is_config else node
+    tree: Any = OmegaConf.to_container(given, resolve=False)
     found = dict[str, None]()
     for key, written in _named(tree):
-        with suppress(Exception):  # likewise
+        with suppress(Exception):  # an interpolation; whatever is wrong with it is reported later
             name = str(OmegaConf.select(given, key) if "${" in str(written) else written)
             is_of_torch = name.startswith("torch.") and key not in (*FUNCTIONS, "task")
             if _is_foreign(name) or (is_of_torch and name.rpartition(".")[0] not in TORCH):

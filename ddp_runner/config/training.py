@@ -150,7 +150,7 @@ class CheckpointConfig:
         "at the end write the best model for other programs, too, as [onnx]: to model.onnx, "
         "model.pt2; model.safetensors is always written",
         choices=EXPORTS,
-        packages={"onnx": ("onnxscript", "onnx")},
+        packages={"onnx": "onnxscript"},
     )
 
 

@@ -1,34 +1,44 @@
 """What each value of a config must be by itself: of its kind, in its range, known. Torch-free.
 
-The rules of the schema's keys stand beside its fields; here are those of the groups, whose keys
-come from YAMLs. What must hold between several keys is in ``rules``.
+The rules of the schema's keys stand beside its fields. The keys of an option, and their kinds, are
+those of the class or function that it names. What must hold between several keys is in ``rules``.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
-import yaml
-
-from ddp_runner.config.fields import KINDS, Rule, plain_kind, validate_kind, validate_value, walk
+from ddp_runner.config.fields import Rule, plain_kind, validate_kind, validate_value, walk
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.schema import (
-    CONFIG_DIR,
     GROUP_KEYS,
     LIST_GROUPS,
     RUNNER_KEYS,
     Config,
     ModeNeeds,
+    has_own_loop,
     mode_needs,
+    runner_keys,
 )
-from ddp_runner.errors import UserError, in_yaml, nearest
+from ddp_runner.config.signatures import ANY, Keywords, source_keywords, unknown_key
+from ddp_runner.errors import UserError
 from ddp_runner.metric_names import LISTED
 
 ANYTHING = Rule()  # but a number that no library takes
+NOT_NEGATIVE = Rule(least=0)
+WITHOUT_NEGATIVES = ("ddp_runner.", "torch.optim.lr_scheduler.")  # among their numbers
 OF_OPTIMIZER = re.compile(r"params\.groups\.\d+\.")  # its keys have the rules of the optimizer's
-ANY_KIND = ("name", "requires", "needs", "loss", "reshard_after_forward")  # checked elsewhere
+# Keys that the runner reads, though the target may take them, too; and keywords that it gives.
+READ: Mapping[str, Mapping[str, type]] = {
+    "scheduler": {"monitor": str},
+    "trackers": {"wait_s": float},
+}
+GIVEN = {
+    "optimizer": {"params", "module"},
+    "scheduler": {"optimizer", "last_epoch"},
+    "loop": {"run"},
+}
 
 
 def validate_values(config: Config) -> None:
@@ -37,7 +47,8 @@ def validate_values(config: Config) -> None:
     What the user wrote comes first: a mode's needs may follow from its other keys.
 
     Raises:
-        UserError: a value is infinite, of another kind, out of its range, or an unknown word.
+        UserError: a value is infinite, of another kind, out of its range, or an unknown word; or a
+            class or function does not exist, or does not take the key.
     """
     for group in RUNNER_KEYS:
         if not isinstance(getattr(config, group).get("_target_"), str):
@@ -47,64 +58,33 @@ def validate_values(config: Config) -> None:
             )
     for group in LIST_GROUPS:
         _validate_named(group, getattr(config, group))
+    groups = {group: getattr(config, group) for group in (*RUNNER_KEYS, *LIST_GROUPS)}
+    _validate_options(groups)
+    _validate_functions(config)
     for key in walk(config):
         may_be_null = plain_kind(key.kind) is not key.kind
         if key.value is not None or not may_be_null:
             validate_value(key.name, key.value, key.rule)
-    groups = {group: getattr(config, group) for group in (*RUNNER_KEYS, *LIST_GROUPS, "loop")}
-    own = {key: value for key, value in groups["parallelism"].items() if key != "needs"}
-    tree = groups | {"parallelism": own, "params": {"groups": config.params.groups}}
-    for name, value in leaves(tree):
+    own = {key: value for key, value in config.parallelism.items() if key != "needs"}
+    others = {"parallelism": own, "loop": config.loop, "params": {"groups": config.params.groups}}
+    for name, value in leaves(groups | others):
         rule = GROUP_KEYS.get(OF_OPTIMIZER.sub("optimizer.", name), ANYTHING)
         validate_value(name, value, rule)
-    for group in RUNNER_KEYS:
-        _validate_kinds(group, groups[group], _usual(group, groups[group]))
-    validate_kind("dataset.shuffle", config.dataset.get("shuffle", True), bool)
-    for name, keys in config.trackers.items():
-        usual = yaml_values("trackers", str(name)).get(name, {})
-        _validate_kinds(f"trackers.{name}", keys, {"wait_s": 10.0, **usual})
-    _validate_needs(config.parallelism.get("needs", {}))
+    _validate_needs(config.parallelism)
 
 
-def _validate_needs(needs: Any) -> None:
-    if not isinstance(needs, Mapping):
-        raise _not_a_group("parallelism.needs", needs)
-    known = {field.name: field for field in fields(ModeNeeds)}
-    for name, value in needs.items():
-        if name not in known:
-            meant = nearest(str(name), known, cutoff=0.0)
-            raise UserError(f"parallelism.needs.{name} does not exist; did you mean {meant}?")
-        kind = plain_kind(known[name].type)
-        if value is not None or kind is known[name].type:  # null: any, or all
-            validate_kind(f"parallelism.needs.{name}", value, kind)
-    for key in walk(mode_needs({"needs": needs}), "parallelism.needs."):
-        validate_value(key.name, key.value, key.rule)
-
-
-def _validate_kinds(key: str, value: Any, usual: Any) -> None:
-    """Reject a value of another kind than its YAML has; a group's keys one by one."""
-    if isinstance(usual, Mapping):
-        if not isinstance(value, Mapping):
-            raise _not_a_group(key, value)
-        for name, default in usual.items():
-            inner = value.get(name, default)
-            # What an option inherits may be null for another that inherits the same.
-            is_left_out = inner is None and (isinstance(default, Mapping) or "defaults" in usual)
-            if name not in ANY_KIND and not is_left_out:
-                _validate_kinds(f"{key}.{name}", inner, default)
-        return
-    kind = type(usual)
-    if kind not in KINDS or str(usual).startswith(("${", "???")):
-        return
-    if kind is float and isinstance(value, list):
-        return  # such as a number per channel: the target checks how many
-    validate_kind(key, value, kind)
-    if kind in (int, float) and usual >= 0 > value:
-        raise UserError(f"{key} ({value}) must be 0 or greater")
-
-
-def _not_a_group(key: str, value: Any) -> UserError:
-    return UserError(f"{key} ({in_yaml(value)}) is a group of keys; write {key}.KEY=VALUE")
+def _validate_needs(mode: Mapping[str, Any]) -> None:
+    try:
+        needs = mode_needs(mode)
+    except TypeError as error:
+        raise UserError(
+            f"parallelism.needs ({mode['needs']}) must be a mapping with some of the "
+            f"keys {', '.join(one.name for one in fields(ModeNeeds))}"
+        ) from error
+    for key in walk(needs, "parallelism.needs."):
+        if key.value is not None or plain_kind(key.kind) is key.kind:
+            validate_kind(key.name, key.value, plain_kind(key.kind))
+            validate_value(key.name, key.value, key.rule)
 
 
 def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
@@ -113,8 +93,7 @@ def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
     for name, keys in options.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
             raise UserError(
-                f"{group}.{name}: the name of a {word} is letters, digits and _; write "
-                f"{group}.{re.sub(r'[^A-Za-z0-9_]', '_', f'_{name}').strip('_') or 'mine'}"
+                f"{group}.{name}: the name of a {word} is letters, digits and _, as in {group}.mine"
             )
         if f"eval/{name}" in LISTED and group == "metrics":
             raise UserError(
@@ -128,23 +107,61 @@ def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
             )
 
 
-def _usual(group: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys of the YAML that a group's option has, or inherits in a user's YAML."""
-    usual = yaml_values(group, str(keys.get("name")))
-    if not usual and keys.keys() >= {"prepare", "shuffle_buffer"}:
-        return {"defaults": [], **yaml_values("dataset", "torch_dataset")}
-    return usual
+def _validate_functions(config: Config) -> None:
+    """Reject a loss, a training step or a function of a task that does not exist."""
+    loss, step = config.model.get("loss"), config.train.step
+    if isinstance(loss, str):
+        _known("model.loss", loss)
+    if isinstance(step, Mapping):
+        _validate_options(step, "train.step")
+        step = step.get("_target_")
+    takes_loss = "loss" in (_known("train.step", str(step)) or ())
+    if takes_loss and loss is None and config.task in ("train", "check"):
+        raise UserError(
+            f"model.loss is null or deleted, and train.step ({step}) needs it; write "
+            "model.loss=ddp_runner.train.losses.cross_entropy, or a train.step of your own"
+        )
+    if has_own_loop(config.task):
+        _known("task", config.task)
+        _validate_keys({"_target_": config.task, **config.loop}, "loop")
 
 
-@lru_cache
-def yaml_values(group: str, option: str) -> Mapping[str, Any]:
-    """Return the keys of an option's YAML; nothing for a user's option."""
-    path = CONFIG_DIR / group / f"{option}.yaml"
-    if not re.fullmatch(r"\w+", option) or not path.is_file():
-        return {}
-    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    own: dict[str, Any] = content.get(group, content)
-    for base in content.get("defaults", ()):
-        if isinstance(base, str):  # another option of the group
-            own = {**yaml_values(group, base), **own}
-    return own
+def _validate_options(tree: Any, key: str = "") -> None:
+    """Validate the keys beside each ``_target_`` in a part of the config."""
+    if isinstance(tree, list):
+        tree = dict(enumerate(tree))
+    if isinstance(tree, Mapping):
+        if "_target_" in tree:
+            validate_kind(f"{key}._target_", tree["_target_"], str)
+            _validate_keys(tree, key)
+        for name, one in tree.items():
+            _validate_options(one, f"{key}.{name}".lstrip("."))
+
+
+def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
+    """Reject a key that a target does not take, and a value of another kind.
+
+    What the source does not tell is left to the rank, which imports the target.
+    """
+    target = settings["_target_"]
+    known = _known(f"{key}._target_", target)
+    read = READ.get(key.partition(".")[0], {})
+    taken = {ANY: None} if known is None else known
+    kinds = {"name": None, **runner_keys(key), **read, **taken}
+    for name, value in settings.items():
+        if not (name in kinds or ANY in kinds or name.startswith("_")):
+            others = {*taken, *read} - GIVEN.get(key, set())
+            raise unknown_key(name, key, target=target, known=others)
+        kind = kinds.get(name)
+        if kind is not None and value is not None:
+            validate_kind(f"{key}.{name}", value, kind)
+        if target.startswith(WITHOUT_NEGATIVES) and type(value) in (int, float):
+            validate_value(f"{key}.{name}", value, GROUP_KEYS.get(f"{key}.{name}", NOT_NEGATIVE))
+
+
+def _known(key: str, name: str) -> Keywords | None:
+    """Return what ``source_keywords`` does of the value of a key; an error names the key."""
+    try:
+        return source_keywords(name)
+    except ImportError as error:
+        raise UserError(f"{key} ({name}) does not exist: {error}") from None

@@ -27,10 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.config.load import frozen_config
 from ddp_runner.config.rules import validate_trackers
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.config.secrets import Secrets
 from ddp_runner.config.targets import package_of
-from ddp_runner.config.validate import yaml_values
 from ddp_runner.errors import UserError, exit_with, one_line, os_errors, printable, typed
 from ddp_runner.host.processes import ignore_stop_signals
 from ddp_runner.host.streams import print_line
@@ -112,7 +111,10 @@ def _settings(run_dir: RunDir, name: str, words: Sequence[str]) -> dict[str, Any
         given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)), resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{' '.join(words)}: {one_line(error)}; write KEY=VALUE") from error
-    usual = yaml_values("trackers", name).get(name, {})
+    path = CONFIG_DIR / "trackers" / f"{name}.yaml"
+    is_ours = re.fullmatch(r"\w+", name) and path.is_file()
+    shipped: Any = OmegaConf.to_container(OmegaConf.load(path)) if is_ours else {}
+    usual = shipped.get(name, {})
     own: Any = OmegaConf.to_container(frozen_config(run_dir.config))  # nothing is resolved
     missing = [
         f"{key}={one if type(one) is str else json.dumps(one)}"

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from ddp_runner.config.monitors import KnownMetrics, validate_known
+from ddp_runner.config.monitors import KnownMetrics, validate_monitors
 from ddp_runner.data.splits import NUM_FIRST, Split, validate_classes
 from ddp_runner.data.trees import first_tensor, inputs_of, taking
 from ddp_runner.errors import UserError, listed
@@ -41,7 +41,7 @@ def try_run(state: TrainState) -> tuple[KnownMetrics, list[str]]:
     warnings = warnings_of(try_first_batch(state), state)
     find_changing(state)
     known = try_evaluation(state)
-    validate_known(state.work.config, known)
+    validate_monitors(state.work.config, known)
     return known, warnings
 
 

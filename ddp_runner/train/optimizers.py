@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_runner.config.instantiate import complete, find, make
+from ddp_runner.config.instantiate import find, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import ParamsConfig
 from ddp_runner.errors import UserError, nearest, typed
@@ -83,8 +83,7 @@ def optimizer_of(config: RunConfig, argument: object) -> Optimizer:
         UserError: the keys do not fit it, or it does not fit parameters that are split over ranks.
     """
     keys, allowed = config.optimizer, config.allowed_targets
-    factory = make("optimizer", keys, allowed=allowed, partial=True)
-    optimizer: Optimizer = complete("optimizer", keys, factory, argument, kind=Optimizer)
+    optimizer: Optimizer = make("optimizer", keys, argument, kind=Optimizer, allowed=allowed)
     fit_optimizer(optimizer, keys, config.parallelism.get("name"))
     return optimizer
 

@@ -13,8 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
-from ddp_runner.config.instantiate import complete, keywords, make
+from ddp_runner.config.instantiate import find, keywords, make
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.signatures import ANY
 from ddp_runner.errors import UserError, one_line
 
 # What schedulers call the optimizer steps of the whole run: ours and OneCycleLR, CosineAnnealingLR,
@@ -82,8 +83,8 @@ def build_schedule(
         key: one for key, one in config.scheduler.items() if one is not None or key not in lengths
     }
     monitor = settings.pop("monitor", None)
-    factory = make("scheduler", settings, allowed=config.allowed_targets, partial=True)
-    taken = keywords(factory)
+    allowed = config.allowed_targets
+    taken = keywords(find(settings["_target_"], key="scheduler._target_", allowed=allowed))
     lengths = {name: length for name, length in lengths.items() if name not in settings}
     offered = {name: length for name, length in lengths.items() if length is not None}
     unknown = sorted(taken & (lengths.keys() - offered.keys()))
@@ -95,7 +96,8 @@ def build_schedule(
         )
     if monitor is not None and "monitor" in taken:  # else it is for the runner
         offered["monitor"], monitor = monitor, None
-    scheduler = complete("scheduler", settings, factory, optimizer, kind=Scheduler, **offered)
+    given: Any = {name: value for name, value in offered.items() if taken & {name, ANY}}
+    scheduler = make("scheduler", settings, optimizer, kind=Scheduler, allowed=allowed, **given)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not set it
     arguments = list(inspect.signature(scheduler.step).parameters.values())

@@ -154,7 +154,7 @@ ANSWERS = {
     "+own={_target_:a.b}": "own is not a key of the config; see --help for all keys, and put your",
     "dataset.shuffle=no": "dataset.shuffle (no) must be true or false",
     "train.precision=tf32": "train.precision=tf32 needs a CUDA device; elsewhere write fp32",
-    "model._target_=nowhere.Net": "there is no package nowhere; install it, or start in the folder",
+    "model._target_=nowhere.Net": "needs nowhere, which is not installed; install it, if you tru",
     "allowed_targets=os": "allowed_targets must be a list; write allowed_targets=[ONE,OTHER]",
     "checkpoint.monitor=[]": "checkpoint.monitor ([]) must be a text",
     "dataset=image_folder dataset.path=X": "did you mean dataset.folder?",

@@ -275,9 +275,9 @@ def test_a_frozen_config_that_was_cut_off_is_rejected(run: Path, group: str) -> 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ("launch.init_method=here", "must begin with tcp:// or file://"),
+        ("launch.init_method=here", "must be tcp://HOST:PORT, or file:///PATH"),
         ("launch.init_method=file://x launch.nnodes=2 launch.rdzv_endpoint=h:1",
-         "write file:///PATH, in a folder that all share"),
+         "file:///PATH in a folder that all machines share"),
         ("launch.init_method=file:///x launch.nnodes=2 launch.rdzv_endpoint=h:1 "
          "launch.max_restarts=1", "serves one start"),
     ],

@@ -26,7 +26,6 @@ def frozen_run(folder: Path, *overrides: str, hardware: Hardware = GPUS) -> Path
         (("task=evaluate",), "task=evaluate takes the model of a run; write resume=RUN"),
         (("task=predict", "resume=auto"), "task=predict takes the model of a run"),
         (("task=evalute",), "did you mean evaluate?"),
-        (("inference.split=train",), "the keys of inference are for task=evaluate, predict"),
         (("checkpoint.export=[tflite]",), "must be among onnx, torch_export"),
         (("inference.split=test",), "inference.split (test) must be one of eval, train, all"),
     ],

@@ -49,5 +49,5 @@ def test_a_dtype_is_named_as_in_python() -> None:
 
 def test_what_fails_without_a_key_was_given_none() -> None:
     """Rather than a list of nothing."""
-    with pytest.raises(UserError, match="it was given no keys"):
+    with pytest.raises(UserError, match="its keys are none"):
         make("trackers.mine", {"_target_": "math.sqrt"}, kind=object, allowed=ALLOWED)

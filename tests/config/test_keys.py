@@ -6,8 +6,9 @@ from pathlib import Path
 from configs import compose_raw
 
 from ddp_runner.cli.compose import register
+from ddp_runner.config.fields import walk
 from ddp_runner.config.identity import leaves
-from ddp_runner.config.keys import all_keys, help_text, page
+from ddp_runner.config.keys import help_text, in_one_word, page
 from ddp_runner.config.schema import Config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
@@ -15,16 +16,16 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
 
 def test_every_key_of_the_schema_has_a_meaning() -> None:
     """In the order of the schema; a key without a comment would be listed without a word."""
-    keys = list(all_keys())
+    keys = list(walk(Config()))
     schema = [key for key, value in leaves(asdict(Config())) if value != {}]
-    assert [key.name for key in keys if key.default != "{}"] == schema
-    assert [key.name for key in keys if not key.meaning] == []
+    assert [key.name for key in keys if key.value != {}] == schema
+    assert [key.name for key in keys if not key.rule.doc] == []
 
 
 def test_a_default_is_written_as_it_is_given() -> None:
     """Each can be copied to a command line."""
     register()
-    compose_raw(*(f"{key.name}={key.default}" for key in all_keys()))
+    compose_raw(*(f"{key.name}={in_one_word(key.value)}" for key in walk(Config())))
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from configs import config_error, resolved
 
-from ddp_runner.config.monitors import KnownMetrics, validate_known
+from ddp_runner.config.monitors import KnownMetrics, validate_monitors
 from ddp_runner.errors import UserError
 
 
@@ -15,16 +15,13 @@ from ddp_runner.errors import UserError
         ("train.clip_value=0.5", "train.clip_norm (1) and train.clip_value (0.5) exclude each "
          "other; write train.clip_norm=null or train.clip_value=null"),
         ("model=toy train.clip_value=0", "train.clip_value (0.0) must be greater than 0"),
-        ("params.groups=[{lr:0.1}]", "params.groups.0.match (None) must be a pattern of parameter "
-         "names; write params.groups=[{match:head.*,lr:0.01}]"),
-        ("params.groups=[{match:head.*}]", "params.groups.0 (match: head.*) changes no key of the "
-         "optimizer; add one, such as lr, or leave the group out"),
+        ("params.groups=[{lr:0.1}]", "params.groups.0 ({'lr': 0.1}) must have `match`, a pattern "
+         "of parameter names, and keys of the optimizer; write "
+         "params.groups=[{match:head.*,lr:0.01}]"),
         ("params.groups=[{match:a,lr:1},{match:head.*,lr:-1}]",
          "params.groups.1.lr (-1) must be greater than 0"),
         ("params.groups=[{match:head.*,weight_decay:much}]",
          "params.groups.0.weight_decay (much) must be a number"),
-        ("params.groups=[{match:head.*,params:1}]",
-         "params.groups.0.params is filled by the pattern params.groups.0.match; leave it out"),
         ("ema.decay=1", "ema.decay (1) must be 0 or greater and less than 1; write 0.999"),
         ("ema.decay=-0.1", "ema.decay (-0.1) must be 0 or greater and less than 1; write 0.999"),
         ("early_stop.monitor=train/loss", "early_stop.monitor (train/loss) must be one of "
@@ -33,8 +30,8 @@ from ddp_runner.errors import UserError
          "early_stop.monitor=eval/loss needs evaluations and train.eval_every_epochs is 0; write "
          "train.eval_every_epochs=1"),
         ("early_stop.monitor=eval/f1 early_stop.mode=min",
-         "early_stop.monitor=eval/f1 with early_stop.mode=min would stop the run while it "
-         "improves; write early_stop.mode=max"),
+         "early_stop.monitor=eval/f1 with early_stop.mode=min takes the worst for the "
+         "best; write early_stop.mode=max"),
         ("early_stop.mode=least", "early_stop.mode (least) must be one of null, max, min"),
         ("early_stop.patience=0", "early_stop.patience (0) must be greater than 0"),
         ("early_stop.min_delta=-1", "early_stop.min_delta (-1.0) must be 0 or greater"),
@@ -59,6 +56,6 @@ def test_early_stopping_needs_to_know_which_end_of_a_metric_is_best() -> None:
     config, _ = resolved(*keys)
     known = KnownMetrics(names={"eval/mine"})
     with pytest.raises(UserError, match=r"eval/mine does not say which value is best; write "):
-        validate_known(config, known)
-    validate_known(config, replace(known, directions={"eval/mine": "max"}))
-    validate_known(resolved(*keys, "early_stop.mode=min")[0], known)
+        validate_monitors(config, known)
+    validate_monitors(config, replace(known, directions={"eval/mine": "max"}))
+    validate_monitors(resolved(*keys, "early_stop.mode=min")[0], known)

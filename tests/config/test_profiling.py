@@ -6,7 +6,7 @@ import pytest
 from configs import config_error, resolved
 
 from ddp_runner.config.identity import config_hash, work_hash
-from ddp_runner.config.task_rules import validate_profile
+from ddp_runner.config.rules import validate_steps
 from ddp_runner.config.training import traced_steps
 from ddp_runner.errors import UserError
 
@@ -44,26 +44,20 @@ def test_a_trace_has_an_end(asked: object) -> None:
     [
         (
             ("train.profile=5", "train.max_steps=9"),
-            "train.profile=5 traces the steps 6 to 10, and the run has 9; train longer, or name "
+            "train.profile=5 traces steps up to 10, and the run has 9; train longer, or name "
             "earlier steps: train.profile=FIRST-LAST",
         ),
         (
             ("train.profile=20-25", "train.epochs=3"),
-            "train.profile=20-25 traces the steps 20 to 25, and the run has 24; train longer, or "
-            "name earlier steps: train.profile=FIRST-LAST",
+            "train.profile=20-25 traces steps up to 25, and the run has 24; train longer, or name "
+            "earlier steps: train.profile=FIRST-LAST",
         ),
         (
             ("train.profile=5", "parallelism=ps"),
-            "train.profile=5 traces ranks that all run the loop, and the trainers of "
-            "parallelism=ps do not; write parallelism=ddp",
-        ),
-        (
-            ("train.profile=5", "task=check"),
-            "train.profile=5 traces the steps of task=train, and task is check; leave it out: a "
-            "function of your own can use torch.profiler itself",
+            "train.profile traces ranks of one loop, not parallelism=ps; write ddp",
         ),
     ],
-    ids=["number", "range", "server", "task"],
+    ids=["number", "range", "server"],
 )
 def test_a_profile_that_cannot_happen_is_an_error(keys: tuple[str, ...], message: str) -> None:
     """Before anything starts."""
@@ -80,7 +74,4 @@ def test_a_profile_does_not_make_another_run() -> None:
 def test_a_task_that_takes_a_runs_model_may_bring_its_key() -> None:
     """The run may have had more steps than the data that are evaluated; nothing is traced."""
     config, _ = resolved(*TOY, "train.profile=5")
-    evaluated = replace(config, task="evaluate")
-    validate_profile(evaluated, num_steps=2, chosen=())
-    with pytest.raises(UserError, match="task is evaluate; leave it out"):
-        validate_profile(evaluated, num_steps=None, chosen=("train.profile",))
+    validate_steps(replace(config, task="evaluate", train=replace(config.train, max_steps=2)))

@@ -10,10 +10,10 @@ from configs import LAPTOP, config_error, resolved
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, plan, plan_at
 from ddp_runner.cli.preflight import validate_files
+from ddp_runner.config.fields import walk
 from ddp_runner.config.identity import UNCOUNTED, config_hash, only_used
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.keys import all_keys
-from ddp_runner.config.schema import LIST_GROUPS
+from ddp_runner.config.schema import LIST_GROUPS, Config
 from ddp_runner.data.build import build_source
 from ddp_runner.data.sources.torch_dataset import TorchDataset
 from ddp_runner.dist_env import DistEnv
@@ -50,13 +50,11 @@ def planned(*words: str) -> None:
 @pytest.mark.parametrize(
     ("block", "sentence"),
     [
-        ("packages: {nowhere: mine}",
-         "dataset=own needs nowhere, which is not installed; pip install 'ddp-runner[mine]'"),
-        ("packages: {nowhere: null}",
-         "dataset=own needs nowhere, which is not installed; install it, if you trust it"),
+        ("packages: [nowhere]",
+         "dataset=own needs nowhere, which is not installed; install it, if you trust it, or "),
         ("files: [seed]", "dataset.seed (0): there is no file "),
         ("folders: [name]", "dataset.name (own): there is no folder "),
-        ("when: [{if: {seed: 0}, packages: {nowhere: mine}}]", "dataset.seed=0 needs nowhere, "),
+        ("seed=0: [nowhere]", "dataset.seed=0 needs nowhere, "),
     ],
 )  # fmt: skip
 def test_a_yaml_of_ones_own_says_what_it_needs(block: str, sentence: str, tmp_path: Path) -> None:
@@ -69,10 +67,10 @@ def test_a_yaml_of_ones_own_says_what_it_needs(block: str, sentence: str, tmp_pa
 @pytest.mark.parametrize(
     "block",
     [
-        "packages: {torch: mine}",
+        "packages: [torch]",
         "files: [missing]",
-        "when: [{if: {seed: 1}, packages: {nowhere: mine}}]",
-        "packages: {}",
+        "seed=1: [nowhere]",
+        "packages: []",
     ],
 )
 def test_what_is_there_is_no_error(block: str, tmp_path: Path) -> None:
@@ -83,16 +81,22 @@ def test_what_is_there_is_no_error(block: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        *("3", "[a]", "{package: {a: b}}", "{packages: [a]}", "{files: path}", "{when: {a: b}}"),
-        *("{when: [{packages: {a: b}}]}", "{when: [3]}", "{packages: {a: 'x\\'; rm'}}"),
-        "{packages: {os.path: text}}",
+        *(
+            "3",
+            "[a]",
+            "{packages: {a: b}}",
+            "{files: path}",
+            "{packages: [3]}",
+            "{packages: [[a]]}",
+        ),
+        *("{packages: ['x\\'; rm']}", "{packages: [os.path]}"),
     ],
 )
 def test_a_block_of_another_form_is_one_line(block: str) -> None:
     """A run's config may come from anybody; a name of a package is printed in a command."""
     sentence = config_error("model=toy", f"+model.requires={block}")
     assert sentence.startswith("model.requires (")
-    assert "must be a mapping of packages: {NAME: EXTRA}" in sentence
+    assert "must be a mapping with lists of names" in sentence
 
 
 def test_a_folder_that_is_downloaded_need_not_exist(tmp_path: Path) -> None:
@@ -104,11 +108,11 @@ def test_a_folder_that_is_downloaded_need_not_exist(tmp_path: Path) -> None:
 
 def test_no_constructor_gets_the_block_and_it_is_no_part_of_the_work() -> None:
     """The model is built without it, and runs with and without it are runs of one setting."""
-    block: dict[str, Any] = {"requires": {"packages": {"torch": "mine"}}}
+    block: dict[str, Any] = {"requires": {"packages": ["torch"]}}
     settings = resolved("model=toy")[0].model
     assert isinstance(make("model", settings | block), ToyModel)
     assert make("metrics.mae", {"_target_": "ddp_runner.metrics.shipped.MAE", **block})
-    with_block, _ = resolved("model=toy", "+model.requires.packages.torch=mine")
+    with_block, _ = resolved("model=toy", "+model.requires.packages=[torch]")
     assert with_block.model["requires"] == block["requires"]
     prepared = build_source(resolved("dataset=mnist")[0])
     assert isinstance(prepared, TorchDataset)
@@ -137,7 +141,7 @@ def test_another_class_does_not_need_what_the_replaced_one_needs(
 
 def test_keys_that_do_not_count_exist() -> None:
     """A key that is renamed would count without a word."""
-    known = {key.name for key in all_keys()} | {*LIST_GROUPS}
+    known = {key.name for key in walk(Config())} | {*LIST_GROUPS}
     assert {*UNCOUNTED} <= known | {name.partition(".")[0] for name in known}
 
 

@@ -90,8 +90,23 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_source_says_which_keywords_there_are(name: str, package: str) -> None:
     """Or that it does not say, and then the rank asks the object."""
-    assert source_keywords(f"{package}.{name}") == EXPECTED[name]
+    found = source_keywords(f"{package}.{name}")
+    assert (found if found is None else {*found}) == EXPECTED[name]
     assert package not in sys.modules
+
+
+def test_the_source_says_which_kind_a_key_has(package: str, tmp_path: Path) -> None:
+    """A plain one, which may be null; those of a dataclass's bases, which it may change."""
+    (tmp_path / "shapes" / "parts" / "kinds.py").write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass A:\n    a: int\n    b: 'int'\n    c: float | None = None\n"
+        "@dataclass\nclass B(A):\n    a: str\n    d: bool | int = 1\n"
+        "def f(a: bool, b: list[int], *, c: None | str, d=3): ...\n"
+    )
+    a, b, f = (source_keywords(f"{package}.kinds.{name}") for name in "ABf")
+    assert a == {"a": int, "b": None, "c": float}
+    assert b == {"a": str, "b": None, "c": float, "d": None}
+    assert f == {"a": bool, "b": None, "c": str, "d": None}
 
 
 def test_a_name_that_its_module_does_not_have_is_an_error(package: str) -> None:
@@ -106,7 +121,7 @@ def test_of_our_own_options_the_source_is_right(path: Path) -> None:
     """As the object itself says."""
     name = OmegaConf.load(path)["_target_"]
     module, _, word = name.rpartition(".")
-    assert source_keywords(name) == keywords(getattr(import_module(module), word))
+    assert {*(source_keywords(name) or ())} == keywords(getattr(import_module(module), word))
 
 
 def test_every_optimizer_and_scheduler_of_torch_has_its_option() -> None:
@@ -130,6 +145,13 @@ def test_every_optimizer_and_scheduler_of_torch_has_its_option() -> None:
         (("train.step={_target_:ddp_runner.train.step.supervised,target:x}",),
          "train.step.target is not a keyword of ddp_runner.train.step.supervised; did you mean "
          "train.step.targets?"),
+        (("train.step={_target_:ddp_runner.train.step.supervised,targets:3}",),
+         "train.step.targets (3) must be a text"),
+        (("dataset=mnist", "dataset.eval.download=perhaps"),
+         "dataset.eval.download (perhaps) must be true or false"),
+        (("model=gpt", "model.num_layers=-1"), "model.num_layers (-1) must be 0 or greater"),
+        (("scheduler=exponentiallr", "scheduler.gamma=-0.5"), "(-0.5) must be 0 or greater"),
+        (("model.num_stages=x",), "model.num_stages (x) must be a whole number"),
         (("model.loss=null",), "model.loss is null or deleted"),
     ],
 )  # fmt: skip

@@ -7,8 +7,8 @@ from configs import LAPTOP, resolved
 
 from ddp_runner.cli.command_line import parse
 from ddp_runner.cli.compose import Invocation, compose, plan
-from ddp_runner.config.keys import all_keys
-from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
+from ddp_runner.config.fields import walk
+from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, Config
 from ddp_runner.config.task_rules import _UNUSED, _UNUSED_IN_OWN_LOOP, unused_note
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -29,6 +29,10 @@ def notes(*words: str) -> list[str]:
         (("train.deterministic=true", "batch.global_size=8", "checkpoint.every_steps=2"), None),
         (("model=toy", "optimizer=adam", "optimizer.lr=1", "trackers=[]"), None),
         (("train.clip_norm=1", "ema.decay=0.9"), "ema.decay, train.clip_norm"),
+        (
+            ("checkpoint.load_best=true", "checkpoint.export=[onnx]"),
+            "checkpoint.export, checkpoint.load_best",
+        ),
         (("early_stop={monitor:eval/loss}", "scheduler=cosine"), "early_stop, scheduler"),
         (("params.freeze=['a*']", "metrics=[top_k]"), "metrics, params.freeze"),
         (
@@ -72,7 +76,9 @@ def test_a_resume_of_an_own_loop_names_them_too(tmp_path: Path) -> None:
         (("task=evaluate", "optimizer=adam", "train.epochs=3"), "optimizer, train.epochs"),
         (("task=evaluate", "params.no_decay=true"), "params.no_decay"),
         (("task=predict", "metrics=[top_k]"), "metrics"),
-        (("train.epochs=3", "optimizer.lr=1"), None),
+        (("task=predict", "inference.prompt=a", "inference.split=all"), "inference.prompt"),
+        (("task=sample", "inference.prompt=a", "world_size=2"), "world_size"),
+        (("task=train", "optimizer.lr=1", "inference.split=train"), "inference.split"),
     ],
 )
 def test_a_task_about_a_run_names_keys_of_the_training(
@@ -94,14 +100,14 @@ def test_other_tasks_name_them_as_well() -> None:
     assert notes("task=check", "model=toy", "world_size=2", "ema.decay=0.9") == [
         "task=check makes no use of ema.decay"
     ]
-    assert notes("model=toy", "collectives.steps=3") == [
-        "task=train makes no use of collectives.steps"
+    assert notes("model=toy", "collectives.steps=3", "+loop.latent=64") == [
+        "task=train makes no use of collectives.steps, loop.latent"
     ]
 
 
 def test_the_table_names_keys_that_exist() -> None:
     """A key that is renamed would be left out of it without a word."""
-    known = {key.name for key in all_keys()} | {*RUNNER_KEYS, *LIST_GROUPS}
+    known = {key.name for key in walk(Config())} | {*RUNNER_KEYS, *LIST_GROUPS}
     known |= {name.partition(".")[0] for name in known}
     assert {*_UNUSED_IN_OWN_LOOP, *(one for keys in _UNUSED.values() for one in keys)} <= known
     assert unused_note("train", ["train.epochs"]) == []

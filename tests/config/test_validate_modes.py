@@ -13,12 +13,12 @@ GPT_TP = "model=gpt parallelism=tp"
     [
         (
             "parallelism=fsdp world_size=2 parallelism.cpu_offload=true",
-            "parallelism.cpu_offload=true keeps in the host's memory what a GPU computes with",
+            "parallelism.cpu_offload=true exists on GPUs only",
         ),
         (
             "parallelism=fsdp world_size=4 parallelism.reshard_after_forward=3",
-            "parallelism.reshard_after_forward (3) must be true, false, or a number of ranks that "
-            "divides the 4 with a shard each",
+            "parallelism.reshard_after_forward (3) must be true or false, or a number of ranks "
+            "that divides the 4 with a shard each",
         ),
         (
             "parallelism=hsdp world_size=4 parallelism.reshard_after_forward=4",
@@ -36,8 +36,10 @@ GPT_TP = "model=gpt parallelism=tp"
             "model=convnet has none; add it, or write parallelism=fsdp",
         ),
         ("model=gpt parallelism=fsdp model.blocks=layers", "model.blocks (layers) must be a list"),
-        ("parallelism=ddp +model.blocks=5", "model.blocks (5) must be a list of patterns, such as"),
-        ("parallelism=tp world_size=2 +model.tensor_parallel=[a]", "must give each pattern a word"),
+        (
+            "parallelism=tp world_size=2 +model.tensor_parallel=[a]",
+            "model.tensor_parallel (['a']) must be a mapping",
+        ),
         (
             f"{GPT_TP} world_size=2 parallelism.sequence_parallel=true dataset.sequence_length=15",
             "dataset.sequence_length (15) is not divisible by the 2 ranks",

@@ -266,7 +266,7 @@ def test_a_damaged_file_is_named_with_its_cause(data_root: Path, tmp_path: Path)
 
 def test_what_is_missing_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path, and the packages of the extras."""
-    assert "dataset.path (None) must name a dataset" in config_error("dataset=hf_dataset")
+    assert "dataset.path has no value; write dataset.path=" in config_error("dataset=hf_dataset")
     keys = ("dataset=hf_dataset", "dataset.path=csv")
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(

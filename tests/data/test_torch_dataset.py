@@ -263,12 +263,12 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
         (
             "Numbers",
             {"augmentation": FLIP.replace("true", "maybe"), "mean": 0},
-            r"p \(maybe\) true or",
+            r"flip \(maybe\) must be true or",
         ),
         (
             "Numbers",
             {"augmentation": FLIP},
-            "of pictures that dataset.mean and dataset.std normalise",
+            "changes pictures that dataset.mean and dataset.std normalise",
         ),
     ],
 )

@@ -33,7 +33,7 @@ MISTAKES = {
     "wrong_type": ("train.epochs=abc", "train.epochs (abc) must be a whole number"),
     "nccl_without_cuda": (
         "backend=nccl",
-        "backend=nccl needs CUDA devices and this machine shows none; write backend=gloo",
+        "backend=nccl needs CUDA devices and this machine shows none; write backend=auto",
     ),
     "mistyped_key_beside_own_groups": (
         "--config-dir mine optimizer=rmsprop train.epoch=3",
@@ -48,7 +48,7 @@ PARTLY = {
     ),
     "target_of_no_package": (
         "model._target_=nowhere.Net",
-        "model._target_ (nowhere.Net) cannot be imported: there is no package nowhere",
+        "model._target_ (nowhere.Net) needs nowhere, which is not installed",
     ),
 }
 

@@ -3,7 +3,6 @@
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_runner.config.instantiate import complete
+from ddp_runner.config.instantiate import keywords
 from ddp_runner.errors import UserError
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.mnist_net import MpNet, Net
@@ -218,10 +217,8 @@ def built(
 ) -> LambdaLR:
     """Return a schedule for two epochs of 4 steps, as the program builds it."""
     lengths = {"total_steps": 8, "steps_per_epoch": 4}  # each schedule gets those that it takes
-    scheduler: LambdaLR = complete(
-        "scheduler", fields, partial(build, **fields), optimizer, kind=LambdaLR, **lengths
-    )
-    return scheduler
+    taken = {name: length for name, length in lengths.items() if name in keywords(build)}
+    return build(optimizer, **fields, **taken)
 
 
 def factors(build: Callable[..., LambdaLR], **fields: float) -> list[float]:

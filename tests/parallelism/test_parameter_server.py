@@ -478,10 +478,13 @@ def test_figures_are_of_the_steps_alone() -> None:
 @pytest.mark.parametrize(
     ("overrides", "rule"),
     [
-        (("world_size=1",), "needs a server and a trainer, world_size is 1; use 2 or more"),
+        (("world_size=1",), "needs 2 ranks or more and world_size is 1; write world_size=2"),
         (("parallelism.needs.num_servers=2",), "parallelism.needs.num_servers (2) must be 1"),
         (("parallelism.mode=later",), "(later) must be sync or async"),
-        (("world_size=4", "batch.global_size=100"), "not divisible by trainers (3); use 99 or 102"),
+        (
+            ("world_size=4", "batch.global_size=100"),
+            "not divisible by the ranks with samples of their own (3); use 99 or 102",
+        ),
     ],
 )
 def test_what_does_not_fit_is_rejected(overrides: tuple[str, ...], rule: str) -> None:

@@ -251,7 +251,7 @@ def test_monitoring_a_metric_without_classes_is_an_error_at_once(
     assert sweep.exit_code == 2
     fields = record(run_dir(sweep, "regression"))
     assert fields["error"]["sentence"].startswith(
-        "checkpoint.monitor=eval/f1 needs classes and dataset=random has none"
+        "checkpoint.monitor (eval/f1) must be one of eval/loss"
     )
     assert [line.split()[1] for line in sweep.stdout.splitlines() if line.startswith("experiment=")]
 

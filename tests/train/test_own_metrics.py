@@ -8,7 +8,7 @@ from ranks import run_ranks
 from tiers import only
 from train_states import TOY, Trace, build, compose_config, evaluated, run_loop
 
-from ddp_runner.config.monitors import validate_known
+from ddp_runner.config.monitors import validate_monitors
 from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import MicroPlan
 from ddp_runner.dist_env import DistEnv
@@ -144,9 +144,7 @@ def test_a_metric_that_no_step_or_evaluation_gives_is_named(
     """Two samples could not tell; the first step or evaluation can."""
     monitor = f"{group}.monitor={name}"
     (trace,) = run_ranks(trained, 1, compose_config(*TOY, LATE, OWN, *keys, monitor))
-    assert trace.error.startswith(
-        f"UserError: {group}.monitor ({name}) is not a metric of this run; choose one of {there}"
-    )
+    assert trace.error.startswith(f"UserError: {group}.monitor ({name}) must be one of {there}")
 
 
 def tried(env: DistEnv, config: Config) -> tuple[set[str], set[str], dict[str, str]] | str:
@@ -155,7 +153,7 @@ def tried(env: DistEnv, config: Config) -> tuple[set[str], set[str], dict[str, s
     random, was_training = torch.get_rng_state(), state.module.training
     try:
         known = try_evaluation(state)
-        validate_known(config, known)
+        validate_monitors(config, known)
     except UserError as error:
         return str(error)
     assert torch.equal(random, torch.get_rng_state())
@@ -192,10 +190,9 @@ def test_a_few_samples_tell_which_metrics_there_are() -> None:
         (("+metrics.late._target_=own_metrics.Demanding", "checkpoint.monitor=eval/lat_mean"),
          "checkpoint.monitor (eval/lat_mean) must be one of"),
         (("checkpoint.monitor=eval/mae_0", "checkpoint.mode=min"),
-         "checkpoint.monitor (eval/mae_0) is not a metric of this run; choose one of eval/loss, "
-         "eval/mae"),
+         "checkpoint.monitor (eval/mae_0) must be one of eval/loss, train/loss"),
         (("scheduler=plateau", "scheduler.monitor=eval/f1", "scheduler.mode=max"),
-         "scheduler.monitor=eval/f1 needs classes and dataset=random has none"),
+         "scheduler.monitor (eval/f1) must be one of eval/loss"),
         (("+metrics.mine._target_=own_metrics.Pictures", "+metrics.mine.size=3"),
          "metrics.mine (own_metrics.Pictures) builds an object of type Pictures, not Metric"),
         (("+metrics.mine._target_=own_metrics.Summed", "+metrics.mine.k=3"),

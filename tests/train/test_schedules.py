@@ -230,7 +230,7 @@ def error_message(env: DistEnv, config: Config) -> str:
     ("overrides", "sentence"),
     [
         ("optimizer.momentum=0 optimizer.nesterov=true", "cannot be built: Nesterov momentum"),
-        (f"{TORCHS}StepLR", "'step_size'; a keyword that it needs is added by +scheduler.KEY="),
+        (f"{TORCHS}StepLR", "'step_size'; its keys are none; add another by +scheduler.KEY="),
         (f"{TORCHS}StepLR +scheduler.step_size=2 +scheduler.monitor=eval/loss",
          "StepLR counts steps and takes no metric; leave it out"),
     ],
