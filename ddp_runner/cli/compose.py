@@ -1,7 +1,7 @@
 """From a command line to Hydra's composed config, and to a job whose files exist. Torch-free."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -30,9 +30,16 @@ from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
 from ddp_runner.cli.said_again import said_again
 from ddp_runner.config.keys import help_text
-from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
+from ddp_runner.config.load import (
+    as_written,
+    chosen_keys,
+    interpolations,
+    resolved_texts,
+    to_config,
+)
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import LIST_GROUPS, Config, has_own_loop
+from ddp_runner.config.secrets import Place, Secrets
 from ddp_runner.config.sections import AUTO, INFERENCE
 from ddp_runner.config.task_rules import unused_note
 from ddp_runner.dist_env import DistEnv
@@ -130,48 +137,75 @@ def plan_at(
     Raises:
         UserError: the config is invalid, or a file that it names does not exist.
     """
-    command, env = invocation.command, invocation.env
     with opened(composed) as (given, node):
-        raw, overrides, lacks_run = given, _written(node, command), False
-        own_keys = chosen_keys(overrides)
-        notes = _keep_options(given, node, command)
-        try:
-            raw = with_resumed(given, overrides, is_launched=env is not None)
-            if raw is not given:
-                notes = left_trackers(given, overrides)
-            elif has_own_loop(raw.task):
-                own_keys += changed_keys(raw, overrides)
-            notes += unused_note(raw.task, own_keys)
-        except NotARunError:
-            lacks_run = (env.num_nodes if env else given.launch.nnodes) > 1
-            if not lacks_run:
-                raise
-        secrets = find_secrets(raw)
+        one = prepare(given, node, invocation)
+        _, secrets = resolved_texts(one.raw, one.interpolations)
         with secrets.hidden_in_errors():
-            unresolved = to_config(raw)
-            place = place_of(unresolved)
-            config, warnings = resolve(
-                unresolved,
-                hardware=place.hardware,
-                chosen=chosen_keys(overrides),
-                env=place.env,
-            )
-            validate_files(config, env=place.env, is_here=place.env is env)
-        choices = _choices(node, config)
-        return Job(
-            config=config,
-            started_at=invocation.started_at,
-            lacks_run=lacks_run,
-            code=invocation.code,
-            overrides=overrides,
-            own_groups=command.own_groups if invocation.env is None else None,
-            said_again=said_again(
-                secrets.written(config), given, overrides, command.own_groups, choices=choices
-            ),
-            secrets=secrets,
-            choices=choices,
-            warnings=(*invocation.warnings, *map(secrets.hide, [*notes, *warnings])),
-        )
+            return finish(one, to_config(one.raw), place_of, secrets, one.overrides, invocation)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A composed config, and all that does not follow from the values of its plain keys."""
+
+    given: DictConfig  # without its ``hydra`` node
+    raw: DictConfig  # likewise; of a resumed run its own config, with this command's keys
+    interpolations: Mapping[Place, str]
+    overrides: tuple[str, ...]  # that the user wrote
+    choices: Mapping[str, str]  # the option of each group
+    lacks_run: bool
+    notes: Sequence[str]
+
+
+def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> Prepared:
+    """Apply what follows from a command's choices to its composed config, in place."""
+    command, env = invocation.command, invocation.env
+    raw, overrides, lacks_run = given, _written(node, command), False
+    own_keys = chosen_keys(overrides)
+    notes = _keep_options(given, node, command)
+    try:
+        raw = with_resumed(given, overrides, is_launched=env is not None)
+        if raw is not given:
+            notes = left_trackers(given, overrides)
+        elif has_own_loop(raw.task):
+            own_keys += changed_keys(raw, overrides)
+        notes += unused_note(raw.task, own_keys)
+    except NotARunError:
+        lacks_run = (env.num_nodes if env else given.launch.nnodes) > 1
+        if not lacks_run:
+            raise
+    choices = _choices(node, raw)
+    return Prepared(given, raw, interpolations(raw), overrides, choices, lacks_run, notes)
+
+
+def finish(
+    one: Prepared,
+    unresolved: Config,
+    place_of: Callable[[Config], JobHardware],
+    secrets: Secrets,
+    overrides: tuple[str, ...],
+    invocation: Invocation,
+) -> Job:
+    """Return the job of a prepared config: resolved and validated."""
+    env, own_groups, place = invocation.env, invocation.command.own_groups, place_of(unresolved)
+    config, warnings = resolve(
+        unresolved, hardware=place.hardware, chosen=chosen_keys(overrides), env=place.env
+    )
+    validate_files(config, env=place.env, is_here=place.env is env)
+    return Job(
+        config=config,
+        started_at=invocation.started_at,
+        lacks_run=one.lacks_run,
+        code=invocation.code,
+        overrides=overrides,
+        own_groups=own_groups if env is None else None,
+        said_again=said_again(
+            secrets.written(config), one.given, overrides, own_groups, choices=one.choices
+        ),
+        secrets=secrets,
+        choices=one.choices,
+        warnings=(*invocation.warnings, *map(secrets.hide, [*one.notes, *warnings])),
+    )
 
 
 def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
@@ -188,14 +222,14 @@ def _keep_options(raw: DictConfig, node: HydraConf, command: CommandLine) -> lis
     return said
 
 
-def _choices(node: HydraConf, config: Config) -> dict[str, str]:
+def _choices(node: HydraConf, raw: DictConfig) -> dict[str, str]:
     """Return the option of each group; a list for those of several, which Hydra leaves out."""
     choices = {
         str(group): str(option)
         for group, option in node.runtime.choices.items()
         if option is not None and "/" not in str(group)
     }
-    lists = {one: ",".join(getattr(config, one)) for one in LIST_GROUPS}
+    lists = {one: ",".join(map(str, raw[one])) for one in LIST_GROUPS}
     return choices | {group: f"[{names}]" for group, names in lists.items() if names}
 
 

@@ -7,7 +7,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Set
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -119,22 +119,23 @@ def source_keywords(name: str) -> frozenset[str] | None:
 def source_file(name: str) -> Path | None:
     """Return the file of the module that a dotted name is in; None: it is not known."""
     try:
-        return _module(name)[0]
+        return _module(name, tuple(sys.path))[0]
     except (_UnknownError, ImportError, ValueError):
         return None
 
 
 def _named(name: str) -> frozenset[str] | None:
-    source, rest = _module(name)
+    source, rest = _module(name, tuple(sys.path))
     if len(rest) != 1 or source is None or source.suffix != ".py":
         raise _UnknownError
     return _keywords(source, rest[0], name)
 
 
-def _module(name: str) -> tuple[Path | None, list[str]]:
-    """Return the file of the module that a name is in, and the name's words within it."""
+@lru_cache(maxsize=1000)  # the jobs of a sweep ask again
+def _module(name: str, path: tuple[str, ...]) -> tuple[Path | None, list[str]]:
+    """Return the file of the module that a name is in, and the name's words; `path` is sys.path."""
     first, *rest = name.split(".")
-    source, places = _package(first, tuple(sys.path))
+    source, places = _package(first, path)
     while rest and (inner := _submodule(places, rest[0])) is not None:
         (source, places), rest = inner, rest[1:]
     return source, rest
