@@ -17,8 +17,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ddp_runner.cli.command_line import parse
+from ddp_runner.cli.command import parse
 from ddp_runner.cli.compose import (
+    FULL_ERROR,
+    UNNAMED,
+    parse_sweep,
+    run_hydra,
+)
+from ddp_runner.cli.messages import user_error
+from ddp_runner.cli.plan import (
     Invocation,
     compose,
     is_sweep,
@@ -26,13 +33,6 @@ from ddp_runner.cli.compose import (
     plan,
     shown_arguments,
 )
-from ddp_runner.cli.hydra_adapter import (
-    FULL_ERROR,
-    UNNAMED,
-    parse_sweep,
-    run_hydra,
-)
-from ddp_runner.cli.hydra_errors import user_error
 from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.config.sections import AUTO
 from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, validate_rendezvous
@@ -93,7 +93,7 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     Raises:
         UserError: the command or the config is invalid.
         HydraException, OmegaConfBaseException: Hydra cannot compose the config; see
-            ``hydra_errors``.
+            ``messages``.
     """
     command = parse(arguments)
     composed = compose(command)

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.hydra_adapter import literal
+from ddp_runner.cli.compose import literal
 from ddp_runner.config.fields import plain
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.secrets import foreign_keys

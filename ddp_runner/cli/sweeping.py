@@ -13,9 +13,8 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_runner.cli.command_line import group_folders
-from ddp_runner.cli.compose import Invocation, Prepared, finish, plan_at, prepare
-from ddp_runner.cli.hydra_adapter import compose_config, opened, opened_node
+from ddp_runner.cli.compose import compose_config, group_folders, opened, opened_node
+from ddp_runner.cli.plan import Invocation, Prepared, finish, plan_at, prepare
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.load import resolved_texts, to_config, value_at, with_values
 from ddp_runner.config.schema import Config

@@ -16,8 +16,9 @@ from slow_models import CONVNET, slow_models
 from sweeps import POLL_S, both_train, needs_two_cores, only_sweep, statuses, table_row
 from tiers import first_of
 
-from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import compose, register
+from ddp_runner.cli.command import parse
+from ddp_runner.cli.compose import register
+from ddp_runner.cli.plan import compose
 from ddp_runner.config.load import to_config
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
