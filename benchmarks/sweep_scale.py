@@ -22,12 +22,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from ddp_runner.cli import app
-from ddp_runner.cli.sweeping import job_composer
+from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.job import EXIT_COMPLETED, Job, Outcome, Status
 from ddp_runner.status.look import survey
 from ddp_runner.sweep import run as run_module
@@ -127,20 +126,16 @@ def sweep(arguments: Sequence[str]) -> tuple[Instant, dict[str, float]]:
     """Run a sweep; return what ran its jobs, and the seconds of its parts."""
     executor, composing = Instant(), [0.0]
 
-    def timed_composer(*args: Any) -> Callable[[Sequence[str], int], DictConfig]:
-        compose_job = job_composer(*args)
-
-        def composed(overrides: Sequence[str], number: int) -> DictConfig:
+    class TimedJobs(Jobs):
+        def compose(self, words: Sequence[str], number: int) -> DictConfig:
             start = time.perf_counter()
             try:
-                return compose_job(overrides, number)
+                return super().compose(words, number)
             finally:
                 composing[0] += time.perf_counter() - start
 
-        return composed
-
     vars(run_module)["Local"] = lambda: executor
-    vars(app)["job_composer"] = timed_composer
+    vars(app)["Jobs"] = TimedJobs
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
         exit_code = app.run(arguments, started_at=time.time())

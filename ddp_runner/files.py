@@ -43,20 +43,24 @@ class FileIn:
         return Path(folder.path, self._name)
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file in full beside the old one, then rename it into the old one's place."""
-    with replacing(path) as temp:
+def replace_file(path: Path, content: str | bytes, *, sync: bool = True) -> None:
+    """Write a file in full beside the old one, then rename it into the old one's place.
+
+    Without `sync` a kill leaves one of the two whole, but not a loss of power.
+    """
+    with replacing(path, sync=sync) as temp:
         temp.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
     """Give the path of a new file; rename it to `path` after the block, once it is on the disk."""
     temp = path.with_name(f".{path.name}.tmp")
     try:
         yield temp
-        with temp.open("rb") as file:
-            os.fsync(file.fileno())
+        if sync:
+            with temp.open("rb") as file:
+                os.fsync(file.fileno())
         temp.replace(path)
     except Exception:
         with suppress(OSError):

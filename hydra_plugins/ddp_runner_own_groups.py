@@ -6,7 +6,7 @@ So an option of the user's counts where ours has its name, and a new option of o
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from ddp_runner.cli.hydra_adapter import OWN_GROUPS
+from ddp_runner.cli.compose import OWN_GROUPS
 
 
 class OwnGroupsFirst(SearchPathPlugin):

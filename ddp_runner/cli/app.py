@@ -17,24 +17,23 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ddp_runner.cli.command_line import parse
+from ddp_runner.cli.command import parse
 from ddp_runner.cli.compose import (
-    Invocation,
-    compose,
-    is_sweep,
-    job_folder,
-    plan,
-    plan_at,
-    shown_arguments,
-)
-from ddp_runner.cli.hydra_adapter import (
     FULL_ERROR,
     UNNAMED,
     parse_sweep,
     run_hydra,
 )
-from ddp_runner.cli.hydra_errors import user_error
-from ddp_runner.cli.sweeping import job_composer
+from ddp_runner.cli.messages import user_error
+from ddp_runner.cli.plan import (
+    Invocation,
+    compose,
+    is_sweep,
+    job_folder,
+    plan,
+    shown_arguments,
+)
+from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.config.sections import AUTO
 from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, validate_rendezvous
 from ddp_runner.errors import UserError
@@ -94,7 +93,7 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     Raises:
         UserError: the command or the config is invalid.
         HydraException, OmegaConfBaseException: Hydra cannot compose the config; see
-            ``hydra_errors``.
+            ``messages``.
     """
     command = parse(arguments)
     composed = compose(command)
@@ -160,15 +159,15 @@ def _sweep(composed: DictConfig, invocation: Invocation) -> int:
     """Run a sweep, and return its exit code."""
     if invocation.env is not None:
         raise UserError("-m starts its own workers; run a sweep without torchrun or srun")
-    command = invocation.command
+    command, jobs = invocation.command, Jobs(composed, invocation)
     return run_sweep(
         SweepCommand(
             words=command.written,
             overrides=[str(one.input_line) for one in command.overrides],
             read=partial(parse_sweep, folders=command.folders),
             common=composed,
-            compose=job_composer(command, composed),
+            compose=jobs.compose,
             name_of=partial(job_folder, command=command),
-            plan=partial(plan_at, invocation=invocation),
+            plan=jobs.plan,
         )
     )

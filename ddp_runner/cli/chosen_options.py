@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ddp_runner.cli.hydra_adapter import compose_config, literal
+from ddp_runner.cli.compose import compose_config, literal
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS

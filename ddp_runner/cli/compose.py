@@ -1,60 +1,73 @@
-"""From a command line to Hydra's composed config, and to a job whose files exist. Torch-free."""
+"""Composes configs: every place that depends on how Hydra works inside. For hydra-core 1.3.8.
+
+Hydra documents ``hydra.main``, the compose API, plug-ins and ``HydraConf``. What has no public name
+is here: its argument parser, and the globals that it reads.
+``tests/cli/test_compose.py`` fails when one of them goes away.
+"""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import pickle
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.types import TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ddp_runner.cli.chosen_options import (
-    changed_keys,
-    changes,
-    keep_chosen_options,
-    replace_targets,
-)
-from ddp_runner.cli.command_line import CommandLine
-from ddp_runner.cli.hydra_adapter import (
-    FULL_ERROR,
-    UNNAMED,
-    compose_config,
-    opened,
-    opened_node,
-)
-from ddp_runner.cli.preflight import validate_files
-from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
-from ddp_runner.cli.said_again import said_again
 from ddp_runner.config.keys import help_text
-from ddp_runner.config.load import as_written, chosen_keys, find_secrets, to_config
-from ddp_runner.config.resolve import resolve
-from ddp_runner.config.schema import LIST_GROUPS, Config, has_own_loop
-from ddp_runner.config.sections import AUTO, INFERENCE
-from ddp_runner.config.task_rules import unused_note
-from ddp_runner.dist_env import DistEnv
+from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.errors import UserError
-from ddp_runner.files import safe_name
-from ddp_runner.host.hardware import Hardware
-from ddp_runner.job import Job
-from ddp_runner.sweep.layout import JobHardware
-from ddp_runner.tracking.outputs import job_name
 
-GRID = "ddp_runner.sweep.grid.Grid"  # the _target_ of hydra/sweeper=grid
+ROOT_CONFIG = "ddp_runner"  # in conf/; a project of the user's has a config.yaml of its own
+OWN_GROUPS = list[str]()  # URLs of the folders that Hydra reads before conf/: those of the command
+UNNAMED = "auto"  # in conf/ for hydra.run.dir and its like: the runner names the folder
+FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises; else it prints an error itself and exits
 
 
-@dataclass(frozen=True)
-class Invocation:
-    """What all jobs of a command have in common."""
+def parse_options(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Return Hydra's options of a command line, with its ``overrides``, and unknown options.
 
-    command: CommandLine
-    env: DistEnv | None  # this rank's facts; None where no launcher has started this process
-    started_at: float  # time.time()
-    code: Mapping[str, Any]  # git_revision and versions
-    warnings: tuple[str, ...] = ()  # about stdout and stderr
+    Raises:
+        UserError: an option lacks its value, or does not have the value that it is given.
+    """
+
+    def fail(reason: str) -> NoReturn:
+        raise UserError(f"{reason}; see --help")
+
+    parser = get_args_parser()
+    vars(parser)["error"] = fail  # argparse prints a usage that names no key
+    # Intermixed: keys may stand before and after options, as in `model=toy -m seed=1,2`.
+    return parser.parse_known_intermixed_args(list(arguments))
+
+
+def run_hydra(task_function: TaskFunction, arguments: Sequence[str]) -> None:
+    """Let ``hydra.main`` answer a command line: --help, --cfg, --info, shell completion.
+
+    It reads sys.argv, which meanwhile holds the arguments.
+    """
+    entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=ROOT_CONFIG)
+    before, sys.argv[1:] = sys.argv[1:], arguments
+    kept = {name: value for name, value in os.environ.items() if name == FULL_ERROR}
+    os.environ[FULL_ERROR] = "1"
+    try:
+        entry(task_function)()
+    finally:
+        sys.argv[1:] = before
+        del os.environ[FULL_ERROR]
+        os.environ.update(kept)
 
 
 @cache
@@ -66,160 +79,83 @@ def register() -> None:
     OmegaConf.register_new_resolver("keys", cache(help_text), replace=True)  # asked each time
 
 
-def compose(command: CommandLine) -> DictConfig:
-    """Return the composed config of a run, or what all jobs of a sweep have in common.
+def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> DictConfig:
+    """Return the config of one job, whose overrides are no sweeps, with its ``hydra`` node.
 
-    Raises:
-        UserError: a key has several values and the command is not a sweep.
-        HydraException: the config cannot be composed.
+    The `folders` are URLs of the user's own groups. They include those of a hydra.searchpath among
+    the overrides, since Hydra reads only the first hydra.searchpath.
     """
-    register()
-    sweeps = [one for one in command.overrides if one.is_sweep_override()]
-    same = [str(one.input_line) for one in command.overrides if one not in sweeps]  # in all jobs
-    composed = compose_config(same, folders=command.folders)
-    for sweep in sweeps:
-        line = sweep.input_line
-        if is_sweep(command, composed):
-            if composed.hydra.sweeper.get("_target_") == GRID and not sweep.is_discrete_sweep():
-                raise UserError(
-                    f"{line} is an interval and this sweeper takes a list of values; write "
-                    "hydra/sweeper=optuna, which searches intervals"
-                )
-        elif sweep.is_choice_sweep():
-            key = sweep.key_or_group
-            is_list = OmegaConf.is_list(OmegaConf.select(composed, key)) or key in LIST_GROUPS
-            raise UserError(
-                f"{line} has a comma; write -m for a sweep over its values, or "
-                + (f"{key}=[ONE,OTHER] for a list" if is_list else f"{key}=VALUE for one run")
-            )
-        else:
-            raise UserError(f"{line} is a sweep; write -m for it")
-    if composed.hydra.verbose:
-        raise UserError(
-            "hydra.verbose has no effect here; the tracebacks are in RUN/logs, and "
-            f"{FULL_ERROR}=1 before the command shows Hydra's own"
-        )
-    if composed.hydra.job.chdir:
-        raise UserError(
-            "hydra.job.chdir=true would change what data_root and resume mean; leave it out: a run "
-            "writes all that it leaves into its own folder anyway"
-        )
-    return composed
+    path = [f"hydra.searchpath=[{','.join(map(quoted, folders))}]"] if folders else []
+    GlobalHydra.instance().clear()
+    OWN_GROUPS[:] = folders
+    with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
+        return compose(ROOT_CONFIG, [*path, *overrides], return_hydra_config=True)
 
 
-def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
-    """Return whether the command is a sweep: by -m, or by ``hydra.mode`` in a YAML."""
-    return command.is_multirun or composed.hydra.mode == RunMode.MULTIRUN
+def own_folders(config_dir: str | None, overrides: Sequence[Override]) -> list[str]:
+    """Return the URLs of the user's own groups: --config-dir, then hydra.searchpath."""
+    # Not as_uri, since Hydra does not decode %20.
+    folders = [f"file://{Path(config_dir).absolute()}"] if config_dir else []
+    for override in overrides:
+        if override.key_or_group == "hydra.searchpath":
+            value = override.value()
+            folders += map(str, value if isinstance(value, list) else [])
+    return folders
 
 
-def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
-    """Return the job that a composed config describes, on this machine; see ``plan_at``."""
-    return plan_at(composed, lambda _: JobHardware(hardware, env=invocation.env), invocation)
+def group_folders(urls: Sequence[str]) -> list[Path]:
+    """Return the folders that hold groups: the project's, and the user's own by their URLs."""
+    return [CONFIG_DIR, *(Path(url.removeprefix("file://")) for url in urls)]
 
 
-def plan_at(
-    composed: DictConfig, place_of: Callable[[Config], JobHardware], invocation: Invocation
-) -> Job:
-    """Return the job that a composed config describes; it has no run folder yet.
-
-    Args:
-        composed: with its ``hydra`` node.
-        place_of: gives the place where a job of this config will run.
-        invocation: the command.
-
-    Raises:
-        UserError: the config is invalid, or a file that it names does not exist.
-    """
-    command, env = invocation.command, invocation.env
-    with opened(composed) as (given, node):
-        raw, overrides, lacks_run = given, _written(node, command), False
-        own_keys = chosen_keys(overrides)
-        notes = _keep_options(given, node, command)
-        try:
-            raw = with_resumed(given, overrides, is_launched=env is not None)
-            if raw is not given:
-                notes = left_trackers(given, overrides)
-            elif has_own_loop(raw.task):
-                own_keys += changed_keys(raw, overrides)
-            notes += unused_note(raw.task, own_keys)
-        except NotARunError:
-            lacks_run = (env.num_nodes if env else given.launch.nnodes) > 1
-            if not lacks_run:
-                raise
-        secrets = find_secrets(raw)
-        with secrets.hidden_in_errors():
-            unresolved = to_config(raw)
-            place = place_of(unresolved)
-            config, warnings = resolve(
-                unresolved,
-                hardware=place.hardware,
-                chosen=chosen_keys(overrides),
-                env=place.env,
-            )
-            validate_files(config, env=place.env, is_here=place.env is env)
-        choices = _choices(node, config)
-        return Job(
-            config=config,
-            started_at=invocation.started_at,
-            lacks_run=lacks_run,
-            code=invocation.code,
-            overrides=overrides,
-            own_groups=command.own_groups if invocation.env is None else None,
-            said_again=said_again(
-                secrets.written(config), given, overrides, command.own_groups, choices=choices
-            ),
-            secrets=secrets,
-            choices=choices,
-            warnings=(*invocation.warnings, *map(secrets.hide, [*notes, *warnings])),
-        )
+def parse_sweep(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> list[Override]:
+    """Return the overrides of a sweep parsed; a glob needs the groups, of the folders as well."""
+    OWN_GROUPS[:] = folders
+    with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
 
 
-def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
-    """Return the arguments by which Hydra shows the config that a run would have."""
-    with opened(composed) as (raw, node), opened(composed) as (kept, _):
-        _keep_options(kept, node, command)
-        return command.arguments(*changes(raw, kept))
-
-
-def _keep_options(raw: DictConfig, node: HydraConf, command: CommandLine) -> list[str]:
-    words, choices = _written(node, command), node.runtime.choices
-    said = list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
-    replace_targets(raw, words, folders=command.folders)
-    return said
-
-
-def _choices(node: HydraConf, config: Config) -> dict[str, str]:
-    """Return the option of each group; a list for those of several, which Hydra leaves out."""
-    choices = {
-        str(group): str(option)
-        for group, option in node.runtime.choices.items()
-        if option is not None and "/" not in str(group)
-    }
-    lists = {one: ",".join(getattr(config, one)) for one in LIST_GROUPS}
-    return choices | {group: f"[{names}]" for group, names in lists.items() if names}
-
-
-def job_folder(composed: DictConfig, command: CommandLine) -> str:
-    """Return the name of a sweep job's folder: the overrides that differ between the jobs.
-
-    A job that goes on with a run has that run's folder: an absolute path.
-    """
+@contextmanager
+def opened(composed: DictConfig) -> Iterator[tuple[DictConfig, HydraConf]]:
+    """Give a composed config without its ``hydra`` node, and that node; see ``opened_node``."""
     with opened_node(composed) as node:
-        if composed.resume not in (None, AUTO) and composed.task not in INFERENCE:
-            if node.sweep.subdir != UNNAMED:
-                raise UserError(
-                    f"hydra.sweep.subdir ({node.sweep.subdir}) names a new folder, and resume="
-                    f"{composed.resume} goes on in its own; leave hydra.sweep.subdir out"
-                )
-            return str(Path(composed.resume).absolute())
-        if node.sweep.subdir != UNNAMED:
-            return safe_name(str(node.sweep.subdir))  # a job's folder is directly in the sweep's
-        fixed = {one.key_or_group for one in command.overrides if not one.is_sweep_override()}
-        overrides = _written(node, command)
-        varied = [one for one in overrides if one.partition("=")[0].lstrip("+~") not in fixed]
-        return job_name([one.removeprefix("++") for one in varied or overrides])
+        raw = pickle.loads(pickle.dumps(composed))  # OmegaConf's own copy takes twice as long
+        with open_dict(raw):
+            del raw["hydra"]
+        yield raw, node
 
 
-def _written(node: HydraConf, command: CommandLine) -> tuple[str, ...]:
-    """Return the overrides that the user wrote, as they were written."""
-    return tuple(one for one in as_written(node.overrides.task) if one not in command.implied)
+@contextmanager
+def opened_node(composed: DictConfig) -> Iterator[HydraConf]:
+    """Give the ``hydra`` node of a composed config.
+
+    Interpolations such as ``${hydra:job.num}`` resolve within the block: they ask a global. It is
+    set as it is: ``set_config`` would copy it, which takes longer than composing a job.
+    """
+    holder = HydraConfig.instance()
+    before = holder.cfg
+    vars(holder)["cfg"] = composed  # its type says that there is the node `hydra` alone
+    try:
+        yield HydraConfig.get()
+    finally:
+        holder.cfg = before
+
+
+def literal(value: Any) -> str:
+    """Return a plain value, such as a mapping, as a value of an override."""
+
+    def with_quotes(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: with_quotes(one) for key, one in tree.items()}
+        if isinstance(tree, list):
+            return [with_quotes(one) for one in tree]
+        is_text = isinstance(tree, str | bytes)
+        return QuotedString(str(tree), Quote.double) if is_text else tree
+
+    return Override._get_value_element_as_str(with_quotes(value))
+
+
+def quoted(text: str) -> str:
+    """Return a text as a value of an override, whatever characters it has."""
+    return QuotedString(text, Quote.single).with_quotes()

@@ -11,11 +11,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.cli.compose import quoted
 from ddp_runner.cli.follow import follow_again
-from ddp_runner.cli.hydra_adapter import quoted
 from ddp_runner.cli.said_again import validate_said_again
 from ddp_runner.config.load import chosen_keys, forced, frozen_config
-from ddp_runner.config.schema import CONFIG_DIR, RUNNER_KEYS, has_own_loop
+from ddp_runner.config.schema import RUNNER_KEYS, has_own_loop
 from ddp_runner.config.sections import AUTO, INFERENCE
 from ddp_runner.config.targets import given_targets
 from ddp_runner.errors import UserError
@@ -141,11 +141,10 @@ def left_trackers(raw: DictConfig, overrides: Sequence[str]) -> list[str]:
     names = list(frozen["trackers"])
     if not names:
         return []
-    is_own = any(not (CONFIG_DIR / "trackers" / f"{one}.yaml").is_file() for one in names)
-    keys = "its keys and, for one of your own, --config-dir=FOLDER" if is_own else "its keys"
     return [
         f"the run was sent to {', '.join(names)}, and a resumed run sends nothing by itself: add "
-        f"trackers=[{','.join(names)}] with {keys}, or trackers=[]"
+        f"trackers=[{','.join(names)}] with its keys and, for one of your own, "
+        "--config-dir=FOLDER; or trackers=[]"
     ]
 
 

@@ -3,12 +3,12 @@
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.hydra_adapter import literal
+from ddp_runner.cli.compose import literal
+from ddp_runner.config.fields import plain
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.secrets import foreign_keys
 from ddp_runner.config.targets import given_packages
@@ -40,7 +40,7 @@ def said_again(
     if own_groups and "experiment" in choices:
         found: Any = OmegaConf.to_container(given.trackers, resolve=False)
         trackers = [f"+trackers.{name}={literal(keys)}" for name, keys in found.items()]
-    kept = {key: one for key, one in asdict(config).items() if key not in OF_COMMAND}
+    kept = {key: one for key, one in plain(config).items() if key not in OF_COMMAND}
     words = _words(foreign_keys(kept, {}))
     return (*([f"allowed_targets=[{allowed}]"] if allowed else []), *own_groups, *trackers, *words)
 

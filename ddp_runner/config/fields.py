@@ -65,6 +65,13 @@ def walk(owner: Any, prefix: str = "") -> Iterator[Key]:
             yield Key(name, one.type, one.metadata["rule"], value)
 
 
+def plain(owner: Any) -> dict[str, Any]:
+    """Return a config as a tree of dictionaries to read: unlike asdict's its values are shared."""
+    return {
+        name: plain(value) if is_dataclass(value) else value for name, value in vars(owner).items()
+    }
+
+
 def plain_kind(kind: Any) -> Any:
     """Return a type without its ``| None``."""
     return get_args(kind)[0] if isinstance(kind, UnionType) else kind

@@ -5,8 +5,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
+from ddp_runner.config.fields import plain
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, RunConfig, has_own_loop
 from ddp_runner.config.training import TrainConfig
 
@@ -27,6 +29,7 @@ def is_inside(name: str, owners: Iterable[str]) -> bool:
     return any(f"{name}.".startswith(f"{one.rstrip('.')}.") for one in owners)
 
 
+@lru_cache(maxsize=10_000)  # the jobs of a sweep ask again
 def counts(key: str) -> bool:
     """Return whether a dotted key is a part of what a run computes."""
     return not (is_inside(key, UNCOUNTED) or _REQUIRED.match(key))
@@ -53,7 +56,7 @@ def digest(values: Any) -> str:
 
 def flatten(config: RunConfig) -> dict[str, Any]:
     """Return the dotted keys that count, and their values."""
-    return {key: value for key, value in leaves(asdict(config)) if counts(key)}
+    return {key: value for key, value in leaves(plain(config)) if counts(key)}
 
 
 def leaves(
@@ -64,7 +67,7 @@ def leaves(
     A list of plain values is one value, and so is any list with `whole_lists`.
     """
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.", whole_lists=whole_lists)
         elif not whole_lists and _is_nested(value):
             yield from leaves({str(i): item for i, item in enumerate(value)}, f"{prefix}{key}.")
@@ -73,7 +76,7 @@ def leaves(
 
 
 def _is_nested(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)
+    return isinstance(value, list) and any(isinstance(item, dict | list) for item in value)
 
 
 def only_used(keys: Mapping[str, Any], *, uses: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache, reduce
@@ -16,7 +16,7 @@ from omegaconf.resolvers import oc
 
 from ddp_runner.config.fields import walk
 from ddp_runner.config.schema import RUNNER_KEYS, Config
-from ddp_runner.config.secrets import Place, Secrets, texts
+from ddp_runner.config.secrets import Place, Secrets, put, texts
 from ddp_runner.errors import UserError, one_line, os_errors
 from ddp_runner.files import yaml_text
 
@@ -42,6 +42,11 @@ def to_config(raw: DictConfig) -> Config:
         raw = merged
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
+    _validate_texts(config)
+    return config
+
+
+def _validate_texts(config: Config) -> None:
     for one in walk(config):  # OmegaConf lets lists and mappings into lists of texts
         texts = one.value if one.kind in (list[str], list[str] | None) else None
         for index, text in enumerate(texts or ()):
@@ -50,7 +55,29 @@ def to_config(raw: DictConfig) -> Config:
                 raise UserError(
                     f"{one.name}[{index}] ({shown}) must be a text; write {one.name}=[ONE,OTHER]"
                 )
+
+
+def with_values(config: Config, values: Mapping[Place, Any]) -> Config:
+    """Set values of a config, in place; return it.
+
+    Raises:
+        UserError: a list of texts holds something else.
+    """
+    for place, value in values.items():
+        put(config, place, value)
+    if any(isinstance(value, list) for value in values.values()):
+        _validate_texts(config)
     return config
+
+
+def value_at(raw: DictConfig, place: Place) -> Any:
+    """Return the value at a place of a composed config, its interpolations resolved.
+
+    Raises:
+        OmegaConfBaseException: they cannot be.
+    """
+    value = reduce(getitem, place, cast(Any, raw))
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
 def _is_typed(node: Any, kind: type[Any]) -> bool:
@@ -127,35 +154,44 @@ def chosen_keys(overrides: Sequence[str]) -> list[str]:
     return [override.partition("=")[0].lstrip("+~") for override in overrides]
 
 
-def find_secrets(raw: DictConfig) -> Secrets:
-    """Return the values that a composed config reads from the environment.
+def interpolations(raw: DictConfig) -> dict[Place, str]:
+    """Return the texts of a composed config that are to be resolved, and where they stand."""
+    tree = OmegaConf.to_container(raw, resolve=False)
+    return {place: text for place, text in texts(tree) if "${" in text}
 
-    Every interpolation is resolved once more while ``oc.env`` is watched: a value may come through
-    other keys, in a longer text, in a list, or through other resolvers.
+
+def find_secrets(raw: DictConfig) -> Secrets:
+    """Return the values that a composed config reads from the environment."""
+    return resolved_texts(raw, interpolations(raw))[1]
+
+
+def resolved_texts(
+    raw: DictConfig, unresolved: Mapping[Place, str]
+) -> tuple[dict[Place, Any], Secrets]:
+    """Return the values of a composed config's interpolations, and those from the environment.
+
+    Each is resolved while ``oc.env`` is watched: a value may come through other keys, in a longer
+    text, in a list, or through other resolvers. What cannot be resolved is left out.
     """
-    read, values, written = list[str](), dict[str, str](), dict[Place, str]()
+    read, from_environ, written = list[str](), dict[str, str](), dict[Place, str]()
+    values = dict[Place, Any]()
 
     def watched(name: str, *default: Any) -> str | None:
         read.append(name)
         value = os.environ.get(name, "")
         if len(value) >= LEAST_LENGTH and not re.fullmatch(r"[\d.eE+-]+", value):
-            values[value] = f"${{oc.env:{name}}}"
+            from_environ[value] = f"${{oc.env:{name}}}"
         return oc.env(name, *default)
 
     OmegaConf.register_new_resolver("oc.env", watched, replace=True)
     try:
-        for place, text in texts(OmegaConf.to_container(raw, resolve=False)):
-            if "${" not in text:
-                continue
+        for place, text in unresolved.items():
             read.clear()
-            # What cannot be resolved is reported when the config is resolved.
-            with suppress(Exception):
-                value = reduce(getitem, place, raw)
-                if OmegaConf.is_config(value):
-                    OmegaConf.to_container(value, resolve=True)
+            with suppress(Exception):  # it is reported when the config is resolved
+                values[place] = value_at(raw, place)
             if read:
                 written[place] = text
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-    longest_first = sorted(values, key=len, reverse=True)
-    return Secrets(written, {value: values[value] for value in longest_first})
+    longest_first = sorted(from_environ, key=len, reverse=True)
+    return values, Secrets(written, {value: from_environ[value] for value in longest_first})

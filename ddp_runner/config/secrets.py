@@ -16,7 +16,7 @@ from itertools import takewhile
 from operator import getitem
 from typing import Any
 
-from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.schema import Config, RunConfig
 
 # An address: of a scheme, or HOST:PORT. A range such as train[100:200] is none.
 ADDRESS = re.compile(
@@ -39,15 +39,9 @@ class Secrets:
         A run that is resumed from that file reads the environment again.
         """
         shown = deepcopy(config) if self.texts else config
-        for (*owners, last), text in self.texts.items():
+        for place, text in self.texts.items():
             with suppress(LookupError):  # a list that a calibration has replaced
-                owner: Any = shown
-                for key in owners:
-                    owner = getattr(owner, str(key)) if is_dataclass(owner) else owner[key]
-                if is_dataclass(owner):
-                    setattr(owner, str(last), text)
-                else:
-                    owner[last] = text
+                put(shown, place, text)
         return shown
 
     def hide(self, text: str) -> str:
@@ -97,6 +91,17 @@ def foreign_keys(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
             key = list(takewhile(lambda one: re.fullmatch(r"[^\W\d]\w*", str(one)), place))
             found[".".join(map(str, key))] = reduce(getitem, key, tree)
     return found
+
+
+def put(config: Config, place: Place, value: Any) -> None:
+    """Set a value of a config, in place; a LookupError if nothing is there."""
+    owner: Any = config
+    for key in place[:-1]:
+        owner = getattr(owner, str(key)) if is_dataclass(owner) else owner[key]
+    if is_dataclass(owner):
+        setattr(owner, str(place[-1]), value)
+    else:
+        owner[place[-1]] = value
 
 
 def texts(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:

@@ -7,12 +7,12 @@ reads what their source defines. A rank does so again, and ``instantiate`` valid
 import ast
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.config.fields import plain
 from ddp_runner.config.identity import is_inside, leaves
 from ddp_runner.config.schema import PACKAGE, Config, has_own_loop
 from ddp_runner.errors import UserError, nearest
@@ -58,9 +58,9 @@ def validate_targets(config: Config) -> None:
     Raises:
         UserError: a name is not allowed or does not exist, or a text would be resolved again.
     """
-    tree = asdict(config)
+    tree = plain(config)
     for key, value in leaves(tree):
-        if "${" in str(value):
+        if isinstance(value, str | list) and "${" in str(value):
             # Written to the run's config, it would be resolved when the run is resumed.
             raise UserError(
                 f"{key} still holds an interpolation (${{) after the config was resolved; write it "

@@ -116,11 +116,15 @@ def num_sessions(found: Standing) -> int:
 
 
 def freeze_unheld(job: Job) -> None:
-    """Freeze a job's config, unless another launcher holds the job: it freezes the same config."""
+    """Freeze a job's config, unless another launcher holds the job: it freezes the same config.
+
+    It is not flushed to the disk, which for thousands of jobs takes minutes. A training writes it
+    once more before its first step, and the same command does so for the jobs that wait.
+    """
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
     with suppress(InUseError), run_dir.locked():
-        freeze(job, run_dir)
+        freeze(job, run_dir, sync=False)
 
 
 def run_left(batch: Batch, *, execute: Callable[[Job], Outcome]) -> dict[str, Outcome]:

@@ -67,6 +67,7 @@ class Planner:
     settings: SweepConfig = field(default_factory=SweepConfig)  # those of the last job
     number: int = 0  # of jobs so far
     _accepted: dict[str, SweepConfig] = field(default_factory=dict)
+    _validated: DictConfig | None = None
     _resumed: set[Path] = field(default_factory=set)
 
     def draft(self, batch: Iterable[Sequence[str]]) -> list[Draft]:
@@ -93,7 +94,9 @@ class Planner:
         Raises:
             UserError: a rule is broken.
         """
-        names = ["sweep", "launch", "backend"]
+        if composed is self._validated:  # with other values of plain keys
+            return
+        self._validated, names = composed, ["sweep", "launch", "backend"]
         parts = [OmegaConf.to_container(composed[name]) for name in names]
         key = json.dumps(parts, default=str)
         if key not in self._accepted:  # of most sweeps these parts are the same in all jobs

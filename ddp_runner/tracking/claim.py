@@ -183,14 +183,14 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
         )
 
 
-def freeze(job: Job, run_dir: RunDir) -> None:
+def freeze(job: Job, run_dir: RunDir, *, sync: bool = True) -> None:
     """Write the job's config into its run folder; rank 0 or the launcher.
 
     Raises:
         UserError: it cannot be written.
     """
     written = job.secrets.written(job.config)
-    run_dir.freeze(written, overrides=job.overrides, choices=job.choices)
+    run_dir.freeze(written, overrides=job.overrides, choices=job.choices, sync=sync)
 
 
 def own_marks(env: DistEnv, *, has_agent: bool) -> list[str]:

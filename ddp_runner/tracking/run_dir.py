@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, os_errors
@@ -19,6 +20,8 @@ from ddp_runner.files import READER_S, FileIn, is_locked, locked, read_file, rep
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
 SUBFOLDERS = (".hydra", "checkpoints", "images", "logs", "trackers")
 MIN_FREE_MIB = 100
+MOST_SECTIONS = 1000  # whose YAML is kept
+_SECTIONS = dict[str, str]()
 
 
 class InUseError(UserError):
@@ -144,7 +147,12 @@ class RunDir:
                 self.record.unlink()
 
     def freeze(
-        self, config: RunConfig, *, overrides: Sequence[str], choices: Mapping[str, str]
+        self,
+        config: RunConfig,
+        *,
+        overrides: Sequence[str],
+        choices: Mapping[str, str],
+        sync: bool = True,
     ) -> None:
         """Write the config, the overrides and the choices, each whole or not at all.
 
@@ -154,13 +162,13 @@ class RunDir:
             UserError: they cannot be written; what was there before is intact.
         """
         # YAML's own marks of a document's begin and end reveal a file that was cut off.
-        text = yaml_dump(asdict(config), explicit_start=True, explicit_end=True)
+        text = "".join(["---\n", *map(_yaml_of, asdict(config).items()), "...\n"])
         folder = self.config.parent
         with os_errors(f"{folder} cannot be written"):
             folder.mkdir(exist_ok=True)
-            replace_file(self.overrides, yaml_dump(list(overrides)))
-            replace_file(self.choices, yaml_dump(dict(choices)))
-            replace_file(self.config, text)  # last: a run is resumed from this one
+            replace_file(self.overrides, yaml_dump(list(overrides)), sync=sync)
+            replace_file(self.choices, yaml_dump(dict(choices)), sync=sync)
+            replace_file(self.config, text, sync=sync)  # last: a run is resumed from this one
 
     @property
     def resume_argument(self) -> str:
@@ -169,6 +177,15 @@ class RunDir:
             return f"resume={self}"
         escaped = str(self).replace("\\", "\\\\").replace("'", "\\'")
         return shlex.quote(f"resume='{escaped}'")
+
+
+def _yaml_of(section: tuple[str, Any]) -> str:
+    """Return a section of a config as YAML; most jobs of a sweep share most of theirs."""
+    if (known := _SECTIONS.get(repr(section))) is not None:
+        return known
+    if len(_SECTIONS) > MOST_SECTIONS:
+        _SECTIONS.clear()
+    return _SECTIONS.setdefault(repr(section), yaml_dump(dict([section])))
 
 
 def _reject_unreadable(error: OSError) -> None:

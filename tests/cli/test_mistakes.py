@@ -17,8 +17,9 @@ from tiers import named
 
 import ddp_runner.cli.app
 import ddp_runner.sweep.local
-from ddp_runner.cli.compose import register, validate_files
-from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.compose import register
+from ddp_runner.cli.messages import user_error
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
@@ -63,8 +64,8 @@ ANSWERS = {
     "--config-dir=MINE optimizer=five": "Invalid loaded object type: int",
     "--config-dir=MINE optimizer=number": "optimizer.5: Key 5 (int) is incompatible with (str)",
     "--config-dir=MINE optimizer=nothing": "Incompatible key type 'NoneType'",
-    "--config-dir ''": "--config-dir is empty; write --config-dir=FOLDER, or leave it out",
-    "--config-dir=": "--config-dir is empty; write --config-dir=FOLDER, or leave it out",
+    "--config-dir ''": "there is no such folder; write --config-dir=FOLDER, or leave it out",
+    "--config-dir=": "there is no such folder; write --config-dir=FOLDER, or leave it out",
     "tags=[a,null]": "tags[1] (null) must be a text; write tags=[ONE,OTHER]",
     "collectives.ops=[null]": "collectives.ops[0] (null) must be a text; write collectives.ops=[",
     "params.groups=[1]": "holds int where mappings belong; write params.groups=[{match:head.*",
@@ -79,7 +80,7 @@ ANSWERS = {
     "--config-dir=MINE optimizer=open": "optimizer.lr has no value; write optimizer.lr=VALUE",
     "--config-dir=MINE optimizer=latin": "'utf-8' codec can't decode byte 0xff",
     "--config-dir=MINE experiment=kinds": "train.epochs (many) must be a whole number",
-    "--config-dir=nowhere": "there is no folder",
+    "--config-dir=nowhere": "there is no such folder",
     "--config-di=MINE -cd MINE": "--config-dir is given twice",
     "-m seed=1,2 --cfg job": "leave -m out",
     "--cfg job -m": "leave -m out",
@@ -98,21 +99,21 @@ ANSWERS = {
     "é=3": "é=3 cannot be read; write key=value",
     "+=3": "the empty key (3) must be the name of an option",
     "~=3": "the empty key (3) must be the name of an option",
-    "'seed=choice()'": "'seed=choice()': 'choice()': empty choice is not legal",
-    "'seed=${...x}'": "seed: the interpolation fails: Error resolving key '...x'",
-    f"seed={'9' * 5000}": "a number has more than 4300 digits",
+    "'seed=choice()'": "while evaluating 'choice()': empty choice is not legal; write key=value",
+    "'seed=${...x}'": "seed: ConfigKeyError while resolving interpolation: Error resolving key",
+    f"seed={'9' * 5000}": "Exceeds the limit (4300 digits) for integer",
     "-m 'seed=range(3,0)'": "the sweep has no job: a range is empty",
     "-cn toy": PLACE,
     "--config-path x": PLACE,
-    "+train.epochs=3": "train.epochs has a value already; write train.epochs=VALUE, without +",
+    "+train.epochs=3": "Either remove + prefix: 'train.epochs=3'",
     "+experiment=toy_ddp": "write experiment=toy_ddp, without +",
-    "++model=toy": "write model=toy, without ++",
+    "++model=toy": "force-add of config groups is not supported: '++model=toy'",
     "model=toy,convnet": "write -m for a sweep over its values",
     "seed=range(3)": SWEEP,
     "optimizer.lr=interval(0.01,0.1)": SWEEP,
     "-m optimizer.lr=interval(0.01,0.1)": "write hydra/sweeper=optuna",
-    "'optimizer.lr = 0.1'": "optimizer.lr = 0.1: write key=value without spaces around =",
-    "'seed=${oc.decode:${oc.env:X}}'": "write 'seed=\"${oc.decode:${oc.env:X}}\"'",
+    "'optimizer.lr = 0.1'": "cannot be read; write key=value without spaces around =",
+    "'seed=${oc.decode:${oc.env:X}}'": "and put a text with any of ,[]{}'\" into quotes of its own",
     "'seed=${oc.env:NOT_SET_X}'": "seed: the environment variable NOT_SET_X is not set",
     "train.epochs=null": "train.epochs (null) must be a whole number",
     "train.epochs=true": "train.epochs (true) must be a whole number",
@@ -137,12 +138,12 @@ ANSWERS = {
     "trackers=[mlflow,null]": "trackers ([mlflow,null]) must be a list of options",
     "~optimizer": "optimizer has no _target_",
     "~train.epochs": "train.epochs cannot be removed",
-    "model@x=toy": "write model=OPTION, without @",
+    "model@x=toy": "model takes no such override; write model=VALUE",
     "=3": "must be the name of an option",
     "hydra.job.nme=x": "did you mean hydra.job.name?",
-    "hydra/launcher=nope": "write sweep.parallel_jobs=N for jobs side by side",
-    "hydra/launcher=joblib -m seed=1,2": "write sweep.parallel_jobs=N for jobs side by",
-    "hydra.verbose=true": "hydra.verbose has no effect here; the tracebacks are in RUN/logs",
+    "hydra/launcher=nope": "options: basic, ddp_runner, slurm",
+    "hydra/launcher=joblib -m seed=1,2": "options: basic, ddp_runner, slurm",
+    "hydra.verbose=true": "hydra.verbose and hydra.job.chdir are not for this program",
     "hydra.run.dir=": "hydra.run.dir is empty; write hydra.run.dir=FOLDER, or leave it out",
     "world_size=1,2": "write -m for a sweep over its values, or world_size=VALUE for one run",
     "tags=a,b": "write -m for a sweep over its values, or tags=[ONE,OTHER] for a list",
@@ -236,6 +237,9 @@ def test_what_cannot_be_explained_keeps_its_first_line() -> None:
     assert str(user_error(rejected.value, broken)) == UNKNOWN
     assert user_error(ZeroDivisionError("ours")) is None
     assert str(user_error(OSError(28, "No space left on device"))).startswith("No space left on")
+    odd = OmegaConfBaseException("an error that is its own cause, as in a debugger")
+    odd.__cause__ = odd
+    assert str(user_error(odd)) == "an error that is its own cause, as in a debugger"
     parts = {28: "TMPDIR", 24: "ulimit -n", 2: "the current folder is gone", 13: "make it readable"}
     for number, part in parts.items():
         assert part in str(user_error(OSError(number, "reason")))

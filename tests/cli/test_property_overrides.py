@@ -32,10 +32,10 @@ from properties import assert_one_line, examples
 import ddp_runner.cli.app
 import ddp_runner.launch.launcher
 import ddp_runner.sweep.local
-from ddp_runner.cli.command_line import dotted_keys
-from ddp_runner.cli.compose import register, validate_files
-from ddp_runner.cli.hydra_adapter import ROOT_CONFIG
-from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.command import dotted_keys
+from ddp_runner.cli.compose import ROOT_CONFIG, register
+from ddp_runner.cli.messages import user_error
+from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve

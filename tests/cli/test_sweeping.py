@@ -1,5 +1,6 @@
-"""The jobs of a sweep are composed as Hydra composes them, tens of times sooner."""
+"""The jobs of a sweep are composed and planned as Hydra and a command alone do it, much sooner."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from configs import LAPTOP
 from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
@@ -17,11 +19,14 @@ from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from tiers import first_of
 
 from ddp_runner.cli import sweeping
-from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import compose, register
-from ddp_runner.cli.hydra_adapter import ROOT_CONFIG
-from ddp_runner.cli.sweeping import job_composer
+from ddp_runner.cli.command import parse
+from ddp_runner.cli.compose import ROOT_CONFIG, register
+from ddp_runner.cli.messages import user_error
+from ddp_runner.cli.plan import Invocation, compose, plan
+from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.job import Job
+from ddp_runner.sweep.layout import JobHardware
 
 GRIDS = (
     "optimizer.lr=0.1 model=toy_slow ++train.added=3 +model.extra={a:1}",
@@ -53,8 +58,11 @@ def test_a_job_is_composed_as_hydra_composes_it(tmp_path: Path, overrides: str) 
         "hydra.sweep.subdir='${hydra:job.num}'",
     )
     with grid_loader(*common) as (loader, composed):
-        compose_job = partial(job_composer(parse(common), composed), number=3)
-        for job in (["seed=7"], overrides.split(), ["seed=8", "train.epochs=9"]):
+        jobs = Jobs(composed, Invocation(parse(common), None, 0.0, {}))
+        compose_job = partial(jobs.compose, number=3)
+        before = (["seed=7"], ["seed=9"])
+        after = (["seed=8", "train.epochs=9"], ["seed=6", "train.epochs=4"], ["seed=1"])
+        for job in (*before, overrides.split(), *after):
             expected, fault = outcome(partial(loader.load_sweep_config, composed), job)
             found, own_fault = outcome(compose_job, job)
             assert own_fault == fault
@@ -78,12 +86,87 @@ def test_the_options_of_groups_are_composed_once_for_all_jobs(
     command = parse(["-m", "model=toy"])
     reads = Mock(side_effect=sweeping.compose_config)
     monkeypatch.setattr(sweeping, "compose_config", reads)
-    compose_job = job_composer(command, compose(command))
+    compose_job = Jobs(compose(command), Invocation(command, None, 0.0, {})).compose
     for seed, optimizer, model in product(range(25), ("sgd", "adam"), ("toy", "convnet")):
         words = [f"seed={seed}", f"optimizer={optimizer}", f"model={model}"]
         job = compose_job(words, seed)
         assert (job.seed, job.model.name, job.hydra.job.num) == (seed, model, seed)
     assert reads.call_count == 4
+
+
+SHAPES = (
+    # What is common to the jobs, and a value of each for every job.
+    ("model=convnet", ["dataset.num_samples=64 seed=1", "dataset.num_samples=128 seed=2"]),
+    ("model=toy parallelism=fsdp world_size=2", ["train.precision=bf16", "train.precision=fp32"]),
+    ("model=toy data_root=${oc.env:MINE}", ["seed=1", "optimizer.lr=5", "seed=2",
+                                            "optimizer.lr=-1"]),
+    ("model=toy", ["name=Secret-1", "name=null", "name='a,b'", "tags=[x]", "tags=[y,z]"]),
+    ("model=toy notes=${user.x}-${hydra:job.num} +user.x=0", ["seed=3", "seed=4"]),
+    ("model=toy", ["user.x=${seed}", "+user.y=3", "params.groups=[{match:a,lr:1}]",
+                   "params.groups=[{match:b,lr:2}]", "params.groups=[3]", "train.epochs=x"]),
+    ("model=toy +user.x=1", ["user.x=2", "user.x={a:1}", "user.x=[1]", "user.x=null"]),
+    ("experiment=cosine", ["optimizer=adam optimizer.lr=0.1", "optimizer=adam optimizer.lr=0.2"]),
+    ("task=collectives world_size=2", ["collectives.ops=[all_reduce]", "collectives.ops=[3]",
+                                      "collectives.ops=[broadcast]", "train.epochs=3"]),
+    ("model=toy", ["optimizer._target_=torch.optim.Adam optimizer.lr=0.1",
+                   "optimizer._target_=torch.optim.SGD optimizer.lr=0.2"]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("common", "jobs"), first_of(SHAPES, num_quick=4))
+def test_a_job_is_planned_as_its_command_alone(
+    common: str, jobs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it has in common with the jobs before it: the same job, or the same error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINE", str(tmp_path))
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults: [override /scheduler: cosine]\noptimizer: {lr: 0.3}\n"
+    (tmp_path / "conf" / "experiment" / "cosine.yaml").write_text(text)
+    words = ["--config-dir=conf", *common.split()]
+    of_sweep = Jobs(
+        compose(parse(words)), sweep := Invocation(parse([*words, "-m"]), None, 0.0, {})
+    )
+    for number, job in enumerate([*jobs, *jobs[::-1]]):
+        command = parse([*words, *shlex.split(job, posix=False)])
+        alone = Invocation(command, None, 0.0, {})
+        task_words = [str(one.input_line) for one in command.overrides]
+
+        def by_sweep(task_words: list[str] = task_words, number: int = number) -> Job:
+            composed = of_sweep.compose(task_words, number)
+            return of_sweep.plan(composed, lambda _: JobHardware(LAPTOP))
+
+        def by_itself(alone: Invocation = alone, number: int = number) -> Job:
+            composed = compose(alone.command)
+            with open_dict(composed):
+                composed.hydra.job.num = number
+            return plan(composed, LAPTOP, alone)
+
+        assert _described(by_sweep) == _described(by_itself), job
+    assert sweep.warnings == ()
+
+
+def test_a_job_gets_no_secret_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is hidden and what is written follow from each job's own keys."""
+    monkeypatch.setenv("FIRST", "secret-one")
+    monkeypatch.setenv("SECOND", "secret-two")
+    command = parse(["-m", "model=toy", "+user.which=FIRST", "notes='${oc.env:${user.which}}'"])
+    jobs = Jobs(compose(command), Invocation(command, None, 0.0, {}))
+    for number, (name, value) in enumerate(
+        [("FIRST", "secret-one"), ("SECOND", "secret-two"), ("FIRST", "secret-one")]
+    ):
+        words = [str(one.input_line) for one in command.overrides]
+        composed = jobs.compose([*words, f"user.which={name}"], number)
+        job = jobs.plan(composed, lambda _: JobHardware(LAPTOP))
+        assert (job.config.notes, job.secrets.values) == (value, {value: f"${{oc.env:{name}}}"})
+        assert job.secrets.written(job.config).notes == "${oc.env:${user.which}}"
+
+
+def _described(make: Callable[[], Job]) -> object:
+    try:
+        return make()
+    except Exception as error:
+        return str(user_error(error))
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from configs import LAPTOP, config_error, resolved
 
-from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import Invocation, compose, plan, plan_at
+from ddp_runner.cli.command import parse
+from ddp_runner.cli.plan import Invocation, compose, plan, plan_at
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.fields import walk
 from ddp_runner.config.identity import UNCOUNTED, config_hash, only_used

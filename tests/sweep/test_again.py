@@ -14,9 +14,9 @@ from run_folders import last_step, metrics, record, run_dirs
 from sweeps import only_sweep, statuses, table_row
 from tiers import first_of
 
-from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import compose
-from ddp_runner.cli.sweeping import job_composer
+from ddp_runner.cli.command import parse
+from ddp_runner.cli.plan import Invocation, compose
+from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.identity import config_hash
@@ -156,7 +156,7 @@ def test_a_folder_with_a_run_of_another_config_is_left_alone(tmp_path: Path) -> 
             overrides=(),
             read=lambda words: [],
             common=common,
-            compose=job_composer(command, common),
+            compose=Jobs(common, Invocation(command, None, 0.0, {})).compose,
             name_of=lambda composed: f"seed={composed.seed}",
             plan=lambda composed, _: Job(
                 resolved("model=toy", f"seed={composed.seed}")[0], 0.0, {}

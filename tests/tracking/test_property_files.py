@@ -23,7 +23,7 @@ from texts import csv_text
 
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest
 from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
-from ddp_runner.cli.hydra_errors import user_error
+from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.resume import resumed_overrides, with_resumed
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.formats import FORMATS

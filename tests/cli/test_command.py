@@ -7,9 +7,9 @@ import pytest
 from configs import LAPTOP
 
 from ddp_runner.cli.app import main
-from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import Invocation, compose, is_sweep, job_folder, plan
-from ddp_runner.cli.hydra_adapter import compose_config
+from ddp_runner.cli.command import parse
+from ddp_runner.cli.compose import compose_config
+from ddp_runner.cli.plan import Invocation, compose, is_sweep, job_folder, plan
 from ddp_runner.errors import UserError
 
 

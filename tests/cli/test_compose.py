@@ -11,14 +11,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
-from ddp_runner.cli.command_line import parse
-from ddp_runner.cli.compose import compose
-from ddp_runner.cli.hydra_adapter import (
-    opened,
-    parse_options,
-    quoted,
-    run_hydra,
-)
+from ddp_runner.cli.command import parse
+from ddp_runner.cli.compose import opened, parse_options, quoted, run_hydra
+from ddp_runner.cli.plan import compose
 
 
 def test_the_parser_has_every_option_that_is_read() -> None:

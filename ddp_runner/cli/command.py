@@ -2,7 +2,7 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.cli.hydra_adapter import compose_config, literal, parse_options, quoted
+from ddp_runner.cli.compose import (
+    compose_config,
+    group_folders,
+    literal,
+    own_folders,
+    parse_options,
+    quoted,
+)
 from ddp_runner.cli.resume import resumed_overrides
-from ddp_runner.config.schema import CONFIG_DIR, RUNNER_KEYS
-from ddp_runner.config.signatures import source_keywords
+from ddp_runner.config.schema import RUNNER_KEYS
 from ddp_runner.errors import UserError, nearest
 
 # Words of other programs for the last part of a key of this program.
@@ -138,25 +144,22 @@ def _key_by_key(overrides: Sequence[str]) -> list[str]:
 
 def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> None:
     """Reject what Hydra has no option for, often a key, and options that do not fit a run."""
-    if parsed.experimental_rerun is not None:
+    if (parsed.experimental_rerun, parsed.config_name, parsed.config_path) != (None, None, None):
         raise UserError(
-            "--experimental-rerun reads a pickled config, which a run never leaves; write "
-            "resume=RUN_FOLDER to go on with a run"
+            "--experimental-rerun, --config-name and --config-path are not for this program; give "
+            "your own groups by --config-dir=FOLDER, and to continue a run write resume=RUN_FOLDER"
         )
-    if parsed.config_name is not None or parsed.config_path is not None:
+    folder = parsed.config_dir
+    if folder is not None and not (folder and Path(folder).is_dir()):
         raise UserError(
-            "--config-name and --config-path are not for this program; give your own groups by "
-            "--config-dir=FOLDER"
+            f"--config-dir ({folder}): there is no such folder; write --config-dir=FOLDER, or "
+            "leave it out"
         )
     if sum(bool(re.match(r"--config-d|-cd(=|$)", one)) for one in arguments) > 1:
         raise UserError(
-            f"--config-dir is given twice, and {parsed.config_dir} would replace the other one; "
+            f"--config-dir is given twice, and {folder} would replace the other one; "
             "give one of them by 'hydra.searchpath=[file:///FOLDER]'"
         )
-    if parsed.config_dir == "":
-        raise UserError("--config-dir is empty; write --config-dir=FOLDER, or leave it out")
-    if parsed.config_dir is not None and not Path(parsed.config_dir).is_dir():
-        raise UserError(f"--config-dir: there is no folder {Path(parsed.config_dir).absolute()}")
     modes = (parsed.cfg, parsed.info, parsed.shell_completion, parsed.multirun, parsed.run)
     if sum(map(bool, modes)) > 1:
         raise UserError(
@@ -182,16 +185,8 @@ def known_keys(arguments: Sequence[str]) -> list[str]:
     """
     for given in (arguments, ()):
         with suppress(Exception):  # the command's own error is reported; this is about a hint only
-            return list(dotted_keys(OmegaConf.to_container(_compose_groups(given))))
+            return list(dotted_keys(OmegaConf.to_container(compose_groups(given))))
     return []
-
-
-def taken_keys(arguments: Sequence[str], group: str) -> Collection[str]:
-    """Return the keywords of what a group's ``_target_`` names, as its source says."""
-    with suppress(Exception):
-        target = OmegaConf.select(_compose_groups(arguments), f"{group}._target_")
-        return source_keywords(str(target)) or ()
-    return ()
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
@@ -212,23 +207,7 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
     return nearest(key, known, cutoff=0.8) or " or ".join(same_name) or None
 
 
-def own_folders(config_dir: str | None, overrides: Sequence[Override]) -> list[str]:
-    """Return the URLs of the user's own groups: --config-dir, then hydra.searchpath."""
-    # Not as_uri, since Hydra does not decode %20.
-    folders = [f"file://{Path(config_dir).absolute()}"] if config_dir else []
-    for override in overrides:
-        if override.key_or_group == "hydra.searchpath":
-            value = override.value()
-            folders += map(str, value if isinstance(value, list) else [])
-    return folders
-
-
-def group_folders(urls: Sequence[str]) -> list[Path]:
-    """Return the folders that hold groups: the project's, and the user's own by their URLs."""
-    return [CONFIG_DIR, *(Path(url.removeprefix("file://")) for url in urls)]
-
-
-def _compose_groups(arguments: Sequence[str]) -> DictConfig:
+def compose_groups(arguments: Sequence[str]) -> DictConfig:
     """Compose only the groups of a command line; for a sweep, the first value of each."""
     parsed, _ = parse_options(arguments)
     written = [one for one in parsed.overrides if "=" in one]
