@@ -101,10 +101,11 @@ def run_ranks(job: Job, stop: StopRequests, trackers: ExitStack, folders: list[P
     if job.shows_header:
         print_line(starting_lines(job), stream=sys.stdout)
     machines = OneMachine(job) if job.config.launch.nnodes == 1 else Machines(job)
-    with_trackers = set[Path]()
+    with_trackers = set(folders)
 
     def claimed(folder: Path) -> None:
-        folders.append(folder)
+        if folder not in folders:
+            folders.append(folder)
         if group is not None and group.place == 0 and folder not in with_trackers:
             with_trackers.add(folder)
             trackers.enter_context(followed(job, RunDir(folder)))
