@@ -25,6 +25,9 @@ from ddp_runner.errors import UserError, in_yaml
 OURS = "ddp_runner"
 GROUP_EXAMPLE = "params.groups=[{match:head.*,lr:0.01}]"
 LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
+# Class names of errors, which tell a user nothing.
+EVALUATING = re.compile(r" \w+ while evaluating ")
+RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
 # What Hydra and OmegaConf say so that a user cannot act on it: a pattern of their message, and what
 # to print. The first match wins. test_mistakes.py has a command line for each.
 SENTENCES: tuple[tuple[str, str], ...] = (
@@ -106,7 +109,7 @@ def _own_words(chain: Sequence[BaseException]) -> str:
     """Return what a library says itself."""
     error = chain[0]
     if isinstance(error, OverrideParseException):
-        reason = str(error).partition("\nSee ")[0]
+        reason = EVALUATING.sub(": ", " ".join(str(error).partition("\nSee ")[0].split()))
         if reason.startswith("LexerNoViableAltException"):  # of the first character that it rejects
             reason = f"{error.override} cannot be read"
         return (
@@ -118,7 +121,7 @@ def _own_words(chain: Sequence[BaseException]) -> str:
     found = next((one for one in chain if isinstance(one, OmegaConfBaseException)), None)
     if found is None:
         return str(error) or "the command cannot be read; see --help"
-    reason = str(found).strip().partition("\n")[0]
+    reason = RESOLVING.sub("the interpolation fails: ", str(found).strip().partition("\n")[0])
     key = next(filter(None, (getattr(one, "full_key", None) for one in chain)), "")
     return reason if not key or key.startswith("_dummy_") else f"{key}: {reason}"  # Hydra's dummy
 

@@ -63,11 +63,12 @@ def validate_mode(config: Config) -> None:
             "leave world_size out, or write parallelism=ddp"
         )
     parts = needs.num_replicas * (needs.model_ranks or 1)
-    if ranks < needs.min_ranks or ranks % parts:
+    least = max(needs.min_ranks, needs.num_servers + 1)  # a server needs a trainer
+    if ranks < least or ranks % parts:
         multiple = f", a multiple of {parts}," if parts > 1 else ""
         raise UserError(
-            f"parallelism={name} needs {needs.min_ranks} ranks or more{multiple} and world_size is "
-            f"{ranks}; write world_size={max(needs.min_ranks, -(-ranks // parts) * parts)}"
+            f"parallelism={name} needs {least} ranks or more{multiple} and world_size is "
+            f"{ranks}; write world_size={max(least, -(-ranks // parts) * parts)}"
         )
     # A function of the user's own places its modules itself.
     if stages != needs.devices_per_rank and not has_own_loop(config.task):

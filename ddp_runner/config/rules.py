@@ -23,7 +23,8 @@ from ddp_runner.errors import UserError
 
 OFFLINE = "ddp_runner.data.sources.offline."  # datasets that are generated or bundled
 MLFLOW = "ddp_runner.tracking.trackers.mlflow.MLflow"
-TAG = re.compile(r"[\w:-][\w .:-]{0,63}")  # W&B's limit; MLflow's names have no empty part
+# W&B's limit; MLflow's names have no empty part, and our tracker and MLflow itself have tags there.
+TAG = re.compile(r"(?!(?:mlflow|ddp_runner|version)\.)[\w:-][\w .:-]{0,63}")
 
 
 def validate_config(config: Config, *, chosen: Collection[str]) -> None:
@@ -43,8 +44,9 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
         )
     if odd := [tag for tag in config.tags if not TAG.fullmatch(tag)]:
         raise UserError(
-            f"tags ({odd[0]}): a tag is up to 64 letters, digits and any of _ - : . and spaces; "
-            "write tags=[baseline,lr-study]"
+            f"tags ({odd[0]}): a tag is up to 64 letters, digits and any of _ - : . and spaces, "
+            "and begins with none of mlflow., ddp_runner. and version.; write "
+            "tags=[baseline,lr-study]"
         )
     validate_task(config, chosen=chosen)
     validate_monitors(config)

@@ -110,6 +110,12 @@ def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
 def _validate_functions(config: Config) -> None:
     """Reject a loss, a training step or a function of a task that does not exist."""
     loss, step = config.model.get("loss"), config.train.step
+    for key, words in (
+        ("blocks", config.model.get("blocks") or []),
+        ("tensor_parallel", (config.model.get("tensor_parallel") or {}).values()),
+    ):
+        for word in words:
+            validate_kind(f"model.{key}", word, str)
     if isinstance(loss, str):
         _known("model.loss", loss)
     if isinstance(step, Mapping):
@@ -153,7 +159,8 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
             others = {*taken, *read} - GIVEN.get(key, set())
             raise unknown_key(name, key, target=target, known=others)
         kind = kinds.get(name)
-        if kind is not None and value is not None:
+        is_built = isinstance(value, Mapping) and "_target_" in value  # its kind is not known
+        if kind is not None and value is not None and not is_built:
             validate_kind(f"{key}.{name}", value, kind)
         if target.startswith(WITHOUT_NEGATIVES) and type(value) in (int, float):
             validate_value(f"{key}.{name}", value, GROUP_KEYS.get(f"{key}.{name}", NOT_NEGATIVE))

@@ -5,12 +5,12 @@ import fcntl
 import ipaddress
 import json
 import math
-import select
 import socket
 import struct
 import threading
 import time
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +142,16 @@ class Link:
             OSError: the other end is gone.
             ValueError: it does not speak as a launcher does.
         """
-        if not select.select([self.socket], [], [], timeout_s)[0]:
+        if not wait([self.socket], timeout_s):  # select() takes no descriptor above 1023
             return []
         data = self.socket.recv(MOST_BYTES)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if not data or len(self._rest) > MOST_BYTES:
             raise ConnectionResetError("the connection was closed")
-        messages = [json.loads(line) for line in lines]
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError("a message is nested too deeply") from error
         self.heard_at = time.monotonic()
         return messages
 

@@ -176,8 +176,12 @@ def children() -> set[int]:
     return {pid for pid, parent in _parents().items() if parent == os.getpid()}
 
 
-def end_descendants(own: Collection[int]) -> None:
-    """Kill the fork server's children, those of this process but its own, and all below."""
+def end_descendants(own: Collection[int], *, spares_trackers: bool = True) -> None:
+    """Kill the fork server's children, those of this process but its own, and all below.
+
+    A tracker that still sends is spared. A copy that it has forked looks the same, so whoever has
+    waited for the trackers spares none but its own.
+    """
     deadline, server = time.monotonic() + LIMIT_S, _SERVER._forkserver_pid
     spared = {*own, server, _TRACKER._pid}  # either may be new
     while time.monotonic() < deadline:
@@ -186,7 +190,11 @@ def end_descendants(own: Collection[int]) -> None:
             pid
             for pid, parent in parents.items()
             if parent == server
-            or (parent == os.getpid() and pid not in spared and not _is_tracker(pid))
+            or (
+                parent == os.getpid()
+                and pid not in spared
+                and not (spares_trackers and _is_tracker(pid))
+            )
         }
         if not found:
             break

@@ -3,10 +3,11 @@
 import os
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ddp_runner.errors import listed
+from ddp_runner.errors import UserError, counted, listed
 from ddp_runner.job import Failure, Job
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -59,6 +60,29 @@ class Group:
             {"RANK": rank, "LOCAL_RANK": rank % self.num_ranks} for rank in self.ranks(self.place)
         ]
         return [{key: str(value) for key, value in {**shared, **one}.items()} for one in own]
+
+
+def equal_ranks(machines: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many ranks each machine starts.
+
+    Raises:
+        UserError: two machines do not fit together; both are named.
+    """
+    first = next((one for one in machines if one["num_ranks"]), machines[0])
+    numbers = dict[int | None, str]()
+    for one in machines:
+        if one["num_ranks"] not in (None, first["num_ranks"]):
+            raise UserError(
+                f"{first['host']} starts {counted(first['num_ranks'], 'rank')} and {one['host']} "
+                f"{one['num_ranks']}; give each machine the same launch.nproc_per_node"
+            )
+        if one["number"] is not None and one["number"] in numbers:
+            raise UserError(
+                f"{numbers[one['number']]} and {one['host']} both have "
+                f"launch.node_rank={one['number']}; give each machine its own number, or none"
+            )
+        numbers[one["number"]] = one["host"]
+    return first["num_ranks"] or 1  # no machine knows: none has the run, and the ranks say so
 
 
 class OneMachine:

@@ -9,24 +9,30 @@ last ``over`` or ``verdict``: the failure that came first. Where a machine canno
 """
 
 import math
-import select
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import wait
 from typing import Any
 
 from ddp_runner.config.sections import LaunchConfig, meeting_place
-from ddp_runner.errors import UserError, counted
+from ddp_runner.errors import UserError
 from ddp_runner.host.network import SILENT_S, Link, is_loopback
 from ddp_runner.job import Failure
-from ddp_runner.launch.group import Group
+from ddp_runner.launch.group import Group, equal_ranks
 from ddp_runner.launch.ranks import SAVING_FACTOR
 
 PAUSE_S = 0.1  # between two looks at what is due
 ENDING_S = 15.0  # for a machine to end its ranks; longer if they are saving
+MOST_STRANGERS = 64  # connections that have not joined, such as those of a port scanner
+JOINED = {  # what a ``join`` says
+    **{"host": str, "nnodes": int, "rdzv_id": str, "number": int | None},
+    **{"num_ranks": int | None, "sees_run": bool, "serves": bool, "port": int},
+}
+FAILED = {"rank": int, "kind": str, "sentence": str, "traceback": str, "time_ns": int}
 
 
 @dataclass(eq=False)
@@ -37,7 +43,8 @@ class Machine:
     address: str
     joined: Mapping[str, Any] = field(default_factory=dict)  # what its ``join`` says
     state: str = "new"  # then waiting, running, and ended, failed, refused or gone
-    failure: Failure | None = None
+    failure: Failure | None = None  # in the attempt
+    came_at: float = field(default_factory=time.monotonic)
 
 
 class Hub:
@@ -55,11 +62,12 @@ class Hub:
         self._machines_of_attempt: list[Machine] = []  # in the order of their ranks
         self._group: Group | None = None  # of the attempt
         self._failed_at: float | None = None
-        self._is_closed = False
+        self.is_leaving = self._is_closed = False
         threading.Thread(target=self._serve, name="hub", daemon=True).start()
 
     def close(self, *, within_s: float) -> None:
         """End once the machines have read the last word, which the end would take away."""
+        self.is_leaving = True
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline and any(
             one.state in ("ended", "failed", "refused") for one in list(self._machines)
@@ -68,25 +76,40 @@ class Hub:
         self._is_closed = True
 
     def _serve(self) -> None:
-        while not self._is_closed:
-            sockets = {one.link.socket: one for one in self._machines}
-            for ready in select.select([self._listener, *sockets], [], [], PAUSE_S)[0]:
-                if ready in sockets:
-                    self._hear(sockets[ready])
-                    continue
-                with suppress(OSError):  # it has left already
-                    connection, address = self._listener.accept()
-                    self._machines.append(Machine(Link(connection), str(address[0])))
-            if self._group is None:
-                self._form()
-            else:
-                self._judge(self._group)
-            missing = self._launch.nnodes - len(self._waiting()) if self._group is None else 0
-            for one in self._machines:
-                if one.joined:  # before that it would count itself among the missing
-                    one.link.beat(max(0, missing))
-        for connection in (self._listener, *(one.link.socket for one in self._machines)):
-            connection.close()
+        try:
+            while not self._is_closed:
+                self._look()
+        finally:  # whatever has happened, the machines must not wait for this thread
+            for connection in (self._listener, *(one.link.socket for one in self._machines)):
+                connection.close()
+
+    def _look(self) -> None:
+        sockets = {one.link.socket: one for one in self._machines}
+        for ready in wait([self._listener, *sockets], PAUSE_S):
+            if ready in sockets:
+                self._hear(sockets[ready])
+                continue
+            with suppress(OSError):  # it has left already
+                connection, address = self._listener.accept()
+                self._machines.append(Machine(Link(connection), str(address[0])))
+        self._drop_strangers()
+        if self._group is None:
+            self._form()
+        else:
+            self._judge(self._group)
+        missing = self._launch.nnodes - len(self._waiting()) if self._group is None else 0
+        for one in self._machines:
+            if one.joined:  # before that it would count itself among the missing
+                one.link.beat(max(0, missing))
+
+    def _drop_strangers(self) -> None:
+        """Close what has connected and does not join, before it uses up the descriptors."""
+        strangers = [one for one in self._machines if one.state == "new"]
+        newest = strangers[-MOST_STRANGERS:]
+        for one in strangers:
+            if one not in newest or time.monotonic() > one.came_at + SILENT_S:
+                one.link.socket.close()
+                self._machines.remove(one)
 
     def _hear(self, machine: Machine) -> None:
         try:
@@ -100,7 +123,7 @@ class Hub:
 
     def _take(self, machine: Machine, word: str, value: Any) -> None:
         if word == "join":
-            machine.joined, machine.state, machine.failure = value, "waiting", None
+            machine.joined, machine.state = typed_fields(value, JOINED), "waiting"
             nnodes, rule = self._launch.nnodes, ""
             if value["nnodes"] != nnodes:
                 rule = f"launch.nnodes is {value['nnodes']} here and {nnodes}"
@@ -109,8 +132,10 @@ class Hub:
             if rule:
                 fix = "start the same command on each machine"
                 self._refuse(machine, f"{rule} where the machines meet; {fix}")
+        elif machine not in self._machines_of_attempt:
+            return
         elif word == "failed":
-            machine.failure, machine.state = Failure(**value), word
+            machine.failure, machine.state = Failure(**typed_fields(value, FAILED)), word
         elif word == "ended":
             machine.state = word
             self._tell(word)
@@ -129,8 +154,19 @@ class Hub:
         ]
 
     def _form(self) -> None:
-        """Begin an attempt once all machines have come."""
-        machines = self._waiting()[: self._launch.nnodes]
+        """Begin an attempt once all machines have come.
+
+        Those of the attempt before come first: they have the run, and spare ones would begin
+        another. So those that have just ended or failed come again, or leave, before it begins.
+        """
+        earlier = self._machines_of_attempt
+        are_leaving = [one for one in earlier if one.state in ("ended", "failed")]
+        if self.is_leaving or any(
+            one in self._machines and not one.link.is_silent() for one in are_leaving
+        ):
+            return
+        waiting = sorted(self._waiting(), key=lambda one: one not in earlier)
+        machines = waiting[: self._launch.nnodes]
         if len(machines) < self._launch.nnodes:
             return
         machines.sort(key=_order)
@@ -148,7 +184,7 @@ class Hub:
         self._group = Group(hosts, 0, num_ranks, address, first.joined["port"])
         self._machines_of_attempt, self._failed_at = machines, None
         for place, one in enumerate(machines):
-            one.state = "running"
+            one.state, one.failure = "running", None
             one.link.send("group", asdict(replace(self._group, place=place)))
 
     def _judge(self, group: Group) -> None:
@@ -159,7 +195,7 @@ class Hub:
             self._group = None
             for one in self._machines:  # also a spare one that waits for a place
                 one.link.send("over")
-        elif self._failed_at is None and any(one.state in ("failed", "gone") for one in machines):
+        elif self._failed_at is None and (failures or any(one.state == "gone" for one in machines)):
             self._failed_at = time.monotonic()
             self._tell("end", any(one.is_timeout for one in failures))
         elif self._failed_at is not None:
@@ -172,6 +208,20 @@ class Hub:
                 return
             self._tell("verdict", asdict(first_failure(group, machines)))
             self._group = None
+
+
+def typed_fields(value: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a message, which may come from anybody.
+
+    Raises:
+        TypeError: one has another type.
+        KeyError: one is missing.
+    """
+    fields = {name: value[name] for name in kinds}
+    for name, kind in kinds.items():
+        if not isinstance(fields[name], kind):
+            raise TypeError(f"{name} is {fields[name]!r}")
+    return fields
 
 
 def first_failure(group: Group, machines: Sequence[Machine]) -> Failure:
@@ -192,29 +242,6 @@ def first_failure(group: Group, machines: Sequence[Machine]) -> Failure:
         "killed, or the network to it is down"
     )
     return Failure(rank=group.ranks(lost[0])[0], kind="machine", sentence=sentence)
-
-
-def equal_ranks(machines: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many ranks each machine starts.
-
-    Raises:
-        UserError: two machines do not fit together; both are named.
-    """
-    first = next((one for one in machines if one["num_ranks"]), machines[0])
-    numbers = dict[int | None, str]()
-    for one in machines:
-        if one["num_ranks"] not in (None, first["num_ranks"]):
-            raise UserError(
-                f"{first['host']} starts {counted(first['num_ranks'], 'rank')} and {one['host']} "
-                f"{one['num_ranks']}; give each machine the same launch.nproc_per_node"
-            )
-        if one["number"] is not None and one["number"] in numbers:
-            raise UserError(
-                f"{numbers[one['number']]} and {one['host']} both have "
-                f"launch.node_rank={one['number']}; give each machine its own number, or none"
-            )
-        numbers[one["number"]] = one["host"]
-    return first["num_ranks"] or 1  # no machine knows: none has the run, and the ranks say so
 
 
 def _order(machine: Machine) -> tuple[float, bool, bool]:

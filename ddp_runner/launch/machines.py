@@ -122,6 +122,8 @@ class Machines(OneMachine):
 
     def close(self) -> None:
         """Leave the others; the hub waits until they know how the run has ended."""
+        if self._hub is not None:
+            self._hub.is_leaving = True  # before it sees that this machine has left
         if self._link is not None:
             self._link.socket.close()
         if self._hub is not None:
@@ -180,7 +182,9 @@ class Machines(OneMachine):
 
     def _lose(self, link: Link, reason: str) -> None:
         link.socket.close()
-        self._link, self._reason, self.must_end = None, reason, True
+        self._link, self._reason = None, reason
+        # While it joins it has no ranks yet; and once the run is over, the hub may leave.
+        self.must_end = self._joined is not None and not self._is_over
 
     def _take(self, word: str, value: Any) -> None:
         self._has_met = True
@@ -188,11 +192,14 @@ class Machines(OneMachine):
             case "beat":
                 self._missing = value
             case "group":
-                self._joined = Group(**value)
+                # The end of an attempt may have come late, after this machine had joined again.
+                self.must_end = self.timed_out = self.has_ended = self._is_over = False
+                self._verdict, self._joined = None, Group(**value)
             case "ended":
                 self.has_ended = True
             case "end":
-                self.must_end, self.timed_out = True, value
+                self.timed_out = value
+                self.must_end = True  # last: the main thread then looks at the other
             case "verdict":
                 self._verdict = Failure(**value)
             case "over" if self._joined is None:  # a spare machine

@@ -77,6 +77,7 @@ class Ranks:
                 if not self.all_ended():
                     # Nobody waits for such a rank in a collective, where it would be noticed.
                     if time.monotonic() > late_at and (suspended := self.suspended()):
+                        self._wait_for_answers()  # another one may be saving
                         return stayed_suspended(suspended[0], self._job.config)
                 elif (is_over := machines.all_ended()) is not None:
                     return None if is_over else self.failed({}, peers_waited_in_vain=False)

@@ -206,7 +206,7 @@ def standing(run_dir: RunDir, *, server_time: Callable[[], float] = time.time) -
 def _ended(run_dir: RunDir, record: Mapping[str, Any], holder: tuple[int, str] | None) -> Standing:
     """Return how a run stands that no process runs: as its record says."""
     status = record.get("status")
-    if status in set(Status):
+    if isinstance(status, str) and status in set(Status):
         return Standing(str(status), record, holder=holder)
     fault = f"{run_dir.record} has no status that a run has: {status!r:.40}; restore or delete it"
     return Standing(DAMAGED, record, fault=fault)

@@ -43,7 +43,7 @@ def test_the_global_that_interpolations_ask_is_set_for_a_while() -> None:
 
 
 def test_an_error_has_the_key_and_the_value() -> None:
-    """``hydra_errors`` asks the exception for them, not its text."""
+    """``messages`` asks the exception for them, not its text."""
     with pytest.raises(HydraException) as raised:
         compose(parse(["train.epochs=many"]))
     cause = raised.value.__cause__

@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -360,3 +361,98 @@ def test_the_hub_stays_until_the_others_know_the_end(pair: list[Machines]) -> No
         assert not closing.done()
         pair[1].close()
         closing.result()
+
+
+JOIN = b'["join", {"nnodes": 2, "rdzv_id": "run"}]\n'
+STRANGE = {
+    "nested too deeply": b"[" * 200_000 + b"\n",
+    "a join without facts": JOIN,
+    "a join with wrong types": JOIN.replace(b"}", b', "number": "x", "port": 1}'),
+    "no JSON": b"GET / HTTP/1.0\r\n\r\n",
+    "no message": b'5\n"ab"\n[{}, {}]\n',
+    "an end of no machine": b'["failed", {"rank": 0}]\n["ended", null]\n',
+    "a line without an end": b"x" * 3_000_000,
+}
+
+
+@pytest.mark.parametrize("text", first_of(list(STRANGE.values()), num_quick=2))
+def test_what_strangers_send_does_not_disturb_the_hub(start: Start, text: bytes) -> None:
+    """Nobody is authenticated, so a port scanner may come before the other machines."""
+    first, met = start(0, serves=True)
+    assert first._hub is not None
+    with socket.create_connection(first._hub._listener.getsockname()) as stranger:
+        with suppress(OSError):  # the hub may close it first
+            stranger.sendall(text)
+        _, met_too = start(1)
+        assert met.result() is not None
+        assert met_too.result() is not None
+
+
+def test_connections_that_do_not_join_are_closed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest last: each takes a descriptor of the launcher."""
+    monkeypatch.setattr(hub, "MOST_STRANGERS", 2)
+    first, _ = start(0, serves=True)
+    assert first._hub is not None
+    with ExitStack() as stack:
+        place = first._hub._listener.getsockname()
+        strangers = [
+            stack.enter_context(socket.create_connection(place, timeout=10.0)) for _ in range(3)
+        ]
+        assert strangers[0].recv(1) == b""
+        monkeypatch.setattr(hub, "SILENT_S", 0.1)
+        assert strangers[2].recv(1) == b""
+
+
+def test_another_server_before_the_hub_ends_no_ranks(start: Start) -> None:
+    """Such as a proxy that accepts and closes while the hub is not there yet."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        second, met = start(1, endpoint=f"127.0.0.1:{port}")
+        server.accept()[0].close()
+        wait_for(lambda: second._reason == machines.OTHER_SERVER)
+    start(0, endpoint=f"127.0.0.1:{port}", serves=True)
+    assert met.result() is not None
+    assert not second.must_end
+
+
+def test_the_end_of_the_hub_ends_no_run_that_is_over(pair: list[Machines]) -> None:
+    """A launcher that was suspended reads both at once."""
+    first, second = pair
+    assert second.all_ended() is None
+    wait_for(first.all_ended)
+    first.close()
+    wait_for(lambda: second._link is None)
+    assert not second.must_end
+    assert second.all_ended()
+
+
+def test_spare_machines_do_not_begin_anew_while_the_others_restart(
+    pair: list[Machines], start: Start
+) -> None:
+    """They would begin another run: only the others know its folder."""
+    spares = [start(num_ranks=2)[0] for _ in pair]
+    wait_for(lambda: all(one._awaited().startswith("a place") for one in spares))
+    verdicts(pair, [failure("peer", rank=0), failure("crash", rank=2)])
+    time.sleep(0.5)
+    assert not any(one._joined for one in spares)
+    with ThreadPoolExecutor() as pool:
+        assert all(pool.map(lambda one: one.join(lambda: False), pair))
+
+
+def test_a_failure_is_known_of_a_machine_that_has_joined_again(
+    pair: list[Machines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did not hear the hub for a while, and goes on with its own failure."""
+    first, second = pair
+    monkeypatch.setattr(machines, "ANSWER_S", 0.0)
+    own = failure("crash", rank=2, sentence="rank 2 raised", at=1)
+    assert second.first_failure(own).kind == "crash"
+    monkeypatch.undo()
+    with ThreadPoolExecutor() as pool:
+        again = pool.submit(second.join, lambda: False)
+        assert first.first_failure(failure("peer", rank=0)).rank == 2
+        assert pool.submit(first.join, lambda: False).result() is not None
+        assert again.result() is not None
+    assert not second.must_end

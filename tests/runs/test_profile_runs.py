@@ -51,7 +51,7 @@ def test_a_profile_after_the_end_is_an_error_before_the_start(tmp_path: Path) ->
     """In a line, and nothing is left behind."""
     end = run_command(*TOY, "train.profile=17-19", folder=tmp_path)
     assert error_line(end) == (
-        "train.profile=17-19 traces the steps 17 to 19, and the run has 18; train longer, or name "
+        "train.profile=17-19 traces steps up to 19, and the run has 18; train longer, or name "
         "earlier steps: train.profile=FIRST-LAST"
     )
     assert end.run_dirs == []

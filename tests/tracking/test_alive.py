@@ -141,3 +141,9 @@ def test_the_logger_of_a_run_notes_how_far_it_is(tmp_path: Path) -> None:
             seen.append((own.doing, own.step, own.total_steps, own.epoch))
         logger.finish("completed", step=5, epoch=2)
     assert seen == [("starting", 4, 9, 3), ("running", 5, 9, 2), ("evaluating", 5, 9, 2)]
+
+
+def test_a_status_of_another_type_is_damage(tmp_path: Path) -> None:
+    """As any program may have written it."""
+    (tmp_path / "run.json").write_text(json.dumps({"status": []}))
+    assert alive.standing(RunDir(tmp_path)).status == alive.DAMAGED

@@ -150,7 +150,7 @@ def _end(trackers: Sequence[_Tracker], job: Job, run_dir: RunDir) -> None:
             one.process.wait(LIMIT_S)
         if has_begun and code not in (EXIT_COMPLETED, EXIT_REPORTED):
             one.warn(f"{lacks}; python -m {TRACKER} RUN {one.name} sends it")
-    end_descendants(own)  # what a tracker has left, in a session of its own
+    end_descendants(own, spares_trackers=False)  # what one has left, in a session of its own
 
 
 def _print_warning(sentence: str) -> None:

@@ -1,0 +1,40 @@
+"""Values whose kind an annotation gives, and numbers that may, or may not, be negative."""
+
+import pytest
+from configs import config_error
+
+from ddp_runner.config.validate import _validate_keys
+from ddp_runner.errors import UserError
+
+DATASET = "ddp_runner.data.sources.torch_dataset.TorchDataset"
+STEP = "torch.optim.lr_scheduler.StepLR"
+
+
+def test_right_values_are_valid() -> None:
+    """A value that is built is of any kind, and a mean may be negative."""
+    built = {"_target_": "my_package.computed"}
+    _validate_keys({"_target_": STEP, "step_size": built, "last_epoch": -1}, "scheduler")
+    _validate_keys({"_target_": DATASET, "mean": -0.5}, "dataset")
+    with pytest.raises(UserError, match="must be a whole number"):
+        _validate_keys({"_target_": STEP, "step_size": {"a": 1}}, "scheduler")
+
+
+def test_torch_would_take_a_negative_number() -> None:
+    """So the rule is ours."""
+    assert "optimizer.dampening (-3)" in config_error(
+        "optimizer=momentum", "optimizer.dampening=-3"
+    )
+
+
+def test_a_server_needs_a_trainer() -> None:
+    """Whatever the mode says."""
+    words = ("parallelism=ps", "parallelism.needs.min_ranks=1", "world_size=1")
+    assert "write world_size=2" in config_error(*words)
+
+
+@pytest.mark.parametrize(
+    "word", ["tags=[mlflow.runName]", "tags=[ddp_runner.run]", "+model.blocks=[1]"]
+)
+def test_what_would_fail_later_is_invalid(word: str) -> None:
+    """In one line, before a rank starts."""
+    assert "must be a text" in config_error(word) or "begins with none" in config_error(word)
