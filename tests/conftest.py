@@ -20,6 +20,7 @@ import pytest
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 OF_GPUS = ("gpu", "multi_gpu", "simgpu")  # marks
 MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+LONG_TABLE, EVERY = 5, 3  # of a table of so many `full` cases or more, one in three stays so
 GRACE_S = 60.0  # at most: a thread or process may take a while to end
 
 
@@ -39,8 +40,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = ""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files: of those that begin last, one would run alone at the end."""
+    """Leave most cases of a long table to the tier `slow`, and begin with the longest files.
+
+    Of those that begin last, one would run alone at the end.
+    """
+    tables = dict[tuple[Path, str], list[pytest.Item]]()
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "full" in marks and not marks & {"slow", *OF_GPUS[:2]}:
+            tables.setdefault((item.path, getattr(item, "originalname", "")), []).append(item)
+    for cases in tables.values():
+        if len(cases) >= LONG_TABLE:
+            for number, case in enumerate(cases):
+                if number % EVERY:
+                    case.add_marker(pytest.mark.slow)
     longest = {
         *("test_exact_resume.py", "test_meetings.py", "test_new_project.py", "test_parity.py"),
         *("test_restarts.py", "test_runs.py", "test_slurm.py", "test_your_own.py"),

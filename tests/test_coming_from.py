@@ -114,6 +114,7 @@ def own_loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return done.run_dir
 
 
+@pytest.mark.slow
 def test_the_own_loop_equals_the_script(own_loop: Path, tmp_path: Path) -> None:
     """The same weights, bit for bit, and the same losses and accuracies on the way."""
     printed = run_program("torchrun_script", tmp_path)

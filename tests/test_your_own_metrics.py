@@ -35,6 +35,7 @@ def test_every_block_is_a_file_or_a_command() -> None:
         assert (block.path is None) == (block.language == "bash"), block
 
 
+@pytest.mark.slow
 def test_each_command_logs_its_metrics(ends: list[CommandResult]) -> None:
     """In metrics.jsonl, TensorBoard and run.json, the same numbers, on the terminal too."""
     expected = [

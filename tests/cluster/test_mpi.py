@@ -5,6 +5,7 @@ import shlex
 import signal
 from pathlib import Path
 
+import pytest
 from clusters import Network, needs, network
 from commands import RUNNER, background, wait_for, wait_for_end
 from pages import blocks
@@ -57,6 +58,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
             wait_for(lambda: not host.pids())
 
 
+@pytest.mark.slow
 def test_ranks_on_two_hosts_meet_where_the_command_says(tmp_path: Path) -> None:
     """Without an address, each host's first rank prints what to add."""
     line = documented(num_hosts=2)

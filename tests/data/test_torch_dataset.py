@@ -433,6 +433,7 @@ def test_nothing_of_torchvision_is_imported_for_prepared_samples() -> None:
     assert len(cached.train) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.real_data
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_ranks_of_another_launcher_evaluate(trained: Path, tmp_path: Path) -> No
     assert of_evaluation(metrics(tmp_path / EVALUATION)[0]) == own_evaluations(run_dir)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_an_evaluation_is_seen_to_evaluate(trained: Path, tmp_path: Path) -> None:
     """It takes no steps, so a reader of its heartbeat must not wait for any."""

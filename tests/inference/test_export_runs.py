@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(("args", "samples"), first_of(MODELS.values(), num_full=1), ids=MODELS)
 def test_programs_give_what_the_model_gives(

@@ -257,6 +257,7 @@ def in_memory():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_new_samples_need_no_targets_and_only_the_split_that_is_predicted(tmp_path: Path) -> None:
     """A tensor, a mapping, or tensors in memory; targets that are there are written."""

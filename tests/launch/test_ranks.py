@@ -108,6 +108,7 @@ if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("number", first_of([2, 1], num_full=0))
 def test_a_server_that_is_killed_while_ranks_start_is_named(tmp_path: Path, number: int) -> None:

@@ -127,6 +127,7 @@ def evaluations(folder: Path) -> dict[int, float]:
     return {line["step"]: line["eval/loss"] for line in metrics(folder) if "eval/loss" in line}
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_checkpoints_by_steps_keep_the_newest(sweep: CommandResult) -> None:
     """Every second step and the last are saved, the newest two are kept, the last is exported."""

@@ -137,6 +137,7 @@ def test_a_stopped_gan_goes_on(tmp_path: Path) -> None:
     assert (record(run)["status"], record(run)["step"]) == ("completed", STEPS)
 
 
+@pytest.mark.slow
 def test_a_swept_gan_is_compared_by_its_own_metrics(tmp_path: Path) -> None:
     """Without a train/loss: by what the function has logged, and without groups that it left."""
     swept = gan("-m", "world_size=1,2", "loop.epochs=1", "hydra.sweep.dir=sweep", folder=tmp_path)
@@ -278,6 +279,7 @@ def train(run):
 """
 
 
+@pytest.mark.slow
 def test_a_teacher_has_its_weights_on_all_ranks(tmp_path: Path) -> None:
     """And a batch that was looked at is not lost, nor do compiled modules export other names."""
     keys = ("model=toy", "train.epochs=1", "world_size=1")

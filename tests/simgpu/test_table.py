@@ -144,6 +144,7 @@ def wait_as_written(row: Row, path: Path, *, num_steps: int) -> None:
     assert waits.checkpoint == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", named(["single", "ddp_mp", "fsdp"], quick=[], slow=["single", "fsdp"])
 )

@@ -95,6 +95,7 @@ def test_fail_fast_and_max_failures_stop_a_sweep(setting: str, number: int, tmp_
     assert found == ["failed"] * number + ["queued"] * (3 - number)
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_an_edited_yaml_changes_no_job_that_waits(tmp_path: Path) -> None:
     """Every job is composed and frozen before the first one starts."""

@@ -92,6 +92,7 @@ def pieces(num_samples: int) -> list[Any]:
     return [MicroPlan(torch.tensor([index])) for index in range(num_samples)]
 
 
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(
     "keys", only("classes", {"metrics": (), "classes": ("dataset.num_classes=2",)})
