@@ -22,6 +22,7 @@ from ddp_runner.config.sections import SAMPLE
 from ddp_runner.config.targets import foreign_targets, package_of
 from ddp_runner.errors import UserError, in_yaml
 
+LISTS = ("packages", "files", "folders")  # the words of a block, beside KEY=VALUE
 # The extra of ddp-runner that brings a package: see pyproject.toml.
 EXTRAS = {
     **{"transformers": "text", "tokenizers": "text", "datasets": "hf", "torchdata": "streams"},
@@ -67,6 +68,13 @@ def _validate_block(owner: str, label: str, keys: Mapping[str, Any], root: Path)
             f"{owner}.requires ({in_yaml(block)}) must be a mapping with lists of names: packages: "
             "[PACKAGE], files: [KEY], folders: [KEY] and KEY=VALUE: [PACKAGE]"
         )
+    for word in block:
+        name, is_choice, _ = word.partition("=")
+        if word not in LISTS and not (is_choice and name in keys):
+            raise UserError(
+                f"{owner}.requires.{word} must be one of {', '.join(LISTS)}, or KEY=VALUE with a "
+                "KEY beside requires"
+            )
     for package in block.get("packages", ()):
         _validate_package(label, package)
     for name in block.get("files", ()):

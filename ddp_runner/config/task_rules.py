@@ -58,6 +58,12 @@ def validate_task(config: Config, *, chosen: Collection[str]) -> None:
             f"collectives.min_bytes ({sizes.min_bytes}) is greater than collectives.max_bytes "
             f"({sizes.max_bytes}); give both, the smaller as min_bytes"
         )
+    for key in ("ops", "dtypes", "reduce_ops"):
+        names = getattr(sizes, key)
+        if names is not None and (not names or len(set(names)) < len(names)):
+            raise UserError(
+                f"collectives.{key} ([{', '.join(names)}]) must name at least one, and none twice"
+            )
     if task in INFERENCE and config.inference.run is None and config.resume in (None, AUTO):
         raise UserError(f"task={task} takes the model of a run; write resume=RUN, or resume=last")
     if "inference.run" in chosen:

@@ -211,6 +211,8 @@ def test_sizes_grow_by_the_factor_and_end_at_the_largest(keys: str, sizes: list[
         ("dtypes=[float]", f"dtypes (float) must be among {', '.join(DTYPES)}; "
          "did you mean float64?"),
         ("reduce_ops=[avg]", f"reduce_ops (avg) must be among {', '.join(REDUCE_OPS)}"),
+        ("ops=[]", "ops ([]) must name at least one, and none twice"),
+        ("dtypes=[int8,int8]", "dtypes ([int8, int8]) must name at least one, and none twice"),
     ],
 )  # fmt: skip
 def test_invalid_settings_are_answered_in_one_line(overrides: str, message: str) -> None:

@@ -99,6 +99,13 @@ def test_a_block_of_another_form_is_one_line(block: str) -> None:
     assert "must be a mapping with lists of names" in sentence
 
 
+@pytest.mark.parametrize("word", ["package", "when"])
+def test_an_unknown_word_of_a_block_is_one_line(word: str) -> None:
+    """What it asks for would be looked for in vain otherwise."""
+    sentence = config_error("model=toy", f"+model.requires.{word}=[os]")
+    assert sentence.startswith(f"model.requires.{word} must be one of packages, files, folders,")
+
+
 def test_a_folder_that_is_downloaded_need_not_exist(tmp_path: Path) -> None:
     """But where the download is switched off, it must."""
     words = ("dataset=mnist", f"data_root={tmp_path}", "dataset.eval.download=false")
