@@ -101,11 +101,14 @@ def _renew(path: Path, fields: Mapping[str, Any]) -> None:
     """
     content = json.dumps(fields).encode()[:NUM_BYTES].ljust(NUM_BYTES - 1) + b"\n"
     with suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | NOFOLLOW, 0o644)
         try:
-            os.write(descriptor, content)
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | NOFOLLOW, 0o644)
+            try:
+                os.write(descriptor, content)
+            finally:
+                os.close(descriptor)
+        except OSError:  # a full disk that writes each block to a new place
+            os.utime(path, follow_symlinks=False)
 
 
 def read_heartbeat(path: Path) -> tuple[dict[str, Any], float | None]:

@@ -111,6 +111,22 @@ def test_a_heartbeat_that_cannot_be_written_raises_nothing(
         assert json.loads(path.read_text()) == {"doing": "before"}
 
 
+def test_on_a_full_disk_the_time_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no locks are, only the time tells another launcher that the run is alive."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / ".heartbeat"
+    path.write_text("{}")
+    os.utime(path, (1.0, 1.0))
+    monkeypatch.setattr(alive.os, "write", fail)
+    with Heartbeat().beating(path, started_at=0.0):
+        wait_for(lambda: (read_heartbeat(path) or ({}, 0.0))[1] > 1.0)
+
+
 @pytest.mark.parametrize("text", ["", "[1]", '{"doing": ', "\x00" * 20])
 def test_a_damaged_heartbeat_still_has_its_time(tmp_path: Path, text: str) -> None:
     """A kill or a full disk may leave anything."""
