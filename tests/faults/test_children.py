@@ -12,7 +12,7 @@ from pathlib import Path
 import own_trackers
 import psutil
 import pytest
-from commands import fork_server, wait_for, wait_for_end, wait_until_gone
+from commands import TIME_LIMIT_S, fork_server, wait_for, wait_for_end, wait_until_gone
 from injection import At, Fault, call_all, raise_error, send_launcher, wait_until
 from ranks import run_ranks
 from run_folders import record, scalars
@@ -170,9 +170,10 @@ def test_a_tracker_sends_what_is_left_after_its_run(tmp_path: Path, how: str) ->
     path = tmp_path / "calls"
     what = raise_error if "raises" in how else partial(send_launcher, signal.SIGKILL)
     has_begun = partial(wait_until, str(path), '"log"')
+    no_step = partial(time.sleep, TIME_LIMIT_S)  # else the run may end before its rank does
     end = run_training(
         tmp_path,
-        Fault(partial(call_all, has_begun, what), At(0, 11)),
+        Fault(partial(call_all, has_begun, what, no_step), At(0, 11)),
         args=(
             "world_size=1",
             "allowed_targets=[own_trackers]",
