@@ -14,9 +14,9 @@ from ddp_runner.data.batches import Batches
 from ddp_runner.data.splits import NUM_FIRST, MicroBatch
 from ddp_runner.parallelism.mode import Engine
 from ddp_runner.parallelism.shards import reshard
-from ddp_runner.profiling import AnyProfiler, NullProfiler
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
+from ddp_runner.train.profiler import AnyProfiler, NullProfiler
 from ddp_runner.train.progress import Progress
 from ddp_runner.train.same_data import Samples
 from ddp_runner.train.schedules import Schedule

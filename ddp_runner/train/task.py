@@ -7,7 +7,6 @@ from functools import partial
 
 from ddp_runner.errors import UserError, counted
 from ddp_runner.job import Status
-from ddp_runner.profiling import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.rank.records import Records, log_start
 from ddp_runner.rank.session import Session, note_start
 from ddp_runner.tracking.alive import ENDING
@@ -19,6 +18,7 @@ from ddp_runner.train.engine import engage
 from ddp_runner.train.export import export_best
 from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import train
+from ddp_runner.train.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.train.progress import early_stop_of, stop_reason
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState

@@ -19,11 +19,17 @@ def test_right_values_are_valid() -> None:
         _validate_keys({"_target_": STEP, "step_size": {"a": 1}}, "scheduler")
 
 
-def test_torch_would_take_a_negative_number() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("optimizer=momentum", "optimizer.dampening=-3"),
+        ("optimizer=muon", "optimizer.eps=-1"),
+        ("optimizer=asgd", "optimizer.t0=-1"),
+    ],
+)
+def test_torch_would_take_a_negative_number(words: tuple[str, str]) -> None:
     """So the rule is ours."""
-    assert "optimizer.dampening (-3)" in config_error(
-        "optimizer=momentum", "optimizer.dampening=-3"
-    )
+    assert f"{words[1].partition('=')[0]} (-" in config_error(*words)
 
 
 def test_a_server_needs_a_trainer() -> None:

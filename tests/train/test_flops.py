@@ -18,12 +18,12 @@ from train_states import TOY, Trace, build, compose_config, run_loop, with_work
 from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.profiling import NullProfiler
 from ddp_runner.train import flops
 from ddp_runner.train import metrics as step_metrics
 from ddp_runner.train.first_batch import try_first_batch
 from ddp_runner.train.flops import flops_per_sample, matmul_flops_per_s
 from ddp_runner.train.metrics import MEMORY
+from ddp_runner.train.profiler import NullProfiler
 from ddp_runner.train.step import Step
 
 CPU, LINEAR = torch.device("cpu"), 2 * 5 * 3 * 4  # a product of (5, 3) and (3, 4)

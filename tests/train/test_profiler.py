@@ -15,9 +15,9 @@ from ranks import run_ranks
 from tiers import first_of
 from train_states import Trace, build, compose_config, run_loop
 
-from ddp_runner import profiling
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.profiling import Profiler, has_steps_to_trace
+from ddp_runner.train import profiler
+from ddp_runner.train.profiler import Profiler, has_steps_to_trace
 
 # Eight steps in two epochs; an evaluation inside of each, and at its end.
 KEYS = ("model=toy", "dataset.num_samples=32", "batch.global_size=8", "train.epochs=2")
@@ -206,9 +206,9 @@ def test_memory_that_runs_out_is_explained(tmp_path: Path, monkeypatch: pytest.M
     """The history of the GPU's memory is written, if it was kept; another error writes none."""
     written = list[Path]()
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")  # so that it is restored
-    monkeypatch.setattr(profiling, "record_history", lambda: None)
-    monkeypatch.setattr(profiling, "dump_history", written.append)
-    monkeypatch.setattr(profiling.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(profiler, "record_history", lambda: None)
+    monkeypatch.setattr(profiler, "dump_history", written.append)
+    monkeypatch.setattr(profiler.dist, "get_rank", lambda: 3)
     for error in (torch.OutOfMemoryError("full"), ValueError("other")):
         own = Profiler(
             2,
