@@ -53,10 +53,7 @@ GROUP_KEYS: Mapping[str, Rule] = {
     # Numbers of our own classes and torch's schedulers are not negative, but these.
     **dict.fromkeys(("dataset.mean", "scheduler.last_epoch"), Rule()),
     # torch takes a negative one without a word.
-    **dict.fromkeys(
-        ("optimizer.dampening", "optimizer.ns_steps", "optimizer.eps", "optimizer.t0"),
-        Rule(least=0),
-    ),
+    **dict.fromkeys(("optimizer.dampening", "optimizer.ns_steps", "optimizer.t0"), Rule(least=0)),
     "trackers.wandb.mode": Rule(choices=(None, "online", "offline")),
     **dict.fromkeys(
         (

@@ -23,7 +23,7 @@ def test_right_values_are_valid() -> None:
     "words",
     [
         ("optimizer=momentum", "optimizer.dampening=-3"),
-        ("optimizer=muon", "optimizer.eps=-1"),
+        ("optimizer=muon", "optimizer.ns_steps=-1"),
         ("optimizer=asgd", "optimizer.t0=-1"),
     ],
 )

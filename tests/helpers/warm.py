@@ -111,16 +111,26 @@ class WarmProcess:
     ) -> None:
         self.args: list[str] = []
         self._exit_code: int | None = None
-        server = start_server(environ)
+        # A server that has just been killed, or could not start, is replaced once.
+        self.pid = self._forked(start_server(environ)) or self._forked(start_server(environ))
+        assert self.pid, "the server of warm processes has ended; what it printed says why"
+        send(self.link, (sys.path, pickle.dumps(work)))
+
+    def _forked(self, server: socket.socket) -> int:
+        """Ask for a process, and return its number; 0: the server has ended."""
         self.link, theirs = socket.socketpair()
         status, pipe = os.pipe()
-        with theirs, os.fdopen(pipe, "wb"):
-            socket.send_fds(server, [b"."], [theirs.fileno(), pipe])
         self._status = os.fdopen(status, "rb")
-        told = self._status.readline()
-        assert told, "the server of warm processes has ended; what it printed says why"
-        self.pid = int(told)
-        send(self.link, (sys.path, pickle.dumps(work)))
+        with theirs, os.fdopen(pipe, "wb"), suppress(ConnectionError):
+            socket.send_fds(server, [b"."], [theirs.fileno(), pipe])
+        if told := self._status.readline():
+            return int(told)
+        self.link.close()
+        self._status.close()
+        for process, link in _servers.values():
+            if link is server:
+                print(f"the server of warm processes ended: {process.wait()}", file=sys.stderr)
+        return 0
 
     @property
     def returncode(self) -> int | None:
