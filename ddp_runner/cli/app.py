@@ -18,12 +18,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ddp_runner.cli.command import parse
-from ddp_runner.cli.compose import (
-    FULL_ERROR,
-    UNNAMED,
-    parse_sweep,
-    run_hydra,
-)
+from ddp_runner.cli.compose import FULL_ERROR, UNNAMED, help_page, parse_sweep, run_hydra
 from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.plan import (
     Invocation,
@@ -97,6 +92,9 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     """
     command = parse(arguments)
     composed = compose(command)
+    if command.asks_help:
+        print(help_page(composed))
+        return EXIT_COMPLETED
     if command.only_shows:
         run_hydra(lambda _: None, shown_arguments(command, composed))
         return EXIT_COMPLETED

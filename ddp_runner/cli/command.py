@@ -48,7 +48,8 @@ class CommandLine:
     folders: tuple[str, ...] = ()  # URLs of the user's own groups
     config_dir: Path | None = None  # the absolute folder of --config-dir
     is_multirun: bool = False  # -m is given; a YAML may ask for a sweep as well
-    only_shows: bool = False  # --help, --cfg, --info, --shell-completion: nothing is to run
+    asks_help: bool = False  # --help
+    only_shows: bool = False  # what Hydra answers: --cfg, --info, --shell-completion, --hydra-help
 
     def arguments(self, *added: str) -> list[str]:
         """Return the overrides, with further ones, which win, then the options.
@@ -91,7 +92,8 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         folders=tuple(folders),
         config_dir=Path(parsed.config_dir).absolute() if parsed.config_dir else None,
         is_multirun=parsed.multirun,
-        only_shows=bool(parsed.help or parsed.hydra_help or parsed.cfg or parsed.info),
+        asks_help=parsed.help,
+        only_shows=bool(parsed.hydra_help or parsed.cfg or parsed.info),
     )
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
 from ddp_runner.cli.command import compose_groups, known_keys, nearest_key
-from ddp_runner.cli.compose import OWN_GROUPS, group_folders
+from ddp_runner.cli.compose import group_options
 from ddp_runner.config.fields import KINDS
 from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, Config
 from ddp_runner.config.signatures import source_keywords
@@ -133,11 +133,7 @@ def _missing_option(error: BaseException) -> str | None:
     if not group:
         return None
     # Of an option in a list, as in metrics=[auc,top_k], Hydra does not say what there is.
-    folders = group_folders(OWN_GROUPS)
-    options = list(
-        error.options
-        or sorted({one.stem for root in folders for one in (root / group).glob("*.yaml")})
-    )
+    options = list(error.options or group_options().get(group, []))
     if not options:
         return f"{group}={option} does not exist, and a YAML's defaults name it"
     meant = nearest_key(option, options)

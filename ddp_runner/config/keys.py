@@ -34,7 +34,7 @@ def help_text() -> str:
     lines = []
     for key in walk(Config()):
         lines.append(f"{key.name}={in_one_word(key.value)}  ({_kind(key)})")
-        lines.append(textwrap.indent(textwrap.fill(key.rule.doc, width=86), "    "))
+        lines.append(textwrap.indent(textwrap.fill(key.rule.doc, width=76), "    "))
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from configs import LAPTOP
 
-from ddp_runner.cli.app import main
+from ddp_runner.cli.app import main, run
 from ddp_runner.cli.command import parse
 from ddp_runner.cli.compose import compose_config
 from ddp_runner.cli.plan import Invocation, compose, is_sweep, job_folder, plan
@@ -28,13 +28,29 @@ def test_keys_may_stand_on_both_sides_of_an_option(tmp_path: Path) -> None:
     assert not command.only_shows
 
 
-@pytest.mark.parametrize("option", ["--help", "--hydra-help", "--cfg=job", "--info", "-sc"])
+@pytest.mark.parametrize("option", ["--hydra-help", "--cfg=job", "--info", "-sc"])
 def test_what_only_shows_something_runs_nothing(option: str) -> None:
     """Hydra answers these options by itself."""
     keys = ["query=bash"] if option == "-sc" else ["model=toy"]
     command = parse([*keys, option])
     assert command.only_shows
     assert command.arguments() == ([option, *keys] if option == "-sc" else [*keys, option])
+
+
+def test_help_shows_the_groups_and_keys_of_the_user_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the page of conf/hydra/help, whose resolvers list both."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "my_net.yaml").write_text("# @package _global_\nseed: 7\n")
+    assert run(["--help", "--config-dir", str(tmp_path)], started_at=0.0) == 0
+    page = capsys.readouterr().out
+    groups = page.partition("Groups (group=option):")[2].partition("Keys (key=default):")[0]
+    assert "model: bert, " in groups
+    assert "my_net" in groups
+    assert "hydra" not in groups
+    assert "\ntrain.epochs=" in page
+    assert "${" not in page
 
 
 def test_a_yaml_can_make_the_command_a_sweep() -> None:
