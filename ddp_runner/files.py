@@ -57,6 +57,7 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
     """Give the path of a new file; rename it to `path` after the block, once it is on the disk."""
     temp = path.with_name(f".{path.name}.tmp")
     try:
+        temp.unlink(missing_ok=True)  # in somebody else's folder it may be a link that leads out
         yield temp
         if sync:
             with temp.open("rb") as file:

@@ -147,7 +147,9 @@ def _validate_mesh(config: Config) -> None:
         ("dataset.sequence_length", length),
     ):
         if isinstance(count, int) and count % size:
+            common = math.gcd(count, size)
+            fix = "=fsdp" if common == 1 else f".tensor_parallel_size={common}"
             raise UserError(
                 f"{key} ({count}) is not divisible by the {size} ranks that compute each layer "
-                f"together; write parallelism.tensor_parallel_size={math.gcd(count, size)}"
+                f"together; write parallelism{fix}"
             )

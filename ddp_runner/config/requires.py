@@ -11,6 +11,7 @@ A YAML says so in its block ``requires``, which no constructor gets::
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,9 @@ def _downloads(keys: Mapping[str, Any]) -> bool:
 
 
 def _validate_package(label: str, package: str) -> None:
-    spec, extra = importlib.util.find_spec(package), EXTRAS.get(package)
+    spec, extra = None, EXTRAS.get(package)
+    with suppress(ValueError):  # for __main__
+        spec = importlib.util.find_spec(package)
     # A folder of that name, as W&B leaves one, is found as a package without a file.
     if spec is None or (extra and spec.origin is None):
         # A command to copy names our own extras alone: the config may come with somebody's run.

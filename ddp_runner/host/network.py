@@ -127,7 +127,10 @@ class Link:
     def send(self, word: str, value: object = None) -> None:
         """Send a message. If the other end is gone, ``receive`` notices."""
         with self._sending, suppress(OSError):
-            self.socket.sendall(json.dumps([word, value]).encode() + b"\n")
+            try:
+                self.socket.sendall(json.dumps([word, value]).encode() + b"\n")
+            except TimeoutError:  # half a message may have left, so none can follow
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     def beat(self, value: object = None) -> None:
         """Send a beat if one is due."""

@@ -28,6 +28,7 @@ from ddp_runner.tracking.run_dir import RunDir
 
 PROBE_S, PAUSE_S = 2.0, 0.5  # of a try to reach the port, and between two
 ANSWER_S = 10.0  # for the hub's first word; and a hub that is silent for so long is hardly there
+LOST_S = 30.0  # of silence while machines are awaited: the hub's machine was switched off
 LEAVE_S = 3.0  # for the other machines to read the hub's last word
 OTHER_SERVER = "something else listens there, or it is suspended"
 
@@ -70,7 +71,7 @@ class Machines(OneMachine):
                 elif link is not joined:
                     link.send("join", self._facts(port=reserved.getsockname()[1]))
                     joined = link
-                elif not self._has_met and time.monotonic() > link.heard_at + ANSWER_S:
+                elif time.monotonic() > link.heard_at + (LOST_S if self._has_met else ANSWER_S):
                     self._lose(link, OTHER_SERVER)
                 again = "start the same command on each machine"
                 if waited_s > self._launch.join_timeout_s:

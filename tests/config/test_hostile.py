@@ -25,6 +25,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.config.targets import OWN, TORCH, TORCH_LOSS_NAMES, validate_targets
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
+from ddp_runner.files import replace_file
 from ddp_runner.inference.notebook import load, read_runs
 from ddp_runner.job import Job
 from ddp_runner.models import toy
@@ -316,6 +317,19 @@ def test_a_run_folder_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a link to"), RunDir(run).locked():
         pass
     assert outside.read_text() == "mine"
+
+
+def test_a_file_is_not_written_through_a_link_that_stands_where_its_copy_is_made(
+    tmp_path: Path,
+) -> None:
+    """In a folder of somebody else's, such as that of a report."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / ".report.html.tmp").symlink_to(mine)
+    replace_file(tmp_path / "report.html", "page")
+    assert (tmp_path / "report.html").read_text() == "page"
+    assert not (tmp_path / "report.html").is_symlink()
+    assert mine.read_text() == "mine"
 
 
 ODD = ("checkpoints", "logs", "images/deep", "pipe:logs/rank-0.log", "pipe:.lock", "socket:odd")

@@ -52,6 +52,7 @@ def planned(*words: str) -> None:
     [
         ("packages: [nowhere]",
          "dataset=own needs nowhere, which is not installed; install it, if you trust it, or "),
+        ("packages: [__main__]", "dataset=own needs __main__, which is not installed; "),
         ("files: [seed]", "dataset.seed (0): there is no file "),
         ("folders: [name]", "dataset.name (own): there is no folder "),
         ("seed=0: [nowhere]", "dataset.seed=0 needs nowhere, "),

@@ -42,7 +42,8 @@ GPT_TP = "model=gpt parallelism=tp"
         ),
         (
             f"{GPT_TP} world_size=2 parallelism.sequence_parallel=true dataset.sequence_length=15",
-            "dataset.sequence_length (15) is not divisible by the 2 ranks",
+            "dataset.sequence_length (15) is not divisible by the 2 ranks that compute each layer "
+            "together; write parallelism=fsdp",
         ),
         (
             "model=gpt parallelism=fsdp_tp world_size=8 parallelism.reshard_after_forward=2",
@@ -50,7 +51,8 @@ GPT_TP = "model=gpt parallelism=tp"
         ),
         (
             f"{GPT_TP} world_size=8",
-            "model.num_heads (4) is not divisible by the 8 ranks that compute each layer together",
+            "model.num_heads (4) is not divisible by the 8 ranks that compute each layer together; "
+            "write parallelism.tensor_parallel_size=4",
         ),
         (
             f"{GPT_TP} world_size=4 parallelism.num_replicas=2",

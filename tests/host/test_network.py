@@ -1,11 +1,12 @@
 """The interfaces of this machine, and the one that other machines reach."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from ddp_runner.host import network
-from ddp_runner.host.network import outer_interface, up_interfaces
+from ddp_runner.host.network import Link, outer_interface, up_interfaces
 
 
 def test_interfaces_are_read_from_sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +18,20 @@ def test_interfaces_are_read_from_sys(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(network, "_address", addresses.get)
     assert up_interfaces(tmp_path) == {"10.0.0.5": "eth0"}
     assert up_interfaces(tmp_path / "none") == {}
+
+
+def test_a_message_that_leaves_in_part_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows would be the rest of its line. The other end may be suspended."""
+    monkeypatch.setattr(network, "SEND_S", 0.1)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender, receiver = Link(ours), Link(theirs)
+        sender.send("word", "x" * 2**24)
+        sender.send("another")
+        with pytest.raises(ConnectionResetError):
+            sender.receive(1.0)
+        with pytest.raises(ConnectionResetError):
+            list(iter(lambda: receiver.receive(1.0), None))
 
 
 def test_the_own_loopback_has_its_address() -> None:

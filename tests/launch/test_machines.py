@@ -405,6 +405,20 @@ def test_connections_that_do_not_join_are_closed(
         assert strangers[2].recv(1) == b""
 
 
+def test_a_hub_that_vanishes_while_machines_are_awaited_is_named(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine was switched off: nothing ends the connection, and no beat comes any more."""
+    monkeypatch.setattr(machines, "LOST_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        kept = pool.submit(server.accept)
+        _, met = start(1, endpoint=f"127.0.0.1:{server.getsockname()[1]}")
+        with kept.result()[0] as accepted:
+            accepted.send(b'["beat", 1]\n')
+            with pytest.raises(UserError, match=", where the machines meet, is lost: its machine"):
+                met.result()
+
+
 def test_another_server_before_the_hub_ends_no_ranks(start: Start) -> None:
     """Such as a proxy that accepts and closes while the hub is not there yet."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -7,6 +7,7 @@ says whether a job is there, and its run.json how it ended.
 """
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from ddp_runner.tracking.run_record import RunError, read_run_record, write_run_
 
 LIMIT_S = 60.0  # for an answer of the controller
 RECORD = "slurm.job"  # in a run folder
+NAME = re.compile(r"[\w.-]+_\d+", re.ASCII)  # what it holds
 LOGS = "slurm"  # in the sweep's folder: what the jobs print, and the scripts that were submitted
 WAITING = {
     *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"),
@@ -97,9 +99,21 @@ def cancel(names: Iterable[str]) -> str | None:
 
 
 def submitted_as(run_dir: Path) -> str | None:
-    """Return the name of the job that runs a run; None if there is none whose end is unknown."""
+    """Return the name of the job that runs a run; None if there is none whose end is unknown.
+
+    Raises:
+        UserError: the file is damaged, and the job may still run.
+    """
     path = run_dir / RECORD
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    if not path.exists():
+        return None
+    name = path.read_text(encoding="utf-8", errors="replace")
+    if not NAME.fullmatch(name):
+        raise UserError(
+            f"{path} is damaged, and names no job of Slurm; remove it once squeue shows no job of "
+            "this sweep"
+        )
+    return name
 
 
 def job_standing(run_dir: Path, *, name: str, state: str | None, sweep: Path) -> Standing:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fake_slurm import SETTINGS, program, three_jobs
 
+from ddp_runner.errors import UserError
 from ddp_runner.sweep.slurm.queue import (
     RECORD,
     cancel,
@@ -35,6 +36,20 @@ def test_jobs_are_found_and_cancelled_by_their_names(
     squeue, *cancelled = asked.read_text().splitlines()
     assert "--format=%T %j_%K" in squeue
     assert cancelled == ["--name=a.1", "--name=b.2"]
+
+
+@pytest.mark.parametrize("content", [b"", b"a.1_0 and more", b"\xff\xfe_1"])
+def test_a_damaged_name_of_a_job_is_not_taken_for_a_job_that_slurm_has_forgotten(
+    tmp_path: Path, content: bytes
+) -> None:
+    """Its job may still run, and would be submitted a second time."""
+    assert submitted_as(tmp_path) is None
+    path = tmp_path / "slurm.job"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"slurm\.job is damaged, and names no job of Slurm;"):
+        submitted_as(tmp_path)
+    path.write_text("my-sweep.0f_12")
+    assert submitted_as(tmp_path) == "my-sweep.0f_12"
 
 
 @pytest.mark.parametrize(
