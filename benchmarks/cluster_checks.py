@@ -172,7 +172,8 @@ def _sentence(command: Command, fault: Injection) -> str:
     if fault.phase not in ("training", "saving") or command.process.poll() == 2:
         return ""
     rank = fault.victim
-    lost = f"n{rank + 1} \\(rank {rank}\\) was lost: " if rank else "n1:29400, .* is lost: "
+    # Without numbers the ranks of the other machines follow the order in which those came.
+    lost = f"n{rank + 1} \\(rank \\d\\) was lost: " if rank else "n1:29400, .* is lost: "
     own = "n1:29400, .* is lost: " if rank else "was lost: "
     is_own = command.host == fault.run.net.hosts[rank]
     return {

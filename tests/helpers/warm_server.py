@@ -93,14 +93,16 @@ def run(link: socket.socket) -> None:
     # Only now, since it imports multiprocessing, whose own end must come before ``end``.
     from warm import receive
 
-    for signum, handler in HANDLERS.items():
-        if signal.getsignal(signum) != handler:
-            signal.signal(signum, handler)
     sys.modules.pop("ddp_runner.launch.preload", None)  # importing it has effects
     path = sys.path[:]
     sys.path[:], pickled = receive(link)
+    if HANDLERS[signal.SIGINT] == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as ``__main__`` does for its imports
     work = pickle.loads(pickled)
     sys.path[:] = path
+    for signum, handler in HANDLERS.items():
+        if signal.getsignal(signum) != handler:
+            signal.signal(signum, handler)
     work(link)
 
 
