@@ -17,7 +17,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ddp_runner.cli.command import parse
+from ddp_runner.cli.command import CommandLine, parse
 from ddp_runner.cli.compose import FULL_ERROR, UNNAMED, help_page, parse_sweep, run_hydra
 from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.plan import (
@@ -29,6 +29,7 @@ from ddp_runner.cli.plan import (
     shown_arguments,
 )
 from ddp_runner.cli.sweeping import Jobs
+from ddp_runner.config.load import find_secrets
 from ddp_runner.config.sections import AUTO
 from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, validate_rendezvous
 from ddp_runner.errors import UserError
@@ -95,6 +96,13 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
     if command.asks_help:
         print(help_page(composed))
         return EXIT_COMPLETED
+    with find_secrets(composed).hidden_in_errors():
+        return _run(command, composed, started_at=started_at, warnings=warnings)
+
+
+def _run(
+    command: CommandLine, composed: DictConfig, *, started_at: float, warnings: Sequence[str]
+) -> int:
     if command.only_shows:
         run_hydra(lambda _: None, shown_arguments(command, composed))
         return EXIT_COMPLETED
@@ -103,7 +111,13 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         env = None
     code = {"git_revision": git_revision(), "versions": versions()}
     invocation = Invocation(command, env, started_at, code, tuple(warnings))
-    if is_sweep(command, composed):
+    is_one, keys = not is_sweep(command, composed), [one.key_or_group for one in command.overrides]
+    if (key := "hydra.sweep.dir" if is_one else "hydra.run.dir") in keys:
+        raise UserError(
+            f"{key} is the folder of {'a sweep' if is_one else 'one run'}; write "
+            f"{'hydra.run.dir' if is_one else 'hydra.sweep.dir'}=FOLDER"
+        )
+    if not is_one:
         return _sweep(composed, invocation)
     if composed.sweep.dry_run:
         raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run; write -m")

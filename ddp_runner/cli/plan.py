@@ -44,6 +44,7 @@ from ddp_runner.files import safe_name
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
 from ddp_runner.sweep.layout import JobHardware
+from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.outputs import job_name
 
 GRID = "ddp_runner.sweep.grid.Grid"  # the _target_ of hydra/sweeper=grid
@@ -230,8 +231,9 @@ def job_folder(composed: DictConfig, command: CommandLine) -> str:
             return str(Path(composed.resume).absolute())
         if node.sweep.subdir != UNNAMED:
             return safe_name(str(node.sweep.subdir))  # a job's folder is directly in the sweep's
-        fixed = {one.key_or_group for one in command.overrides if not one.is_sweep_override()}
-        overrides = _written(node, command)
+        swept = {one.key_or_group for one in command.overrides if one.is_sweep_override()}
+        fixed = {one.key_or_group for one in command.overrides} - swept
+        overrides = sweep_command(_written(node, command))
         varied = [one for one in overrides if one.partition("=")[0].lstrip("+~") not in fixed]
         return job_name([one.removeprefix("++") for one in varied or overrides])
 

@@ -2,7 +2,8 @@
 
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.cli.compose import compose_config, group_folders, opened, opened_node
+from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.plan import Invocation, Prepared, finish, plan_at, prepare
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.load import resolved_texts, to_config, value_at, with_values
@@ -59,6 +62,7 @@ class Jobs:
         self._of_hydra = [str(o.input_line) for o in command.overrides if o.is_hydra_override()]
         self._shapes = dict[tuple[str, ...], Shape]()
         self._last: Shape | None = None
+        self._words: Sequence[str] = ()  # of the job that was composed last
 
     def compose(self, words: Sequence[str], number: int) -> DictConfig:
         """Return the config of a job; the next call may change it.
@@ -66,7 +70,26 @@ class Jobs:
         Args:
             words: its overrides.
             number: its place in the sweep, from 0.
+
+        Raises:
+            UserError: Hydra cannot compose it.
         """
+        self._words = words
+        with self._explained():
+            return self._compose(words, number)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise a UserError for what Hydra and OmegaConf say of a job: the others are not wrong."""
+        try:
+            yield
+        except (HydraException, OmegaConfBaseException) as error:
+            given = (*self._invocation.command.own_groups, *self._words)
+            explained = user_error(error, given)
+            assert explained is not None
+            raise explained from error
+
+    def _compose(self, words: Sequence[str], number: int) -> DictConfig:
         whole, implied = resumed_overrides(words, folders=self._folders)
         overrides = [_parsed(word) for word in whole]
         keys = {o.key_or_group: o for o in overrides if _is_plain(o, self._folders)}
@@ -91,6 +114,10 @@ class Jobs:
 
     def plan(self, composed: DictConfig, place_of: Callable[[Config], JobHardware]) -> Job:
         """Return the job that was composed last; see ``plan_at``."""
+        with self._explained():
+            return self._plan(composed, place_of)
+
+    def _plan(self, composed: DictConfig, place_of: Callable[[Config], JobHardware]) -> Job:
         shape = self._last
         assert shape is not None
         assert shape.composed is composed

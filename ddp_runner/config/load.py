@@ -161,8 +161,10 @@ def interpolations(raw: DictConfig) -> dict[Place, str]:
 
 
 def find_secrets(raw: DictConfig) -> Secrets:
-    """Return the values that a composed config reads from the environment."""
-    return resolved_texts(raw, interpolations(raw))[1]
+    """Return the values that a composed config and its ``hydra`` node read from the environment."""
+    found = interpolations(raw)
+    reads = any("oc.env" in text for text in found.values())
+    return resolved_texts(raw, found)[1] if reads else Secrets()
 
 
 def resolved_texts(

@@ -60,6 +60,8 @@ class Secrets:
             link: BaseException | None = error if self.values else None
             while link is not None:
                 link.args = tuple(map(self._hidden, link.args))
+                if isinstance(getattr(link, "value", None), str):  # of OmegaConf's
+                    vars(link)["value"] = self._hidden(vars(link)["value"])
                 if isinstance(link, SystemExit):
                     link.code = self._hidden(link.code)
                 if isinstance(link, OSError) and isinstance(link.filename, str):

@@ -10,7 +10,8 @@ from ddp_runner.errors import UserError
 # The tasks that take a run's model and train nothing.
 SAMPLE = "sample"
 INFERENCE = ("evaluate", "predict", "export", SAMPLE)
-TASKS = ("train", *INFERENCE, "collectives", "check")  # of this package
+WITHOUT_MODEL = (*INFERENCE, "collectives", "check")  # tasks that leave no model of their own
+TASKS = ("train", *WITHOUT_MODEL)  # of this package
 SAMPLE_KEYS = ("prompt", "num_tokens", "temperature", "top_k")  # only task=sample reads them
 AUTO = "auto"  # of resume: this config's newest unfinished run; of a number: the runner finds it
 Asked = str | int  # of weights: best, last, or the step of a checkpoint

@@ -5,12 +5,20 @@ from itertools import product
 
 from hydra.core.override_parser.types import Override
 
+from ddp_runner.errors import UserError
+
 
 class Grid:
-    """Gives the words of all jobs as one batch; the results of its jobs change nothing."""
+    """Gives the words of all jobs as one batch; the results of its jobs change nothing.
+
+    Raises:
+        UserError: there is no job.
+    """
 
     def __init__(self, overrides: Sequence[Override]) -> None:
         self._left = [list(expand(overrides))]
+        if not self._left[0]:
+            raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
 
     def ask(self) -> list[list[str]]:
         """Return the words of each job of the next batch; none is left if there are no more."""

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from ddp_runner.config.sections import SweepConfig
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, counted
 from ddp_runner.job import (
     EXIT_COMPLETED,
     EXIT_FAILED,
@@ -138,7 +138,7 @@ def run_left(batch: Batch, *, execute: Callable[[Job], Outcome]) -> dict[str, Ou
         execute: runs one job to its end.
     """
     outcomes, left = dict[str, Outcome](), dict(batch.jobs)
-    num_failed = 0
+    num_failed, is_told = 0, False
     while left and not batch.is_over(num_failed):
         # Jobs that others run stay first, so a failure there stops the sweep before the next job.
         for job_id in left:
@@ -147,6 +147,9 @@ def run_left(batch: Batch, *, execute: Callable[[Job], Outcome]) -> dict[str, Ou
             if outcome is not None:
                 break
         else:
+            if batch.settings.parallel_jobs == 1 and not is_told:  # slots wait for each other
+                is_told = True
+                print(f"waiting for {counted(len(left), 'job')} of other launchers", flush=True)
             time.sleep(POLL_S)
             continue
         num_failed += batch.failures({job_id: outcome})

@@ -6,7 +6,7 @@ writes it; see ``tracking.alive``. Only a job that cannot begin has no other pla
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,17 @@ def extended(wanted: Iterable[PlannedJob], plan: Plan) -> Plan:
         taken.add(free)
         jobs[one.job_id] = replace(one, folder=free)
     return replace(plan, jobs=jobs)
+
+
+def without(job_ids: Container[str], plan: Plan) -> Plan:
+    """Return the plan without these jobs."""
+    jobs = {job_id: one for job_id, one in plan.jobs.items() if job_id not in job_ids}
+    return replace(plan, jobs=jobs)
+
+
+def is_left(found: Standing) -> bool:
+    """Return whether a job is left to run, and nobody runs it."""
+    return found.status in TO_RUN and not found.is_alive
 
 
 def faulty(job_id: str, fault: str, plan: Plan) -> Plan:

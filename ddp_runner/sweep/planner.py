@@ -4,7 +4,7 @@ Most jobs are new runs, in the sweep's folder. A job that resumes a run stays in
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -17,17 +17,26 @@ from ddp_runner.config.identity import config_hash, digest
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import SweepConfig
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, listed
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.calibration import calibrations
 from ddp_runner.sweep.jobs import Batch, SweepJob, freeze_unheld, num_sessions
 from ddp_runner.sweep.layout import JobHardware
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.plan_file import PlannedJob, change_plan, extended
+from ddp_runner.sweep.plan_file import (
+    PlannedJob,
+    change_plan,
+    extended,
+    is_left,
+    read_plan,
+    without,
+)
 from ddp_runner.sweep.slurm.executor import Slurm
+from ddp_runner.sweep.slurm.queue import submitted_as
 from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.alive import standing
+from ddp_runner.tracking.outputs import job_name
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 from ddp_runner.tracking.start_block import fact_lines, shown_path
@@ -66,6 +75,7 @@ class Planner:
     is_search: bool
     settings: SweepConfig = field(default_factory=SweepConfig)  # those of the last job
     number: int = 0  # of jobs so far
+    _has_begun: bool = False  # a job of it has a config
     _accepted: dict[str, SweepConfig] = field(default_factory=dict)
     _validated: DictConfig | None = None
     _resumed: set[Path] = field(default_factory=set)
@@ -74,19 +84,33 @@ class Planner:
         """Return the jobs of a batch; composed configs are large and are not kept.
 
         Raises:
-            UserError: the sweep as a whole is invalid, or several jobs would resume one run.
+            UserError: the sweep as a whole is invalid: no job of it has a config, or several would
+                resume one run.
         """
-        drafts = list[Draft]()
+        drafts, fault = list[Draft](), None
         for words in batch:
-            composed = self.command.compose(words, self.number)
             self.number += 1
-            if self.number == 1:  # a mistake in the command prints nothing but itself
+            try:
+                composed = self.command.compose(words, self.number - 1)
+            except UserError as error:
+                varied = [one for one in words if one not in self.command.overrides]
+                drafts.append(self._invalid(words, job_name(varied), error))
+                fault = fault or error
+                continue
+            if not self._has_begun:  # a mistake in the command prints nothing but itself
+                self._has_begun = True
                 print(fact_lines({"sweep": str(shown_path(self.folder))}), flush=True)
             self.validate(composed)
-            drafts.append(self._draft(composed))
+            drafts.append(self._draft(composed, words))
             if len(drafts) % NOTE_EVERY == 0:
                 print(f"{len(drafts)} jobs are planned", flush=True)
+        if fault is not None and not self._has_begun:
+            raise fault
         return drafts
+
+    def _invalid(self, words: Sequence[str], name: str, error: UserError) -> Draft:
+        job_id = f"invalid: {digest(list(words))} {name}"
+        return Draft(PlannedJob(job_id, name, str(error), self.settings.skip_invalid))
 
     def validate(self, composed: DictConfig) -> None:
         """Reject rules of the sweep that its jobs cannot be run with, where they are to run.
@@ -105,7 +129,7 @@ class Planner:
             self._accepted[key] = config.sweep
         self.settings = self._accepted[key]
 
-    def _draft(self, composed: DictConfig) -> Draft:
+    def _draft(self, composed: DictConfig, words: Sequence[str]) -> Draft:
         name = self.command.name_of(composed)
         resumes = None
         if Path(name).is_absolute():
@@ -114,8 +138,7 @@ class Planner:
         try:
             job = self.command.plan(composed, self.where.hardware_of)
         except UserError as error:
-            is_skipped = self.settings.skip_invalid
-            return Draft(PlannedJob(f"invalid: {name}", name, str(error), is_skipped))
+            return self._invalid(words, name, error)
         job = replace(job, run_dir=self.folder / name, number=self.number)
         # A run's config changes as it is resumed, so its job is known by what the command says. The
         # name counts as well: two jobs may differ only in how their ranks start.
@@ -153,6 +176,8 @@ class Planner:
         jobs = self.jobs(drafts)
         wanted = {one.planned.job_id: one.planned for one in drafts}
         wanted = {job_id: PlannedJob(job_id, jobs[job_id].title) for job_id in jobs} | wanted
+        if not self.is_search:
+            self._leave_out(wanted)
         plan = change_plan(self.folder, partial(extended, wanted.values()))
         for one in drafts:
             if one.job is None and not one.planned.is_skipped:
@@ -174,6 +199,21 @@ class Planner:
             sessions = num_sessions(found) if found.status == Status.FAILED else 0
             queued[job_id] = SweepJob(planned, named, self.folder, sessions)
         return Batch(queued, self.settings, num_failed)
+
+    def _leave_out(self, wanted: Container[str]) -> None:
+        """Take jobs out of the plan that the command no longer makes and that nobody runs.
+
+        A YAML was edited, so they would be left for ever: each start plans the others.
+        """
+        others = [
+            one
+            for job_id, one in read_plan(self.folder).jobs.items()
+            if job_id not in wanted and is_left(one.standing(self.folder))
+        ]
+        if others := [one for one in others if submitted_as(self.folder / one.folder) is None]:
+            names = listed([one.folder for one in others])
+            print(f"left out of the sweep, whose command makes other jobs now: {names}", flush=True)
+            change_plan(self.folder, partial(without, {one.job_id for one in others}))
 
     def jobs(self, drafts: Iterable[Draft]) -> dict[str, Job]:
         """Return the valid jobs by their id, calibrations first."""

@@ -102,8 +102,6 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> list[Outcome]:
             return outcomes
         if batch.is_over(failed) and planner.is_search:
             return outcomes
-    if planner.number == 0 and not planner.is_search:
-        raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
     change_plan(folder, lambda plan: replace(plan, is_open=False))
     chooser.finish()
     return outcomes

@@ -25,8 +25,13 @@ def sweep_dir(composed: DictConfig, words: Sequence[str]) -> Iterator[Path]:
     It is the one that the user asked for, else that of an unfinished sweep of the same command,
     else a new one, which is removed if no job of it was even queued. A dry run makes none.
     `composed` is what all jobs have in common, with the ``hydra`` node.
+
+    Raises:
+        UserError: the user asks for a folder without a name, or that cannot be written.
     """
     asked = composed.hydra.sweep.dir
+    if not asked:
+        raise UserError("hydra.sweep.dir is empty; write hydra.sweep.dir=FOLDER, or leave it out")
     folder = Path(asked) if asked != UNNAMED else None
     new = sweep_folder(composed.name)
     if folder is None:
@@ -69,6 +74,11 @@ def unfinished_sweep(parent: Path, *, command: Sequence[str], retry_failed: bool
 
 def sweep_command(arguments: Sequence[str]) -> list[str]:
     """Return what identifies a sweep: its command line, without how and where its jobs run."""
-    others = ("sweep.", "verbose=", "hydra/launcher=", "hydra.launcher.")
+    others = ("sweep.", "verbose=", "hydra/launcher=", "hydra.launcher.", "--multirun")
     own = "sweep.objective="  # of a search: another one makes another study
-    return [one for one in arguments if one.startswith(own) or not one.startswith(others)]
+
+    def counts(word: str) -> bool:
+        key = word.lstrip("+~")
+        return key.startswith(own) or not (key == "-m" or key.startswith(others))
+
+    return [*filter(counts, arguments)]

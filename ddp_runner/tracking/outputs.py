@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddp_runner.config.schema import RunConfig, has_own_loop
-from ddp_runner.config.sections import INFERENCE
+from ddp_runner.config.sections import WITHOUT_MODEL
 from ddp_runner.dist_env import prints_errors
 from ddp_runner.errors import UserError, listed, os_errors, printable
 from ddp_runner.files import safe_name
@@ -89,12 +89,13 @@ def sibling_runs(config: RunConfig, *, names_others: bool = False) -> list[RunDi
 def newest_run() -> Path | None:
     """Return the user's run below the outputs folder that was written last, also one of a sweep.
 
-    An evaluation of a run does not count: it is the run itself that is resumed, or evaluated.
+    A run without a model of its own, such as an evaluation, does not count: it is the run itself
+    that is resumed, or evaluated.
     """
     found = [*OUTPUTS.glob(f"*/{RUN_RECORD}"), *OUTPUTS.glob(f"*/*/{RUN_RECORD}")]
     for path in sorted(_own(found), key=lambda path: path.stat().st_mtime_ns, reverse=True):
         with suppress(UserError):  # a damaged run.json says nothing
-            if read_run_record(path.parent).get("task") in INFERENCE:
+            if read_run_record(path.parent).get("task") in WITHOUT_MODEL:
                 continue
         return path.parent
     return None
