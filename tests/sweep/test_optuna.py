@@ -155,6 +155,35 @@ def test_a_search_ends_with_each_sampler(tmp_path: Path, sampler: str) -> None:
         begin()
 
 
+def test_failed_values_are_tried_again_once_each_time_it_is_asked(tmp_path: Path) -> None:
+    """Not those that wait, run or were completed since; none takes the place of a new trial."""
+    pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    node = compose(parse(["hydra/sweeper=optuna", "hydra/sweeper/sampler=random"])).hydra.sweeper
+    overrides = OverridesParser.create().parse_overrides(["a=interval(0.1,0.5)"])
+
+    def begin(num_trials: int, *, retries: bool = True) -> Search:
+        node.n_trials = num_trials
+        return Search(node, overrides, folder=tmp_path, batch_size=9, retries=retries)
+
+    def fail(search: Search) -> list[list[str]]:
+        words = search.ask()
+        search.tell(["it failed"] * len(words))
+        return words
+
+    first = fail(begin(2, retries=False))
+    assert [fail(begin(2)) for _ in range(2)] == [first, first]
+    begin(2)  # stopped before it asks: two wait
+    stopped = begin(2)
+    assert stopped.ask() == first
+    stopped.tell([0.5, None])
+    assert fail(begin(2)) == first[1:]  # the first was completed, and the second runs
+    begin(2)
+    new = fail(begin(4, retries=False))
+    assert (len(new), new[0]) == (3, first[1])
+    assert not [one for one in new[1:] if one in first]
+    assert begin(4, retries=False).ask() == []
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
