@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf
 
@@ -153,7 +153,11 @@ class Search:
                 "the search has no best job, since none was completed; see the sentences above"
             )
         best = self._study.best_trial
-        params = {key: yaml.safe_load(str(value)) for key, value in best.params.items()}
+        read = OverridesParser.create().parse_override  # a text as its job got it
+        params = {
+            key: read(f"x={value}").value() if isinstance(value, str) else value
+            for key, value in best.params.items()
+        }
         found = {"name": "optuna", "best_params": params, "best_value": best.value}
         assert self._folder is not None
         with os_errors(f"{self._folder / RESULTS} cannot be written"):

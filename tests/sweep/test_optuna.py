@@ -185,6 +185,35 @@ def test_failed_values_are_tried_again_once_each_time_it_is_asked(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("a=choice(@b)", "@b"),
+        ("a=choice([on])", ["on"]),
+        ("a=choice('b: [')", "b: ["),
+        ("a=choice({b:['1',2]})", {"b": ["1", 2]}),
+        ("a=choice('')", ""),
+        ("a=choice(true)", True),
+        ("a=choice(1e-3)", 0.001),
+        ("a=range(3,4)", 3),
+        ("a=interval(0.5,0.5)", 0.5),
+    ],
+)
+def test_the_best_value_is_written_as_its_job_got_it(
+    tmp_path: Path, word: str, value: object
+) -> None:
+    """Also a text that YAML reads otherwise, or not at all."""
+    pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    node = compose(parse(["hydra/sweeper=optuna", "hydra.sweeper.n_trials=1"])).hydra.sweeper
+    overrides = OverridesParser.create().parse_overrides([word])
+    search = Search(node, overrides, folder=tmp_path, batch_size=1)
+    assert len(search.ask()) == 1
+    search.tell([0.5])
+    search.finish()
+    best = OmegaConf.load(tmp_path / "optimization_results.yaml")
+    assert OmegaConf.to_container(best)["best_params"] == {"a": value}
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["hydra.sweeper.n_trials=-1"], r"hydra\.sweeper\.n_trials \(-1\) must be a number"),
