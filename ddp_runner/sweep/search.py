@@ -94,6 +94,7 @@ class Search:
             )
         self._states = states = optuna.trial.TrialState
         self._trials: list[int] = []  # the numbers of the last batch
+        self._seen = set[int]()  # those of all batches
         with self._in_turn():
             # A search that was stopped left them; their runs are resumed.
             self._stopped = self._study.get_trials(deepcopy=False, states=[states.RUNNING])
@@ -120,13 +121,20 @@ class Search:
                 self._study.tell(stopped.number, state=self._states.FAIL)
                 self._num_trials += stopped.number not in again
         self._stopped = []
-        waiting = self._numbers(self._states.WAITING)
-        asked = self._numbers(*self._states) - waiting
-        num_left = self._num_trials - len(asked - again) + len(waiting & again)
+        trials = self._study.get_trials(deepcopy=False)
+        asked = {one.number for one in trials if one.state != self._states.WAITING}
+        num_left = self._num_trials - len(asked - again) + len(again - asked)
         for number in range(min(num_left, self._batch_size - len(batch))):
             self._study.sampler = self._sampler(len(asked) + number)
             trial = self._study.ask(self._space)
             batch[trial.number] = trial.params
+        if not batch:  # wait for what other launchers run, or run it if they were killed
+            batch = {
+                one.number: one.params
+                for one in self._study.get_trials(deepcopy=False, states=[self._states.RUNNING])
+                if one.number not in self._seen and one.params.keys() == self._space.keys()
+            }
+        self._seen |= batch.keys()
         return batch
 
     def tell(self, results: Sequence[float | str | None]) -> None:
@@ -135,11 +143,12 @@ class Search:
             if result is None:
                 continue
             values, state = (None, self._states.FAIL) if isinstance(result, str) else (result, None)
-            try:  # another launcher of this search may have told it
-                self._study.tell(number, values, state=state, skip_if_finished=True)
-            except RuntimeError as error:
-                if "Study.stop" not in str(error):  # the grid sampler's, after its last trial
-                    raise
+            with self._in_turn():  # another launcher of this search may have told it
+                try:
+                    self._study.tell(number, values, state=state, skip_if_finished=True)
+                except RuntimeError as error:
+                    if "Study.stop" not in str(error):  # the grid sampler's, after its last trial
+                        raise
 
     def finish(self) -> None:
         """Write the best trial beside the study.
@@ -194,9 +203,6 @@ class Search:
             elif one.state == self._states.FAIL:
                 failed.append(one.params)
         return again
-
-    def _numbers(self, *states: Any) -> set[int]:
-        return {one.number for one in self._study.get_trials(deepcopy=False, states=states)}
 
     def _sampler(self, number: int) -> Any:
         """Return the sampler for a trial.

@@ -185,6 +185,29 @@ def test_failed_values_are_tried_again_once_each_time_it_is_asked(tmp_path: Path
     assert begin(4, retries=False).ask() == []
 
 
+def test_a_launcher_ends_after_the_trials_that_others_run(tmp_path: Path) -> None:
+    """It takes each of them once; one that a killed launcher never asked to its end is left out."""
+    optuna = pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    node = compose(parse(["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3"])).hydra.sweeper
+    overrides = OverridesParser.create().parse_overrides(["a=interval(0.1,0.5)"])
+    mine, theirs = (
+        Search(node, overrides, folder=tmp_path, batch_size=1, retries=False) for _ in range(2)
+    )
+    mine.ask()
+    mine.tell([0.5])
+    running = theirs.ask()
+    mine.ask()
+    mine.tell([0.4])
+    storage = f"sqlite:///{tmp_path / 'optuna.db'}"
+    optuna.load_study(study_name=tmp_path.name, storage=storage).ask()
+    assert mine.ask() == running
+    theirs.tell([0.3])
+    mine.tell([0.3])
+    assert mine.ask() == theirs.ask() == []
+    mine.finish()
+    assert OmegaConf.load(tmp_path / "optimization_results.yaml").best_value == 0.3
+
+
 @pytest.mark.parametrize(
     ("word", "value"),
     [
