@@ -182,11 +182,13 @@ class Planner:
         for one in drafts:
             if one.job is None and not one.planned.is_skipped:
                 print_error(f"{shown_path(Path(one.planned.folder))}: {one.planned.fault}")
-        total = max((job.number for job in jobs.values()), default=0)
+        total = f" of {max((job.number for job in jobs.values()), default=0)}"
+        if self.is_search:  # further jobs may follow
+            total = ""
         queued = dict[str, SweepJob]()
         for job_id, job in jobs.items():
             planned = plan.jobs[job_id]
-            place = f"job {job.number} of {total}" if job.number else "calibration"
+            place = f"job {job.number}{total}" if job.number else "calibration"
             title = f"{place}: {shown_path(Path(planned.folder))}"
             run_dir = self.folder / planned.folder
             run_dir.mkdir(exist_ok=True)

@@ -6,18 +6,20 @@ tools read it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.errors import UserError, one_line, os_errors
-from ddp_runner.files import replace_file, yaml_dump
+from ddp_runner.files import locked, replace_file, yaml_dump
 
 STUDY, RESULTS = "optuna.db", "optimization_results.yaml"
+LOCK = ".search.lock"  # held while the study is read and changed
 SAMPLERS = "optuna.samplers."  # where hydra.sweeper.sampler._target_ is
 
 
@@ -91,37 +93,49 @@ class Search:
                 f"{self._study.direction.name.lower()}; give another hydra.sweep.dir or study_name"
             )
         self._states = states = optuna.trial.TrialState
-        # A search that was stopped left them; their runs are resumed.
-        self._stopped = self._study.get_trials(deepcopy=False, states=[states.RUNNING])
         self._trials: list[int] = []  # the numbers of the last batch
-        for failed in self._study.get_trials(deepcopy=False, states=[states.FAIL]):
-            if retries and failed.params.keys() == self._space.keys():
-                self._study.enqueue_trial(failed.params)
-                self._num_trials += 1
+        self._seen = set[int]()  # those of all batches
+        with self._in_turn():
+            # A search that was stopped left them; their runs are resumed.
+            self._stopped = self._study.get_trials(deepcopy=False, states=[states.RUNNING])
+            if retries:
+                self._retry_failed()
 
     def ask(self) -> list[list[str]]:
         """Return the words of each job of the next batch; none is left after all trials."""
-        batch = dict[int, dict[str, Any]]()  # the values of each trial, by its number
-        for stopped in self._stopped:
-            if stopped.params.keys() == self._space.keys():
-                batch[stopped.number] = stopped.params
-            else:  # the search was killed while it asked
-                self._study.tell(stopped.number, state=self._states.FAIL)
-                self._num_trials += 1
-        self._stopped = []
-        waiting = self._study.get_trials(deepcopy=False, states=[self._states.WAITING])
-        num_asked = len(self._study.get_trials(deepcopy=False)) - len(waiting)
-        num_left = self._num_trials - num_asked
-        while num_left > 0 and len(batch) < self._batch_size:
-            self._study.sampler = self._sampler(self._num_trials - num_left)
-            trial = self._study.ask(self._space)
-            batch[trial.number] = trial.params
-            num_left -= 1
+        with self._in_turn():
+            batch = self._next()
         self._trials = list(batch)
         return [
             [*self._same, *(f"{key}={value}" for key, value in values.items())]
             for values in batch.values()
         ]
+
+    def _next(self) -> dict[int, dict[str, Any]]:
+        """Return the values of each trial of the next batch, by its number."""
+        batch, again = dict[int, dict[str, Any]](), self._again()
+        for stopped in self._stopped:
+            if stopped.params.keys() == self._space.keys():
+                batch[stopped.number] = stopped.params
+            else:  # the search was killed while it asked
+                self._study.tell(stopped.number, state=self._states.FAIL)
+                self._num_trials += stopped.number not in again
+        self._stopped = []
+        trials = self._study.get_trials(deepcopy=False)
+        asked = {one.number for one in trials if one.state != self._states.WAITING}
+        num_left = self._num_trials - len(asked - again) + len(again - asked)
+        for number in range(min(num_left, self._batch_size - len(batch))):
+            self._study.sampler = self._sampler(len(asked) + number)
+            trial = self._study.ask(self._space)
+            batch[trial.number] = trial.params
+        if not batch:  # wait for what other launchers run, or run it if they were killed
+            batch = {
+                one.number: one.params
+                for one in self._study.get_trials(deepcopy=False, states=[self._states.RUNNING])
+                if one.number not in self._seen and one.params.keys() == self._space.keys()
+            }
+        self._seen |= batch.keys()
+        return batch
 
     def tell(self, results: Sequence[float | str | None]) -> None:
         """Take the results of the last batch: a number, why there is none, or None: not yet."""
@@ -129,11 +143,12 @@ class Search:
             if result is None:
                 continue
             values, state = (None, self._states.FAIL) if isinstance(result, str) else (result, None)
-            try:  # another launcher of this search may have told it
-                self._study.tell(number, values, state=state, skip_if_finished=True)
-            except RuntimeError as error:
-                if "Study.stop" not in str(error):  # the grid sampler's, after its last trial
-                    raise
+            with self._in_turn():  # another launcher of this search may have told it
+                try:
+                    self._study.tell(number, values, state=state, skip_if_finished=True)
+                except RuntimeError as error:
+                    if "Study.stop" not in str(error):  # the grid sampler's, after its last trial
+                        raise
 
     def finish(self) -> None:
         """Write the best trial beside the study.
@@ -147,11 +162,47 @@ class Search:
                 "the search has no best job, since none was completed; see the sentences above"
             )
         best = self._study.best_trial
-        params = {key: yaml.safe_load(str(value)) for key, value in best.params.items()}
+        read = OverridesParser.create().parse_override  # a text as its job got it
+        params = {
+            key: read(f"x={value}").value() if isinstance(value, str) else value
+            for key, value in best.params.items()
+        }
         found = {"name": "optuna", "best_params": params, "best_value": best.value}
         assert self._folder is not None
         with os_errors(f"{self._folder / RESULTS} cannot be written"):
             replace_file(self._folder / RESULTS, yaml_dump(found))
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Keep the other launchers of this search from the study meanwhile."""
+        with ExitStack() as stack:
+            if self._folder is not None:
+                stack.enter_context(os_errors(f"{self._folder / LOCK} cannot be locked"))
+                stack.enter_context(locked(self._folder / LOCK))
+            yield
+
+    def _retry_failed(self) -> None:
+        """Let the values of failed trials be tried again, unless they are, or were completed."""
+        states, failed, others = self._states, list[Any](), list[Any]()
+        for one in self._study.get_trials(deepcopy=False):
+            values: Any = one.params
+            if one.state == states.WAITING:  # it has no other values yet
+                values = one.system_attrs.get("fixed_params")
+            (failed if one.state == states.FAIL else others).append(values)
+        for values in failed:
+            if values.keys() == self._space.keys() and values not in others:
+                self._study.enqueue_trial(values)
+                others.append(values)
+
+    def _again(self) -> set[int]:
+        """Return the numbers of the trials that retry others: they take no new trial's place."""
+        failed, again = list[Any](), set[int]()
+        for one in self._study.get_trials(deepcopy=False):
+            if one.system_attrs.get("fixed_params") in failed:
+                again.add(one.number)
+            elif one.state == self._states.FAIL:
+                failed.append(one.params)
+        return again
 
     def _sampler(self, number: int) -> Any:
         """Return the sampler for a trial.

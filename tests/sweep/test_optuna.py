@@ -65,7 +65,8 @@ def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
     assert f"optimizer.lr={best.best_params['optimizer.lr']}" == min(losses, key=losses.__getitem__)
     assert ends[0].stdout.count("its result is taken") == 3 - len(losses)
     assert table_row(ends[1].stdout, min(losses, key=losses.__getitem__))[1] == "completed"
-    assert "job 1 of" not in ends[1].stdout
+    assert "job 3:" in ends[0].stdout  # how many follow is not known
+    assert "job 1:" not in ends[1].stdout
     study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{sweep / 'optuna.db'}")
     assert study.best_value == best.best_value
     assert len(study.trials) == 3
@@ -100,7 +101,7 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     assert statuses(sweep) == {first: "completed", second: "completed", third: "failed"}
     assert end.exit_code == 2
     assert all(table_row(end.stdout, name) for name in (first, second, third))
-    assert f"job 4 of 4: {first} was run before: its result is taken" in end.stdout
+    assert f"job 4: {first} was run before: its result is taken" in end.stdout
     assert "error: a slot of the sweep ended with exit code -9; the other slots take" in end.stderr
     assert "Traceback" not in end.stderr
     assert "resumed from" in (sweep / first / "logs" / "rank-0.log").read_text()
@@ -153,6 +154,87 @@ def test_a_search_ends_with_each_sampler(tmp_path: Path, sampler: str) -> None:
     node.direction = "maximize"
     with pytest.raises(UserError, match="differs from that of the study, minimize"):
         begin()
+
+
+def test_failed_values_are_tried_again_once_each_time_it_is_asked(tmp_path: Path) -> None:
+    """Not those that wait, run or were completed since; none takes the place of a new trial."""
+    pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    node = compose(parse(["hydra/sweeper=optuna", "hydra/sweeper/sampler=random"])).hydra.sweeper
+    overrides = OverridesParser.create().parse_overrides(["a=interval(0.1,0.5)"])
+
+    def begin(num_trials: int, *, retries: bool = True) -> Search:
+        node.n_trials = num_trials
+        return Search(node, overrides, folder=tmp_path, batch_size=9, retries=retries)
+
+    def fail(search: Search) -> list[list[str]]:
+        words = search.ask()
+        search.tell(["it failed"] * len(words))
+        return words
+
+    first = fail(begin(2, retries=False))
+    assert [fail(begin(2)) for _ in range(2)] == [first, first]
+    begin(2)  # stopped before it asks: two wait
+    stopped = begin(2)
+    assert stopped.ask() == first
+    stopped.tell([0.5, None])
+    assert fail(begin(2)) == first[1:]  # the first was completed, and the second runs
+    begin(2)
+    new = fail(begin(4, retries=False))
+    assert (len(new), new[0]) == (3, first[1])
+    assert not [one for one in new[1:] if one in first]
+    assert begin(4, retries=False).ask() == []
+
+
+def test_a_launcher_ends_after_the_trials_that_others_run(tmp_path: Path) -> None:
+    """It takes each of them once; one that a killed launcher never asked to its end is left out."""
+    optuna = pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    node = compose(parse(["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3"])).hydra.sweeper
+    overrides = OverridesParser.create().parse_overrides(["a=interval(0.1,0.5)"])
+    mine, theirs = (
+        Search(node, overrides, folder=tmp_path, batch_size=1, retries=False) for _ in range(2)
+    )
+    mine.ask()
+    mine.tell([0.5])
+    running = theirs.ask()
+    mine.ask()
+    mine.tell([0.4])
+    storage = f"sqlite:///{tmp_path / 'optuna.db'}"
+    optuna.load_study(study_name=tmp_path.name, storage=storage).ask()
+    assert mine.ask() == running
+    theirs.tell([0.3])
+    mine.tell([0.3])
+    assert mine.ask() == theirs.ask() == []
+    mine.finish()
+    assert OmegaConf.load(tmp_path / "optimization_results.yaml").best_value == 0.3
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("a=choice(@b)", "@b"),
+        ("a=choice([on])", ["on"]),
+        ("a=choice('b: [')", "b: ["),
+        ("a=choice({b:['1',2]})", {"b": ["1", 2]}),
+        ("a=choice('')", ""),
+        ("a=choice(true)", True),
+        ("a=choice(1e-3)", 0.001),
+        ("a=range(3,4)", 3),
+        ("a=interval(0.5,0.5)", 0.5),
+    ],
+)
+def test_the_best_value_is_written_as_its_job_got_it(
+    tmp_path: Path, word: str, value: object
+) -> None:
+    """Also a text that YAML reads otherwise, or not at all."""
+    pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    node = compose(parse(["hydra/sweeper=optuna", "hydra.sweeper.n_trials=1"])).hydra.sweeper
+    overrides = OverridesParser.create().parse_overrides([word])
+    search = Search(node, overrides, folder=tmp_path, batch_size=1)
+    assert len(search.ask()) == 1
+    search.tell([0.5])
+    search.finish()
+    best = OmegaConf.load(tmp_path / "optimization_results.yaml")
+    assert OmegaConf.to_container(best)["best_params"] == {"a": value}
 
 
 @pytest.mark.parametrize(
