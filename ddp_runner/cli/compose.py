@@ -77,8 +77,8 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
     data_root = partial(os.environ.get, "DDP_RUNNER_DATA_ROOT", "data")
     OmegaConf.register_new_resolver("data_root", data_root, replace=True)
-    for name, text in (("keys", help_text), ("groups", _groups_text)):
-        OmegaConf.register_new_resolver(name, cache(text), replace=True)  # asked each time
+    OmegaConf.register_new_resolver("keys", cache(help_text), replace=True)  # asked each time
+    OmegaConf.register_new_resolver("groups", _groups_text, replace=True)
 
 
 def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> DictConfig:

@@ -11,7 +11,6 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,6 +21,7 @@ from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.load import resolved_texts, to_config, value_at, with_values
 from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import AUTO
+from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.sweep.layout import JobHardware
 
@@ -83,10 +83,13 @@ class Jobs:
         """Raise a UserError for what Hydra and OmegaConf say of a job: the others are not wrong."""
         try:
             yield
-        except (HydraException, OmegaConfBaseException) as error:
+        except UserError:
+            raise
+        except Exception as error:
             given = (*self._invocation.command.own_groups, *self._words)
             explained = user_error(error, given)
-            assert explained is not None
+            if explained is None:  # a fault of this program
+                raise
             raise explained from error
 
     def _compose(self, words: Sequence[str], number: int) -> DictConfig:

@@ -118,7 +118,7 @@ class Search:
             if stopped.params.keys() == self._space.keys():
                 batch[stopped.number] = stopped.params
             else:  # the search was killed while it asked
-                self._study.tell(stopped.number, state=self._states.FAIL)
+                self._study.tell(stopped.number, state=self._states.FAIL, skip_if_finished=True)
                 self._num_trials += stopped.number not in again
         self._stopped = []
         trials = self._study.get_trials(deepcopy=False)

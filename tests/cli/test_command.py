@@ -73,6 +73,10 @@ def test_a_job_is_named_by_what_the_sweep_varies() -> None:
     job = compose_config(["model=toy", "seed=2", "optimizer.lr=0.1"])
     assert job_folder(job, command) == "seed=2,optimizer.lr=0.1"
     assert job_folder(compose_config(["model=toy"]), parse(["-m", "model=toy"])) == "model=toy"
+    one = ["seed=1", "++sweep.retry=failed", "sweep.dry_run=true"]
+    assert job_folder(compose_config(one), parse(["-m", *one])) == "seed=1"
+    twice = parse(["-m", "model=toy", "seed=0", "seed=1,2"])
+    assert job_folder(compose_config(["model=toy", "seed=2"]), twice) == "seed=2"
     for subdir, name in (("job-${seed}", "job-2"), ("toy/${seed}", "toy-2"), ("..", "_..")):
         named = compose_config(["seed=2", f"hydra.sweep.subdir={subdir}"])
         assert job_folder(named, command) == name

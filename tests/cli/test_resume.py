@@ -193,6 +193,10 @@ def test_last_is_the_newest_run(run: Path) -> None:
     shutil.copytree(run, newest)
     os.utime(newest / "run.json", (2e9, 2e9))
     assert resume("resume=last").resume == str(newest)
+    for task in ("collectives", "check", "evaluate"):
+        write_run_record(run.with_name(task), task=task, status="completed")
+        os.utime(run.with_name(task) / "run.json", (3e9, 3e9))
+    assert resume("resume=last").resume == str(newest)
     shutil.rmtree("outputs")
     with pytest.raises(UserError, match="resume=last finds no run below outputs"):
         resumed_overrides(["resume=last"], folders=[CONFIG_DIR])

@@ -25,6 +25,7 @@ from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.plan import Invocation, compose, plan
 from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.config.schema import CONFIG_DIR
+from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.sweep.layout import JobHardware
 
@@ -40,7 +41,6 @@ GRIDS = (
     "model={a:1}",
     "train.epochs=many",
     "model=no",
-    "seed=1,2",
     "model@other=toy",
     "other@train=1",
 )
@@ -182,11 +182,11 @@ def grid_loader(*overrides: str) -> Iterator[tuple[ConfigLoader, DictConfig]]:
 def outcome(
     compose_job: Callable[[list[str]], DictConfig], job: list[str]
 ) -> tuple[DictConfig, str | None]:
-    """Return what a job is composed to, and with which error it is not."""
+    """Return what a job is composed to, and with which sentence it is not."""
     try:
         return compose_job(job), None
-    except (HydraException, ValueError) as error:
-        return OmegaConf.create(), type(error).__name__
+    except (HydraException, ValueError, UserError) as error:
+        return OmegaConf.create(), str(user_error(error, job)).partition(";")[0]
 
 
 def flags(node: Container) -> list[object]:

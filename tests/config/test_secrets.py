@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import yaml
 from configs import LAPTOP, compose_raw, resolved
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from ranks import run_ranks
 from run_folders import record
 
+from ddp_runner.cli.app import run
 from ddp_runner.cli.compose import register
+from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
@@ -143,6 +147,28 @@ def test_an_error_amid_another_tells_no_secret_either() -> None:
     with pytest.raises(KeyError) as found:
         fail()
     assert str(found.value.__context__) == "no ${oc.env:MY_SECRET}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train.epochs=SECRET",
+        "-m seed=1,2 launch.init_method=SECRET sweep.parallel_jobs=2",
+        "-m seed=1,2 hydra/launcher=slurm hydra.launcher.timeout_min=SECRET",
+        "-m seed=1,2 hydra/sweeper=optuna sweep.objective=eval/loss hydra.sweeper.direction=SECRET",
+    ],
+)
+def test_what_a_command_rejects_is_told_without_its_secrets(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by OmegaConf, which keeps a wrong value, and of keys that only a sweep reads."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_SECRET", SECRET)
+    with pytest.raises((UserError, HydraException, OmegaConfBaseException)) as found:
+        run(words.replace("SECRET", "${oc.env:MY_SECRET}").split(), started_at=0.0)
+    line = str(user_error(found.value))
+    assert SECRET not in line
+    assert "(${oc.env:MY_SECRET})" in line
 
 
 @dataclass(frozen=True)

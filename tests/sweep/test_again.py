@@ -11,7 +11,7 @@ import pytest
 from commands import background, run_command, wait_for, wait_for_end
 from configs import resolved, write_experiment
 from run_folders import last_step, metrics, record, run_dirs
-from sweeps import only_sweep, statuses, table_row
+from sweeps import only_sweep, planned, statuses, table_row
 from tiers import first_of
 
 from ddp_runner.cli.command import parse
@@ -107,6 +107,23 @@ def test_an_edited_yaml_changes_no_job_that_waits(tmp_path: Path) -> None:
         end = wait_for_end(process, tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     assert [record(path)["step"] for path in end.run_dirs] == [300, 300, 300]
+
+
+def test_jobs_that_an_edited_yaml_no_longer_makes_are_left_out(tmp_path: Path) -> None:
+    """Else no start of the sweep would ever end it; what has ended stays in its table."""
+    write_experiment(tmp_path / "conf", "mine", *TOY, "train.max_steps=2")
+    command = ("-m", "--config-dir", "conf", "experiment=mine", "seed=1,2,3", "world_size=1")
+    sweep = tmp_path / "sweep"
+    first = run_command(*command, f"hydra.sweep.dir={sweep}", "sweep.dry_run=true", folder=tmp_path)
+    assert first.exit_code == 0
+    planned(sweep, "seed=1", "seed=2", "seed=3")
+    write_run_record(sweep / "seed=1", status="completed")
+    write_run_record(sweep / "seed=2", status="preempted")
+    end = run_command(*command, f"hydra.sweep.dir={sweep}", folder=tmp_path)
+    assert (end.exit_code, end.stderr) == (0, "")
+    said = "left out of the sweep, whose command makes other jobs now: seed=2, seed=3"
+    assert said in end.stdout
+    assert statuses(sweep) == dict.fromkeys(["seed=1", "seed=1-2", "seed=2", "seed=3"], "completed")
 
 
 @pytest.mark.full

@@ -72,6 +72,55 @@ def test_a_grid_leaves_out_what_the_rules_reject_and_reports(tmp_path: Path) -> 
     assert end.stdout.index("tensorboard --logdir outputs/sweep") < end.stdout.index("4 runs")
 
 
+def test_what_hydra_rejects_in_a_job_is_that_jobs_fault(tmp_path: Path) -> None:
+    """A value of another type, an option that does not exist, an interpolation to nothing."""
+    end = run_command(
+        *("-m", "model=toy,convnet", "dataset=random", "seed=1,x", "optimizer=sgd,nope"),
+        *("sweep.dry_run=true", "sweep.skip_invalid=true"),
+        folder=tmp_path,
+    )
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert "1 valid job, 7 invalid jobs" in end.stdout
+    for line in (
+        "model=toy,seed=x,optimizer=sgd: seed (x) must be a whole number",
+        "model=toy,seed=1,optimizer=nope: optimizer=nope does not exist; options: adadelta, ",
+        "model=convnet,seed=1,optimizer=sgd: model.num_classes comes from dataset.num_classes, ",
+    ):
+        assert f"\n{line}" in end.stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        ("sed=1,2", "error: sed is not a key of the config; did you mean seed?\n"),
+        ("seed=range(0)", "error: the sweep has no job: a range is empty; write range(3) or 1,2\n"),
+        ("hydra.sweep.dir=", "error: hydra.sweep.dir is empty; write hydra.sweep.dir=FOLDER, or "),
+        (
+            "hydra.run.dir=x",
+            "error: hydra.run.dir is the folder of one run; write hydra.sweep.dir=",
+        ),
+    ],
+)
+def test_a_mistake_in_the_whole_command_is_one_line(key: str, line: str, tmp_path: Path) -> None:
+    """Nothing else is printed and no folder is left, also by a dry run."""
+    end = run_command("-m", "model=toy", key, "sweep.dry_run=true", folder=tmp_path)
+    assert (end.exit_code, end.stdout) == (2, "")
+    assert end.stderr.startswith(line)
+    assert end.stderr.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
+
+
+def test_jobs_whose_names_are_equal_are_each_told_when_they_are_invalid(tmp_path: Path) -> None:
+    """Long numbers are rounded in a name."""
+    rates = "optimizer.lr=-1.000001,-1.0000012"
+    end = run_command("-m", "model=toy", rates, folder=tmp_path)
+    assert end.exit_code == 2
+    assert statuses(only_sweep(tmp_path)) == {
+        "optimizer.lr=-1": "failed",
+        "optimizer.lr=-1-2": "failed",
+    }
+
+
 def test_rejected_alone_is_an_error_still(tmp_path: Path) -> None:
     """A grid of which nothing is left has no exit code of its jobs; without a run no report."""
     end = run_command(

@@ -95,9 +95,9 @@ def test_a_job_that_another_launcher_runs_is_waited_for(
 
 
 def test_a_job_that_is_held_for_long_is_looked_at_again_and_again(
-    sweep: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Until the other launcher has ended it; then it counts once."""
+    """Until the other launcher has ended it; then it counts once. What is awaited is said once."""
     looks = list[float]()
 
     def look(seconds: float) -> None:
@@ -109,6 +109,7 @@ def test_a_job_that_is_held_for_long_is_looked_at_again_and_again(
     with RunDir(sweep / "a").locked():
         outcomes = run_left(batch_of(sweep, "a"), execute=pytest.fail)
     assert {name: one.status for name, one in outcomes.items()} == {"a": "completed"}
+    assert capsys.readouterr().out == "waiting for 1 job of other launchers\n"
 
 
 def test_what_had_failed_before_stops_no_sweep(sweep: Path) -> None:

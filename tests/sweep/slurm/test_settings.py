@@ -149,6 +149,14 @@ def test_a_sweep_stays_the_same_wherever_its_jobs_run() -> None:
     """So it goes on with another time limit, in another partition, or on this machine."""
     on_slurm = ("-m", "hydra/launcher=slurm", "hydra.launcher.timeout_min=9", "seed=1,2")
     assert sweep_command(on_slurm) == sweep_command(("-m", "seed=1,2", "sweep.parallel_jobs=2"))
+    signed = (
+        "seed=1,2",
+        "--multirun",
+        "++sweep.retry=failed",
+        "+hydra.launcher.x.y=1",
+        "verbose=1",
+    )
+    assert sweep_command(on_slurm) == sweep_command(signed)
     searches = [sweep_command(("-m", f"sweep.objective={name}")) for name in ("a", "b")]
     assert searches[0] != searches[1]
 
