@@ -4,7 +4,6 @@ The lock of a job's folder is all that launchers share: it decides who runs the 
 slots and machines may work on one sweep, and each sees in the folders what the others have done.
 """
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -23,6 +22,7 @@ from ddp_runner.job import (
     Outcome,
     Status,
 )
+from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.plan_file import (
     PLAN,
     TO_RUN,
@@ -32,7 +32,7 @@ from ddp_runner.sweep.plan_file import (
     faulty,
     read_plan,
 )
-from ddp_runner.tracking.alive import DAMAGED, Standing
+from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.claim import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
@@ -165,7 +165,7 @@ def ended(batch: Batch, one: SweepJob) -> Outcome | None:
     found = one.standing
     if found.status == Status.COMPLETED:
         return Outcome(Status.COMPLETED, EXIT_COMPLETED, one.run_dir.path)
-    if found.status not in (Status.FAILED, DAMAGED) or batch.is_to_run(one, found):
+    if not found.has_failed or batch.is_to_run(one, found):
         return None
     return failure(found, one.run_dir.path)
 
@@ -201,9 +201,9 @@ def _take(batch: Batch, one: SweepJob, execute: Callable[[Job], Outcome]) -> Out
         except (UserError, OSError) as error:  # a damaged run.json, a full disk: others run
             if not is_held and one.standing.record != found.record:
                 return None  # another launcher has it, or has ended it
-            print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
+            print_error(sentence(error))
             outcome = Outcome.invalid(run_dir.path, sentence(error))
-        if outcome.failure is not None and one.standing.status not in (Status.FAILED, DAMAGED):
+        if outcome.failure is not None and not one.standing.has_failed:
             fault = partial(faulty, one.planned.job_id, outcome.failure.sentence)
             with suppress(UserError):  # a full disk; why the job failed is printed
                 change_plan(one.sweep, fault)

@@ -14,7 +14,7 @@ from ddp_runner.job import Outcome, Status
 from ddp_runner.metric_names import headlines
 from ddp_runner.sweep.jobs import failure
 from ddp_runner.sweep.plan_file import PlannedJob, read_plan
-from ddp_runner.tracking.alive import DAMAGED, Standing
+from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.start_block import shown_path
 
 COLUMNS = ("job", "status", "start", "wall", "samples/s", "metrics")
@@ -27,7 +27,7 @@ def objective_of(run_dir: Path, found: Standing, *, name: str) -> float | str | 
     Raises:
         UserError: the job has no such metric.
     """
-    if found.status in (Status.FAILED, DAMAGED):
+    if found.has_failed:
         return found.sentence or f"{run_dir.name} has failed"
     if found.status != Status.COMPLETED:
         return None
@@ -45,8 +45,7 @@ def objective_of(run_dir: Path, found: Standing, *, name: str) -> float | str | 
 def failed_jobs(folder: Path) -> list[Outcome]:
     """Return the outcomes of the jobs of a sweep that have failed."""
     found = [(one, one.standing(folder)) for one in read_plan(folder).jobs.values()]
-    failed = (Status.FAILED, DAMAGED)
-    return [failure(state, folder / one.folder) for one, state in found if state.status in failed]
+    return [failure(state, folder / one.folder) for one, state in found if state.has_failed]
 
 
 def sweep_table(folder: Path, *, width: int = 0) -> str:

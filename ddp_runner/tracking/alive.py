@@ -154,6 +154,11 @@ class Standing:
         return self.status in (STARTING, Status.RUNNING, EVALUATING, ENDING, SILENT)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it failed, or is damaged."""
+        return self.status in (Status.FAILED, DAMAGED)
+
+    @property
     def sentence(self) -> str | None:
         """Why it failed or was stopped, in one line; None if nobody has said so."""
         return self.fault or self._error.get("sentence")

@@ -195,8 +195,8 @@ def test_help_and_cfg_show_what_can_be_chosen(tmp_path: Path) -> None:
     text = run_command("--help", folder=tmp_path).stdout
     assert sum("-m ddp_runner" in line for line in text.splitlines()) == 5
     for path in OPTIONS.values():
-        (line,) = [one for one in text.splitlines() if one.startswith(f"{path.parent.name}: ")]
-        assert path.stem in line.partition(":")[2].replace(",", " ").split()
+        (group,) = re.findall(rf"^{path.parent.name}: (.*(?:\n    .*)*)", text, re.MULTILINE)
+        assert path.stem in group.replace(",", " ").split()
     assert "train.grad_accum_steps=1 " in text
     assert "ddp-runner new my_project" in text
     config = yaml.safe_load(run_command("--cfg", "job", "seed=7", folder=tmp_path).stdout)
