@@ -46,16 +46,18 @@ class RunStatus:
     restarts: int = 0
     tags: tuple[str, ...] = ()
     reason: str | None = None  # why it waits, or has ended: one line
+    is_left_out: bool = False  # it is no job of its sweep any more: a YAML was edited
 
     @property
     def is_shown(self) -> bool:
         """Whether it is listed without --all: it is alive, or should be."""
-        return self.status not in (*Status, DAMAGED) or self.status == Status.RUNNING
+        has_ended = self.status in (*Status, DAMAGED) and self.status != Status.RUNNING
+        return not (has_ended or self.is_left_out)
 
     @property
     def is_missing(self) -> bool:
         """Whether it should be alive and gives no sign of it."""
-        return self.status in (LOST, SILENT)
+        return self.status in (LOST, SILENT) and not self.is_left_out
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def look(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunSt
     except UserError as error:
         return RunStatus(folder, DAMAGED, reason=str(error))
     record = found.record
+    is_left_out = found.status == LOST and _is_left_out(folder)
     tags, host = record.get("tags"), found.beat.get("host") or record.get("host")
     hosts = record.get("hosts", [host])
     return RunStatus(
@@ -146,7 +149,8 @@ def look(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunSt
         restarts=_whole(record.get("restarts")) or 0,
         tags=tuple(map(str, tags)) if isinstance(tags, list) else (),
         seen_s=found.seen_s,
-        reason=_reason(run_dir, found, numbers),
+        reason=_reason(run_dir, found, numbers, is_left_out=is_left_out),
+        is_left_out=is_left_out,
         **numbers,
     )
 
@@ -198,12 +202,25 @@ def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield line
 
 
-def _reason(run_dir: RunDir, found: Standing, numbers: Mapping[str, Any]) -> str | None:
+def _is_left_out(run: Path) -> bool:
+    """Return whether a run is in a sweep's folder and is no job of the sweep any more."""
+    try:
+        jobs = read_plan(run.parent).jobs.values()
+    except UserError:  # nobody can tell; the sweep's own line says why
+        return False
+    return bool(jobs) and run.name not in {one.folder for one in jobs}
+
+
+def _reason(
+    run_dir: RunDir, found: Standing, numbers: Mapping[str, Any], *, is_left_out: bool
+) -> str | None:
     """Return what a run waits for, or why it has ended; None if there is nothing to say."""
     status, holder = found.status, found.holder
     if status == LOST:
         who = f"process {holder[0]} on {holder[1]} is gone" if holder else "no process runs it"
-        if (run_dir.path.parent / PLAN).exists():
+        if is_left_out:
+            who += ", and the run is no job of its sweep any more"
+        elif (run_dir.path.parent / PLAN).exists():
             return f"{who}; give the sweep's command again"
         return f"{who}; go on with {run_dir.resume_argument}"
     if status == SILENT:

@@ -33,6 +33,11 @@ class PlannedJob:
     is_skipped: bool = False  # by sweep.skip_invalid
     resumes: float | None = None  # when the last session began of the run that it resumes
 
+    @property
+    def name(self) -> str:
+        """Its name by its config; of two with one name, each has a folder of its own."""
+        return self.job_id.partition(" ")[2]
+
     def standing(self, sweep: Path, *, server_time: Callable[[], float] = time.time) -> Standing:
         """Return how the job stands now; a run to resume is queued until the job has begun."""
         found = standing(RunDir(sweep / self.folder), server_time=server_time)

@@ -4,7 +4,7 @@ Most jobs are new runs, in the sweep's folder. A job that resumes a run stays in
 """
 
 import json
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -17,23 +17,16 @@ from ddp_runner.config.identity import config_hash, digest
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import SweepConfig
-from ddp_runner.errors import UserError, listed
+from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.calibration import calibrations
+from ddp_runner.sweep.edited import leave_out, replaced
 from ddp_runner.sweep.jobs import Batch, SweepJob, freeze_unheld, num_sessions
 from ddp_runner.sweep.layout import JobHardware
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.plan_file import (
-    PlannedJob,
-    change_plan,
-    extended,
-    is_left,
-    read_plan,
-    without,
-)
+from ddp_runner.sweep.plan_file import PlannedJob, change_plan, extended
 from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.slurm.queue import submitted_as
 from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.outputs import job_name
@@ -176,9 +169,10 @@ class Planner:
         jobs = self.jobs(drafts)
         wanted = {one.planned.job_id: one.planned for one in drafts}
         wanted = {job_id: PlannedJob(job_id, jobs[job_id].title) for job_id in jobs} | wanted
-        if not self.is_search:
-            self._leave_out(wanted)
+        gone = {} if self.is_search else leave_out(self.folder, wanted)
         plan = change_plan(self.folder, partial(extended, wanted.values()))
+        for line in replaced(self.folder, gone, plan, jobs):
+            print(line, flush=True)
         for one in drafts:
             if one.job is None and not one.planned.is_skipped:
                 print_error(f"{shown_path(Path(one.planned.folder))}: {one.planned.fault}")
@@ -201,21 +195,6 @@ class Planner:
             sessions = num_sessions(found) if found.status == Status.FAILED else 0
             queued[job_id] = SweepJob(planned, named, self.folder, sessions)
         return Batch(queued, self.settings, num_failed)
-
-    def _leave_out(self, wanted: Container[str]) -> None:
-        """Take jobs out of the plan that the command no longer makes and that nobody runs.
-
-        A YAML was edited, so they would be left for ever: each start plans the others.
-        """
-        others = [
-            one
-            for job_id, one in read_plan(self.folder).jobs.items()
-            if job_id not in wanted and is_left(one.standing(self.folder))
-        ]
-        if others := [one for one in others if submitted_as(self.folder / one.folder) is None]:
-            names = listed([one.folder for one in others])
-            print(f"left out of the sweep, whose command makes other jobs now: {names}", flush=True)
-            change_plan(self.folder, partial(without, {one.job_id for one in others}))
 
     def jobs(self, drafts: Iterable[Draft]) -> dict[str, Job]:
         """Return the valid jobs by their id, calibrations first."""

@@ -176,7 +176,7 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
             f"{run_dir} already holds a run; give another folder, or {run_dir.resume_argument}"
         )
     if known not in (None, work_hash(config)):
-        keys = listed(_changed_keys(config, run_dir)) or "what the environment gives"
+        keys = listed(changed_keys(config, run_dir)) or "what the environment gives"
         raise UserError(
             f"{run_dir} holds a run whose config differs ({keys}), and resume=auto continues an "
             "equal one only; give another hydra.run.dir"
@@ -225,7 +225,7 @@ def _record(run_dir: RunDir) -> dict[str, Any]:
         return {}  # nobody can resume such a run
 
 
-def _changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:
+def changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:
     """Return the keys of a config whose values the run in a folder does not have.
 
     Raises:

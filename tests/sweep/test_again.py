@@ -11,7 +11,7 @@ import pytest
 from commands import background, run_command, wait_for, wait_for_end
 from configs import resolved, write_experiment
 from run_folders import last_step, metrics, record, run_dirs
-from sweeps import only_sweep, planned, statuses, table_row
+from sweeps import only_sweep, statuses, table_row
 from tiers import first_of
 
 from ddp_runner.cli.command import parse
@@ -22,6 +22,7 @@ from ddp_runner.compare.runs import read_runs
 from ddp_runner.config.identity import config_hash
 from ddp_runner.config.schema import Config
 from ddp_runner.job import Job
+from ddp_runner.status.look import look
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.planner import Planner, SweepCommand
 from ddp_runner.tracking.run_record import write_run_record
@@ -112,18 +113,24 @@ def test_an_edited_yaml_changes_no_job_that_waits(tmp_path: Path) -> None:
 def test_jobs_that_an_edited_yaml_no_longer_makes_are_left_out(tmp_path: Path) -> None:
     """Else no start of the sweep would ever end it; what has ended stays in its table."""
     write_experiment(tmp_path / "conf", "mine", *TOY, "train.max_steps=2")
-    command = ("-m", "--config-dir", "conf", "experiment=mine", "seed=1,2,3", "world_size=1")
     sweep = tmp_path / "sweep"
-    first = run_command(*command, f"hydra.sweep.dir={sweep}", "sweep.dry_run=true", folder=tmp_path)
-    assert first.exit_code == 0
-    planned(sweep, "seed=1", "seed=2", "seed=3")
-    write_run_record(sweep / "seed=1", status="completed")
-    write_run_record(sweep / "seed=2", status="preempted")
-    end = run_command(*command, f"hydra.sweep.dir={sweep}", folder=tmp_path)
+    command = ("-m", "--config-dir", "conf", "experiment=mine", f"hydra.sweep.dir={sweep}")
+    assert run_command(*command, "seed=1,2,3,4", folder=tmp_path).exit_code == 0
+    for name in ("seed=2", "seed=4"):  # killed
+        write_run_record(sweep / name, status="running")
+    (sweep / "seed=3" / "run.json").unlink()  # it waits
+    write_experiment(tmp_path / "conf", "mine", *TOY, "train.max_steps=3")
+    end = run_command(*command, "seed=1,2,3", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
-    said = "left out of the sweep, whose command makes other jobs now: seed=2, seed=3"
-    assert said in end.stdout
-    assert statuses(sweep) == dict.fromkeys(["seed=1", "seed=1-2", "seed=2", "seed=3"], "completed")
+    said = "train.max_steps; new jobs replace the earlier ones: seed=1-2 for seed=1, seed=2-2 for"
+    assert f"changed since this sweep began: {said} seed=2, seed=3" in end.stdout
+    assert "no longer made by the sweep's command: seed=4" in end.stdout
+    names = ("seed=1", "seed=1-2", "seed=2-2", "seed=3")
+    assert statuses(sweep) == dict.fromkeys(names, "completed")
+    found = look(sweep / "seed=2")
+    assert (found.status, found.is_missing, found.is_shown) == ("lost", False, False)
+    assert found.reason is not None
+    assert "no job of its sweep any more; go on with " in found.reason
 
 
 @pytest.mark.full
