@@ -13,7 +13,7 @@ from ddp_runner.config.schema import Config, has_own_loop
 from ddp_runner.config.sections import INFERENCE
 from ddp_runner.config.training import TrainConfig
 from ddp_runner.errors import UserError
-from ddp_runner.metric_names import CLASS_METRICS, MONITORS, best_end
+from ddp_runner.metric_names import CLASS_METRICS, LISTED, MONITORS, best_end
 
 ALWAYS = tuple(name for name in MONITORS if name not in CLASS_METRICS)
 OF_EVALUATIONS = ("scheduler", "early_stop")  # they read a metric after each evaluation
@@ -46,6 +46,8 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
     own_step = known is None and train.step != TrainConfig().step
     names = MONITORS if known is None else [*ALWAYS, *sorted({*known.names} - {*ALWAYS})]
     unknown = config.metrics if known is None else known.unknown
+    if config.task == "train" and not own_step:
+        _validate_objective(config.sweep.objective, names, unknown)
     for group, monitor, mode in _monitored(config):
         if own_loop and group != "checkpoint":
             continue  # nobody reads it
@@ -81,6 +83,18 @@ def ensure_monitored(config: Config, metrics: Mapping[str, float], *, part: str)
     for group, monitor, _ in _monitored(config):
         if monitor.startswith(f"{part}/"):
             _validate_name(group, monitor, [one for one in metrics if one.startswith(f"{part}/")])
+
+
+def _validate_objective(name: str | None, names: Iterable[str], unknown: Iterable[str]) -> None:
+    """Reject the metric of a search that no trial of it has, before the first one has trained."""
+    own = [f"eval/{one}" for one in unknown]
+    evaluated = f"{name}_".replace("best/", "eval/")
+    if any(evaluated.startswith(f"{one}_") for one in own):
+        return
+    is_listed = name in LISTED and name not in CLASS_METRICS
+    known = {*names, *(one.replace("eval/", "best/") for one in names)}
+    if name is not None and not is_listed and name not in known:
+        validate_value("sweep.objective", name, Rule(choices=(*names, *own)))
 
 
 def _validate_name(group: str, monitor: str, names: Iterable[str]) -> None:

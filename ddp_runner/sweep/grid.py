@@ -1,7 +1,7 @@
 """A grid: every combination of the values that a command gives. Torch-free."""
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import count, product
 
 from hydra.core.override_parser.types import Override
 
@@ -17,6 +17,7 @@ class Grid:
 
     def __init__(self, overrides: Sequence[Override]) -> None:
         self._left = [list(expand(overrides))]
+        self.numbers = count()  # of the jobs of the batch
         if not self._left[0]:
             raise UserError("the sweep has no job: a range is empty; write range(3) or 1,2")
 
@@ -27,8 +28,9 @@ class Grid:
     def tell(self, results: Sequence[float | str | None]) -> None:
         """Take the results of the last batch."""
 
-    def finish(self) -> None:
-        """Do nothing: no job is the best one."""
+    def finish(self) -> str | None:
+        """Return None: no job is the best one."""
+        return None
 
 
 def expand(overrides: Sequence[Override]) -> Iterator[list[str]]:

@@ -66,25 +66,28 @@ class Planner:
     folder: Path
     where: Local | Slurm
     is_search: bool
+    earlier: Path | None = None  # the folder of a sweep of the same command that has ended
     settings: SweepConfig = field(default_factory=SweepConfig)  # those of the last job
-    number: int = 0  # of jobs so far
     _has_begun: bool = False  # a job of it has a config
     _accepted: dict[str, SweepConfig] = field(default_factory=dict)
     _validated: DictConfig | None = None
     _resumed: set[Path] = field(default_factory=set)
 
-    def draft(self, batch: Iterable[Sequence[str]]) -> list[Draft]:
+    def draft(self, batch: Iterable[Sequence[str]], numbers: Iterable[int]) -> list[Draft]:
         """Return the jobs of a batch; composed configs are large and are not kept.
+
+        Args:
+            batch: the words of each job.
+            numbers: of the jobs, or trials, from 0.
 
         Raises:
             UserError: the sweep as a whole is invalid: no job of it has a config, or several would
                 resume one run.
         """
         drafts, fault = list[Draft](), None
-        for words in batch:
-            self.number += 1
+        for words, number in zip(batch, numbers, strict=False):
             try:
-                composed = self.command.compose(words, self.number - 1)
+                composed = self.command.compose(words, number)
             except UserError as error:
                 varied = [one for one in words if one not in self.command.overrides]
                 drafts.append(self._invalid(words, job_name(varied), error))
@@ -92,9 +95,12 @@ class Planner:
                 continue
             if not self._has_begun:  # a mistake in the command prints nothing but itself
                 self._has_begun = True
-                print(fact_lines({"sweep": str(shown_path(self.folder))}), flush=True)
+                facts = {"sweep": str(shown_path(self.folder))}
+                if self.earlier is not None:
+                    facts["earlier"] = f"{shown_path(self.earlier)} of the same command has ended"
+                print(fact_lines(facts), flush=True)
             self.validate(composed)
-            drafts.append(self._draft(composed, words))
+            drafts.append(self._draft(composed, words, number))
             if len(drafts) % NOTE_EVERY == 0:
                 print(f"{len(drafts)} jobs are planned", flush=True)
         if fault is not None and not self._has_begun:
@@ -122,7 +128,7 @@ class Planner:
             self._accepted[key] = config.sweep
         self.settings = self._accepted[key]
 
-    def _draft(self, composed: DictConfig, words: Sequence[str]) -> Draft:
+    def _draft(self, composed: DictConfig, words: Sequence[str], number: int) -> Draft:
         name = self.command.name_of(composed)
         resumes = None
         if Path(name).is_absolute():
@@ -132,7 +138,7 @@ class Planner:
             job = self.command.plan(composed, self.where.hardware_of)
         except UserError as error:
             return self._invalid(words, name, error)
-        job = replace(job, run_dir=self.folder / name, number=self.number)
+        job = replace(job, run_dir=self.folder / name, number=number + 1)
         # A run's config changes as it is resumed, so its job is known by what the command says. The
         # name counts as well: two jobs may differ only in how their ranks start.
         identity = (
@@ -177,12 +183,12 @@ class Planner:
             if one.job is None and not one.planned.is_skipped:
                 print_error(f"{shown_path(Path(one.planned.folder))}: {one.planned.fault}")
         total = f" of {max((job.number for job in jobs.values()), default=0)}"
-        if self.is_search:  # further jobs may follow
-            total = ""
         queued = dict[str, SweepJob]()
         for job_id, job in jobs.items():
             planned = plan.jobs[job_id]
             place = f"job {job.number}{total}" if job.number else "calibration"
+            if self.is_search:  # as Optuna's tools call it
+                place = f"trial {job.number - 1}"
             title = f"{place}: {shown_path(Path(planned.folder))}"
             run_dir = self.folder / planned.folder
             run_dir.mkdir(exist_ok=True)

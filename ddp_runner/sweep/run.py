@@ -45,31 +45,39 @@ def run_sweep(command: SweepCommand) -> int:
     params = [f"{key}={value}" for key, value in node.sweeper.params.items()]
     overrides = command.read([*params, *command.overrides])  # the command's own win
     settings = slurm_settings(node.launcher)
-    with sweep_dir(common, command.words) as folder:
+    with sweep_dir(common, command.words) as (folder, earlier):
         where = Local() if settings is None else Slurm(folder, settings)
-        planner = Planner(command, folder, where, is_search=is_search)
+        planner = Planner(command, folder, where, is_search=is_search, earlier=earlier)
         planner.validate(common)
         chooser: Grid | Search
         if is_search:
             chooser = Search(
                 node.sweeper,
                 overrides,
-                folder=None if common.sweep.dry_run else folder,
+                folder=folder,
+                objective=common.sweep.objective,
+                is_dry=common.sweep.dry_run,
                 batch_size=common.sweep.parallel_jobs,
                 retries=common.sweep.retry is not None,
             )
         else:
             chooser = Grid(overrides)
         if common.sweep.dry_run:
-            return _print_jobs(planner, planner.draft(chooser.ask()))
+            return _print_jobs(planner, planner.draft(chooser.ask(), chooser.numbers))
         try:
-            outcomes = _run_batches(planner, chooser)
+            outcomes, best = _run_batches(planner, chooser)
         finally:
             where.close()
             if (folder / PLAN).exists():
                 print(sweep_table(folder, width=line_width(sys.stdout)), flush=True)
+        if best is not None:
+            print(wrapped(printable(best), line_width(sys.stdout)), flush=True)
+        failed = failed_jobs(folder)
+        if failed and common.sweep.retry is None:
+            jobs = counted(len(failed), "failed job")
+            print(f"the same command with sweep.retry=failed runs {jobs} again", flush=True)
         if is_search:  # also those of an earlier start
-            outcomes += failed_jobs(folder)
+            outcomes += failed
         worst = max((one.exit_code for one in outcomes), default=None)
         if worst is None and where.starts_jobs and not is_search:
             worst = EXIT_USER_ERROR
@@ -81,13 +89,18 @@ def run_sweep(command: SweepCommand) -> int:
     return worst or EXIT_COMPLETED
 
 
-def _run_batches(planner: Planner, chooser: Grid | Search) -> list[Outcome]:
-    """Run batch after batch; return how each job ended, and the signal that stopped the sweep."""
-    folder, num_failed, outcomes = planner.folder, 0, list[Outcome]()
+def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome], str | None]:
+    """Run batch after batch.
+
+    Returns:
+        How each job ended, and the signal that stopped the sweep; and what to say of the best job.
+    """
+    folder, num_failed, outcomes, is_first = planner.folder, 0, list[Outcome](), True
     while words := chooser.ask():
-        drafts = planner.draft(words)
+        drafts = planner.draft(words, chooser.numbers)
         validate_resumed(drafts, skip_invalid=planner.settings.skip_invalid)
-        if planner.number == len(drafts):  # the first batch
+        if is_first:
+            is_first = False
             change_plan(folder, partial(begun, sweep_command(planner.command.words)))
         for one in drafts:
             if one.planned.fault and not one.planned.is_skipped:
@@ -99,12 +112,11 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> list[Outcome]:
         num_failed += (failed := batch.failures(found))
         chooser.tell(_results(planner, drafts))
         if any(one.status == Status.PREEMPTED for one in found.values()):
-            return outcomes
+            return outcomes, None
         if batch.is_over(failed) and planner.is_search:
-            return outcomes
+            return outcomes, None
     change_plan(folder, lambda plan: replace(plan, is_open=False))
-    chooser.finish()
-    return outcomes
+    return outcomes, chooser.finish()
 
 
 def _results(planner: Planner, drafts: Sequence[Draft]) -> list[float | str | None]:
@@ -145,7 +157,9 @@ def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
         print(wrapped(printable(f"{name}: {one.fault}"), width))
     counts = [counted(len(jobs), "valid job"), counted(len(invalid), "invalid job")]
     print(f"{', '.join(counts)}; nothing was started (sweep.dry_run=true)")
-    if planner.is_search:
+    if planner.is_search and not jobs:
+        print("no trial is left of the search; a larger hydra.sweeper.n_trials adds some")
+    elif planner.is_search:
         print(
             "a search chooses its later jobs by the results of these, so "
             f"{shown_path(folder)} may get others besides"
@@ -170,6 +184,6 @@ def _is_search(common: DictConfig) -> bool:
     if common.sweep.objective is None:
         raise UserError(
             "sweep.objective is null and this hydra/sweeper looks for the best of a metric; "
-            "write sweep.objective=eval/accuracy hydra.sweeper.direction=maximize"
+            "write sweep.objective=eval/accuracy"
         )
     return True

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.errors import UserError, one_line, os_errors
 from ddp_runner.files import locked, replace_file, yaml_dump
+from ddp_runner.sweep.search_space import direction_of, distribution_of, values_of
+from ddp_runner.tracking.start_block import shown_path
 
 STUDY, RESULTS = "optuna.db", "optimization_results.yaml"
 LOCK = ".search.lock"  # held while the study is read and changed
@@ -29,7 +31,9 @@ class Search:
     Args:
         node: ``hydra.sweeper``.
         overrides: of the command: those with several values, or an interval, are searched.
-        folder: of the sweep; None: nothing is kept.
+        objective: the metric that is optimized; it says in which direction, if the node does not.
+        folder: of the sweep.
+        is_dry: whether nothing is kept: the jobs are only listed.
         batch_size: trials that are asked for at once, unless the node says so.
         retries: whether the values of trials that have failed are tried again.
 
@@ -42,9 +46,11 @@ class Search:
         node: DictConfig,
         overrides: Sequence[Override],
         *,
-        folder: Path | None,
+        objective: str,
+        folder: Path,
         batch_size: int,
         retries: bool = False,
+        is_dry: bool = False,
     ) -> None:
         try:
             import optuna
@@ -55,13 +61,14 @@ class Search:
             ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._node, self._folder = optuna, node, folder
+        self._objective, self._is_dry = objective, is_dry
         given = {one.get_key_element(): one for one in overrides if not one.is_hydra_override()}
         searched = {key: one for key, one in given.items() if one.is_sweep_override()}
         self._same = [str(one.input_line) for key, one in given.items() if key not in searched]
         self._space = dict[str, Any]()
         for key, one in searched.items():
             try:
-                self._space[key] = self._distribution(one)
+                self._space[key] = distribution_of(one, optuna.distributions)
             except ValueError as error:
                 raise UserError(f"{one.input_line}: {one_line(error)}") from error
         for name, value in {"n_trials": node.n_trials, "n_jobs": node.n_jobs or batch_size}.items():
@@ -69,31 +76,32 @@ class Search:
                 raise UserError(f"hydra.sweeper.{name} ({value}) must be a number greater than 0")
         self._batch_size, self._num_trials = node.n_jobs or batch_size, node.n_trials
         if str(node.sampler.get("_target_")) == f"{SAMPLERS}GridSampler":
-            sizes = [len(_values(key, one)) for key, one in self._space.items()]
+            sizes = [len(values_of(key, one)) for key, one in self._space.items()]
             self._num_trials = min(self._num_trials, math.prod(sizes))
-        storage = node.storage or (folder and f"sqlite:///{folder / STUDY}")
-        if node.direction not in ("minimize", "maximize"):
-            raise UserError(
-                f"hydra.sweeper.direction ({node.direction}) must be minimize or maximize"
-            )
-        sampler = self._sampler(0)
+        direction, sampler = direction_of(objective, node.direction), self._sampler(0)
+        storage = str(node.storage or f"sqlite:///{folder / STUDY}")
+        name, earlier = node.study_name or folder.name, list[Any]()
         try:
+            is_kept = is_dry and (node.storage or (folder / STUDY).exists())
+            if is_kept and name in optuna.get_all_study_names(storage):
+                earlier = optuna.load_study(study_name=name, storage=storage).get_trials()
             self._study = optuna.create_study(
-                storage=str(storage) if folder and storage else None,
+                storage=None if is_dry else storage,
                 sampler=sampler,
-                study_name=node.study_name or (folder.name if folder else None),
-                direction=node.direction,
+                study_name=name,
+                direction=direction,
                 load_if_exists=True,
             )
+            self._study.add_trials(earlier)
         except Exception as error:  # of any class, by the storage
             raise UserError(f"hydra.sweeper: Optuna has no study ({one_line(error)})") from error
-        if self._study.direction.name.lower() != node.direction:
+        if self._study.direction.name.lower() != direction:
             raise UserError(
-                f"hydra.sweeper.direction ({node.direction}) differs from that of the study, "
+                f"hydra.sweeper.direction ({direction}) differs from that of the study, "
                 f"{self._study.direction.name.lower()}; give another hydra.sweep.dir or study_name"
             )
         self._states = states = optuna.trial.TrialState
-        self._trials: list[int] = []  # the numbers of the last batch
+        self.numbers: list[int] = []  # of the trials of the last batch
         self._seen = set[int]()  # those of all batches
         with self._in_turn():
             # A search that was stopped left them; their runs are resumed.
@@ -105,7 +113,7 @@ class Search:
         """Return the words of each job of the next batch; none is left after all trials."""
         with self._in_turn():
             batch = self._next()
-        self._trials = list(batch)
+        self.numbers = list(batch)
         return [
             [*self._same, *(f"{key}={value}" for key, value in values.items())]
             for values in batch.values()
@@ -139,7 +147,7 @@ class Search:
 
     def tell(self, results: Sequence[float | str | None]) -> None:
         """Take the results of the last batch: a number, why there is none, or None: not yet."""
-        for number, result in zip(self._trials, results, strict=True):
+        for number, result in zip(self.numbers, results, strict=True):
             if result is None:
                 continue
             values, state = (None, self._states.FAIL) if isinstance(result, str) else (result, None)
@@ -150,8 +158,8 @@ class Search:
                     if "Study.stop" not in str(error):  # the grid sampler's, after its last trial
                         raise
 
-    def finish(self) -> None:
-        """Write the best trial beside the study.
+    def finish(self) -> str:
+        """Write the best trial beside the study, and return a line about it.
 
         Raises:
             UserError: no trial was completed.
@@ -168,15 +176,19 @@ class Search:
             for key, value in best.params.items()
         }
         found = {"name": "optuna", "best_params": params, "best_value": best.value}
-        assert self._folder is not None
         with os_errors(f"{self._folder / RESULTS} cannot be written"):
             replace_file(self._folder / RESULTS, yaml_dump(found))
+        values = " ".join(f"{key}={value}" for key, value in best.params.items())
+        return (
+            f"best: trial {best.number}, {self._objective} {best.value:.4g}, {values} "
+            f"({shown_path(self._folder / RESULTS)})"
+        )
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
         """Keep the other launchers of this search from the study meanwhile."""
         with ExitStack() as stack:
-            if self._folder is not None:
+            if not self._is_dry:
                 stack.enter_context(os_errors(f"{self._folder / LOCK} cannot be locked"))
                 stack.enter_context(locked(self._folder / LOCK))
             yield
@@ -221,40 +233,10 @@ class Search:
         if keywords.get("seed") is not None:
             keywords["seed"] += number
         if name == "GridSampler":
-            keywords["search_space"] = {key: _values(key, one) for key, one in self._space.items()}
+            keywords["search_space"] = {
+                key: values_of(key, one) for key, one in self._space.items()
+            }
         try:
             return kind(**keywords)
         except (TypeError, ValueError, ImportError, AttributeError) as error:
             raise UserError(f"hydra.sweeper.sampler: {target}: {one_line(error)}") from error
-
-    def _distribution(self, override: Override) -> Any:
-        """Return the values that a key may take, as Optuna's distribution."""
-        made, value = self._optuna.distributions, override.value()
-        if isinstance(value, IntervalSweep):
-            is_log, ends = "log" in value.tags, (value.start, value.end)
-            is_whole = all(isinstance(one, int) for one in ends)
-            return (made.IntDistribution if is_whole else made.FloatDistribution)(*ends, log=is_log)
-        texts = list(override.sweep_string_iterator())
-        if (
-            isinstance(value, RangeSweep)
-            and not value.shuffle
-            and len(texts) > 1
-            and value.step > 0
-        ):
-            is_whole = all(isinstance(one, int) for one in (value.start, value.step))
-            kind = made.IntDistribution if is_whole else made.FloatDistribution
-            read = int if is_whole else float
-            return kind(read(texts[0]), read(texts[-1]), step=value.step)
-        return made.CategoricalDistribution(texts)
-
-
-def _values(key: str, distribution: Any) -> list[Any]:
-    """Return all values of a distribution, for a search that tries each combination."""
-    if hasattr(distribution, "choices"):
-        return list(distribution.choices)
-    if distribution.step is None:
-        raise UserError(
-            f"{key} is an interval, and hydra/sweeper/sampler=grid takes values; write choice(...)"
-        )
-    count = round((distribution.high - distribution.low) / distribution.step) + 1
-    return [distribution.low + number * distribution.step for number in range(count)]

@@ -19,6 +19,9 @@ OWN_STEP = ("train.step=my_package.step", "allowed_targets=[my_package]")
         (*OWN_STEP, "checkpoint.monitor=eval/anything"),
         (*OWN_STEP, "checkpoint.monitor=train/anything", "checkpoint.mode=min"),
         (*OWN_STEP, "scheduler=plateau", "scheduler.monitor=eval/anything"),
+        (*OWN_STEP, "sweep.objective=eval/anything"),
+        (METRICS, "sweep.objective=best/mae_3"),
+        ("sweep.objective=perf/peak_memory_gib",),
     ],
 )
 def test_own_metrics_may_be_monitored(overrides: tuple[str, ...]) -> None:
@@ -36,6 +39,8 @@ def test_own_metrics_may_be_monitored(overrides: tuple[str, ...]) -> None:
         ((*OWN_STEP, "scheduler=plateau", "scheduler.monitor=train/x"), "must be one of eval/"),
         ((METRICS, "checkpoint.monitor=eval/top_k", "train.eval_every_epochs=0"),
          "needs evaluations"),
+        (("sweep.objective=eval/acc",), "did you mean eval/accuracy?"),
+        ((METRICS, "sweep.objective=eval/topk"), "did you mean eval/top_k?"),
         (("checkpoint.monitor=eval/loss",), "the worst for the best; write checkpoint.mode=min"),
         (("checkpoint.monitor=eval/f1", "checkpoint.mode=min"), "write checkpoint.mode=max"),
     ],

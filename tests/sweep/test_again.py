@@ -69,6 +69,7 @@ def test_failed_jobs_are_left_alone_until_asked_for(tmp_path: Path) -> None:
     first = run_command(*rows, folder=tmp_path)
     sweep = tmp_path / "sweep"
     assert first.exit_code == 2
+    assert "the same command with sweep.retry=failed runs 1 failed job again" in first.stdout
     assert statuses(sweep) == {"optimizer.lr=0.1": "completed", "optimizer.lr=1e+30": "failed"}
     began = {path.name: record(path)["started_at"] for path in run_dirs(sweep)}
 
@@ -191,5 +192,5 @@ def test_a_folder_with_a_run_of_another_config_is_left_alone(tmp_path: Path) -> 
         Local(),
         is_search=False,
     )
-    drafts = planner.draft([["model=toy", "seed=1"], ["model=toy", "seed=2"]])
+    drafts = planner.draft([["model=toy", "seed=1"], ["model=toy", "seed=2"]], range(2))
     assert [one.planned.folder for one in drafts] == ["seed=1-2", "seed=2"]

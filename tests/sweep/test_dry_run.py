@@ -3,10 +3,15 @@
 import re
 import shlex
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import error_line, run_command
+from sweeps import planned
+
+from ddp_runner.sweep.plan_file import change_plan
+from ddp_runner.tracking.run_record import write_run_record
 
 PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
 TOY = ("-m", "model=toy", "sweep.dry_run=true")
@@ -88,6 +93,18 @@ def test_a_job_that_is_done_is_named(tmp_path: Path) -> None:
     end = run_command(*sweep, "seed=2,3", "sweep.dry_run=true", folder=tmp_path)
     assert [row[-2:] for row in rows(end.stdout)] == [["completed", "already"], ["gloo", "2"]]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").rglob("*")} == before
+
+
+def test_a_sweep_of_the_same_command_that_has_ended_is_named(tmp_path: Path) -> None:
+    """Else it would surprise that all jobs train again; one that another command began is not."""
+    words = ("model=toy", "seed=1,2")
+    for name, command in (("mine", words), ("other", (*words, "world_size=1"))):
+        planned(tmp_path / "outputs" / name, "seed=1", command=command)
+        write_run_record(tmp_path / "outputs" / name / "seed=1", status="completed")
+        change_plan(tmp_path / "outputs" / name, lambda plan: replace(plan, is_open=False))
+    end = run_command("-m", *words, "sweep.dry_run=true", folder=tmp_path)
+    assert "earlier      outputs/mine of the same command has ended" in end.stdout.splitlines()
+    assert [row[0] for row in rows(end.stdout)] == ["seed=1", "seed=2"]
 
 
 @pytest.mark.full

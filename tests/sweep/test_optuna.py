@@ -25,7 +25,7 @@ from ddp_runner.sweep.search import Search
 # with seed 1 once more.
 SEARCH = (
     *("-m", "hydra/sweeper=optuna", "sweep.objective=eval/accuracy", "train.epochs=8"),
-    *("hydra.sweeper.direction=maximize", "hydra.sweeper.sampler.seed=58"),
+    "hydra.sweeper.sampler.seed=58",
     *("optimizer.lr=choice(0.01,0.05,0.1,1e30)", "seed=choice(1,2,3)", "hydra.sweeper.n_trials=4"),
     *("hydra.sweeper.n_jobs=2", "world_size=1", "train.num_threads=1", "train.log_every_steps=1"),
     *("checkpoint.every_steps=10", *CONVNET),
@@ -33,7 +33,7 @@ SEARCH = (
 
 
 def test_a_search_without_a_metric_or_without_optuna_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one line that says what to write, or to install."""
     with pytest.raises(UserError, match=r"write sweep\.objective=eval/accuracy"):
@@ -41,7 +41,7 @@ def test_a_search_without_a_metric_or_without_optuna_is_rejected(
     monkeypatch.setitem(sys.modules, "optuna", None)
     node = compose(parse(["hydra/sweeper=optuna"])).hydra.sweeper
     with pytest.raises(UserError, match=r"pip install 'ddp-runner\[optuna\]'"):
-        Search(node, [], folder=None, batch_size=1)
+        Search(node, [], objective="eval/loss", folder=tmp_path, batch_size=1)
 
 
 @pytest.mark.full
@@ -50,7 +50,7 @@ def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
     search = (
         *("-m", "hydra/sweeper=optuna", "sweep.objective=eval/loss", "model=toy", "world_size=1"),
-        *("hydra.sweeper.direction=minimize", "hydra.sweeper.sampler.seed=0"),
+        "hydra.sweeper.sampler.seed=0",
         *("optimizer.lr=choice(0.01,0.1)", "hydra.sweeper.n_trials=3", "train.max_steps=10"),
         "hydra.sweep.dir=sweep",
     )
@@ -63,11 +63,17 @@ def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
     best = OmegaConf.load(sweep / "optimization_results.yaml")
     assert best.best_value == min(losses.values())
     assert f"optimizer.lr={best.best_params['optimizer.lr']}" == min(losses, key=losses.__getitem__)
+    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{sweep / 'optuna.db'}")
     assert ends[0].stdout.count("its result is taken") == 3 - len(losses)
     assert table_row(ends[1].stdout, min(losses, key=losses.__getitem__))[1] == "completed"
-    assert "job 3:" in ends[0].stdout  # how many follow is not known
-    assert "job 1:" not in ends[1].stdout
-    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{sweep / 'optuna.db'}")
+    assert "\ntrial 2: " in ends[0].stdout  # as in the study; how many follow is not known
+    assert "\ntrial " not in ends[1].stdout
+    line = f"best: trial {study.best_trial.number}, eval/loss {best.best_value:.4g}, optimizer.lr="
+    assert all(line in end.stdout for end in ends)
+    more = run_command(*search, "hydra.sweeper.n_trials=4", "sweep.dry_run=true", folder=tmp_path)
+    assert "1 valid job, 0 invalid jobs" in more.stdout
+    none = run_command(*search, "sweep.dry_run=true", folder=tmp_path)
+    assert "no trial is left of the search" in none.stdout
     assert study.best_value == best.best_value
     assert len(study.trials) == 3
 
@@ -101,7 +107,7 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     assert statuses(sweep) == {first: "completed", second: "completed", third: "failed"}
     assert end.exit_code == 2
     assert all(table_row(end.stdout, name) for name in (first, second, third))
-    assert f"job 4: {first} was run before: its result is taken" in end.stdout
+    assert f"trial 3: {first} was run before: its result is taken" in end.stdout
     assert "error: a slot of the sweep ended with exit code -9; the other slots take" in end.stderr
     assert "Traceback" not in end.stderr
     assert "resumed from" in (sweep / first / "logs" / "rank-0.log").read_text()
@@ -134,7 +140,7 @@ def test_a_search_ends_with_each_sampler(tmp_path: Path, sampler: str) -> None:
     overrides = OverridesParser.create().parse_overrides(words)
 
     def begin() -> Search:
-        return Search(node, overrides, folder=tmp_path, batch_size=2)
+        return Search(node, overrides, objective="eval/loss", folder=tmp_path, batch_size=2)
 
     mine, told = begin(), 0
     first = mine.ask()
@@ -149,11 +155,12 @@ def test_a_search_ends_with_each_sampler(tmp_path: Path, sampler: str) -> None:
     mine.finish()
     assert told == 4
     assert begin().ask() == []
-    retrying = Search(node, overrides, folder=tmp_path, batch_size=2, retries=True)
+    retrying = Search(
+        node, overrides, objective="eval/loss", folder=tmp_path, batch_size=2, retries=True
+    )
     assert [set(one) for one in retrying.ask()] == [set(first[1])]
-    node.direction = "maximize"
     with pytest.raises(UserError, match="differs from that of the study, minimize"):
-        begin()
+        Search(node, overrides, objective="eval/accuracy", folder=tmp_path, batch_size=2)
 
 
 def test_failed_values_are_tried_again_once_each_time_it_is_asked(tmp_path: Path) -> None:
@@ -164,7 +171,9 @@ def test_failed_values_are_tried_again_once_each_time_it_is_asked(tmp_path: Path
 
     def begin(num_trials: int, *, retries: bool = True) -> Search:
         node.n_trials = num_trials
-        return Search(node, overrides, folder=tmp_path, batch_size=9, retries=retries)
+        return Search(
+            node, overrides, objective="eval/loss", folder=tmp_path, batch_size=9, retries=retries
+        )
 
     def fail(search: Search) -> list[list[str]]:
         words = search.ask()
@@ -191,7 +200,8 @@ def test_a_launcher_ends_after_the_trials_that_others_run(tmp_path: Path) -> Non
     node = compose(parse(["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3"])).hydra.sweeper
     overrides = OverridesParser.create().parse_overrides(["a=interval(0.1,0.5)"])
     mine, theirs = (
-        Search(node, overrides, folder=tmp_path, batch_size=1, retries=False) for _ in range(2)
+        Search(node, overrides, objective="eval/loss", folder=tmp_path, batch_size=1, retries=False)
+        for _ in range(2)
     )
     mine.ask()
     mine.tell([0.5])
@@ -229,7 +239,7 @@ def test_the_best_value_is_written_as_its_job_got_it(
     pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
     node = compose(parse(["hydra/sweeper=optuna", "hydra.sweeper.n_trials=1"])).hydra.sweeper
     overrides = OverridesParser.create().parse_overrides([word])
-    search = Search(node, overrides, folder=tmp_path, batch_size=1)
+    search = Search(node, overrides, objective="eval/loss", folder=tmp_path, batch_size=1)
     assert len(search.ask()) == 1
     search.tell([0.5])
     search.finish()
@@ -240,13 +250,17 @@ def test_the_best_value_is_written_as_its_job_got_it(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (["hydra.sweeper.direction=maximize"], "takes the worst for the best; leave hydra.sweeper"),
+        (["hydra.sweeper.direction=down"], r"direction \(down\) must be minimize or maximize"),
         (["hydra.sweeper.n_trials=-1"], r"hydra\.sweeper\.n_trials \(-1\) must be a number"),
         (["hydra.sweeper.sampler._target_=os.getcwd"], "must be a class of optuna.samplers"),
         (["a=tag(log,interval(0,1))"], "^a=tag"),
         (["hydra/sweeper/sampler=grid", "a=interval(0,1)"], "a is an interval, and"),
     ],
 )
-def test_what_optuna_cannot_search_is_one_line(words: list[str], sentence: str) -> None:
+def test_what_optuna_cannot_search_is_one_line(
+    tmp_path: Path, words: list[str], sentence: str
+) -> None:
     """It names the key."""
     pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
     of_hydra = [one for one in words if one.startswith("hydra")]
@@ -255,4 +269,4 @@ def test_what_optuna_cannot_search_is_one_line(words: list[str], sentence: str) 
         [one for one in words if one not in of_hydra]
     )
     with pytest.raises(UserError, match=sentence):
-        Search(node, overrides, folder=None, batch_size=1)
+        Search(node, overrides, objective="eval/loss", folder=tmp_path, batch_size=1)

@@ -1,0 +1,68 @@
+"""What a search chooses from and which end of its metric is best, for Optuna. Torch-free."""
+
+from typing import Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+
+from ddp_runner.errors import UserError, nearest
+from ddp_runner.metric_names import MONITORS, best_end
+
+
+def distribution_of(override: Override, made: Any) -> Any:
+    """Return the values that a key may take, as a distribution; `made` is the module of Optuna's.
+
+    Raises:
+        ValueError: Optuna has no such distribution.
+    """
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        is_log, ends = "log" in value.tags, (value.start, value.end)
+        is_whole = all(isinstance(one, int) for one in ends)
+        return (made.IntDistribution if is_whole else made.FloatDistribution)(*ends, log=is_log)
+    texts = list(override.sweep_string_iterator())
+    if isinstance(value, RangeSweep) and not value.shuffle and len(texts) > 1 and value.step > 0:
+        is_whole = all(isinstance(one, int) for one in (value.start, value.step))
+        kind = made.IntDistribution if is_whole else made.FloatDistribution
+        read = int if is_whole else float
+        return kind(read(texts[0]), read(texts[-1]), step=value.step)
+    return made.CategoricalDistribution(texts)
+
+
+def direction_of(objective: str, given: str | None) -> Any:
+    """Return whether less of the objective is better, or more, as Optuna says it.
+
+    Raises:
+        UserError: nobody says so, or the worst would be taken for the best.
+    """
+    known = {"min": "minimize", "max": "maximize", None: None}[best_end(objective)]
+    if given is None and known is None:
+        meant = nearest(objective, MONITORS)
+        raise UserError(
+            f"sweep.objective={objective} does not say which value is best; write "
+            "hydra.sweeper.direction=maximize or minimize"
+            + (f"; did you mean sweep.objective={meant}?" if meant else "")
+        )
+    if given not in (None, "minimize", "maximize"):
+        raise UserError(f"hydra.sweeper.direction ({given}) must be minimize or maximize")
+    if given and known and given != known:
+        raise UserError(
+            f"sweep.objective={objective} with hydra.sweeper.direction={given} takes the worst "
+            "for the best; leave hydra.sweeper.direction out"
+        )
+    return given or known
+
+
+def values_of(key: str, distribution: Any) -> list[Any]:
+    """Return all values of a distribution, for a search that tries each combination.
+
+    Raises:
+        UserError: it is an interval.
+    """
+    if hasattr(distribution, "choices"):
+        return list(distribution.choices)
+    if distribution.step is None:
+        raise UserError(
+            f"{key} is an interval, and hydra/sweeper/sampler=grid takes values; write choice(...)"
+        )
+    count = round((distribution.high - distribution.low) / distribution.step) + 1
+    return [distribution.low + number * distribution.step for number in range(count)]
