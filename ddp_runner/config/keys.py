@@ -23,7 +23,8 @@ HEADER = """# Every key
 
 Write a key on the command line, as in `train.epochs=3`, or in a YAML of your own. `--help` prints
 this list, and the options of each group. The keys of an option, such as `optimizer.lr`, are in its
-YAML below [conf/](../conf); `--cfg job` shows them all.
+YAML below [conf/](../conf); `--cfg job` shows them all. `hydra.run.dir` is the folder of a run. The
+`hydra.` keys of sweeps, Slurm and searches are in [sweeps.md](sweeps.md).
 
 This page is made by `python -m ddp_runner.config.keys > docs/keys.md`.
 """
