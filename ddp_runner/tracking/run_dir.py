@@ -175,8 +175,11 @@ class RunDir:
         """``resume=`` this folder, as both a shell and Hydra read it, whatever its name."""
         if re.fullmatch(r"[\w./~-]+", str(self), re.ASCII):
             return f"resume={self}"
-        escaped = str(self).replace("\\", "\\\\").replace("'", "\\'")
-        return shlex.quote(f"resume='{escaped}'")
+        # Hydra reads backslashes as escapes only where they stand before a quote.
+        escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(self))
+        word = f"resume='{escaped}'"
+        # What follows these a shell would read in double quotes, too.
+        return shlex.quote(word) if re.search(r'[$`"!\\]', word) else f'"{word}"'
 
 
 def _yaml_of(section: tuple[str, Any]) -> str:

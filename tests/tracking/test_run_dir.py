@@ -33,6 +33,9 @@ from ddp_runner.tracking.run_dir import InUseError, RunDir
         "[x]{y: z}",
         "日本",
         "a;b|c&d",
+        "back\\slash",
+        "end\\",
+        "!x=1",
     ],
 )
 def test_a_printed_resume_is_what_shell_and_hydra_take(name: str) -> None:
@@ -136,3 +139,8 @@ def test_a_folder_whose_holder_ends_right_now_is_in_use(
         patch.setattr(run_dir, "read_file", Mock(side_effect=FileNotFoundError))
         with pytest.raises(InUseError, match="is in use by another process"):
             RunDir(tmp_path).locked().__enter__()
+
+
+def test_a_job_of_a_sweep_is_resumed_by_a_word_that_can_be_read() -> None:
+    """Its folder has an equals sign, which Hydra wants in quotes."""
+    assert RunDir(Path("sweep/seed=1")).resume_argument == "\"resume='sweep/seed=1'\""
