@@ -27,7 +27,7 @@ HUGE = int("9" * 400)  # larger than any float
     ("record", "reason"),
     [
         ({"status": "running"}, "still starting; last sign of life less than a minute ago"),
-        ({"status": "running", "host": HERE}, "killed; last sign of life less than a minute ago"),
+        ({"status": "running", "host": HERE}, "lost; last sign of life less than a minute ago"),
         ({"status": "failed", "error": ERROR}, "failed: rank 1 raised RuntimeError: no"),
         ({"status": "failed", "error": "text"}, "failed: at step 20"),
         ({"status": "preempted", "step": 20}, "preempted: at step 20"),
