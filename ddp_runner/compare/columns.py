@@ -102,7 +102,7 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
     else:
         counts = [len(row.runs) for row in rows]
         seeds = [len({repr(run.seed) for run in row.runs}) for row in rows]
-        hint = "fewer than runs: some runs are repetitions"
+        hint = "fewer than runs where runs repeat a seed; results of one seed alone have no ±"
         yield Column("runs", "runs", counts)
         yield Column("seeds", "seeds", seeds, hint=hint, is_brief=seeds != counts)
     yield from keys if has_many_keys else metrics

@@ -215,7 +215,7 @@ def _legend(comparison: Comparison, shown: Table) -> Iterator[Remark]:
     lines = []
     if any(len(row.runs) > 1 for row in comparison.rows):
         over = " and ".join(comparison.over)
-        lines.append(f"±: standard deviation over the runs of a row, its {over}")
+        lines.append(f"±: standard deviation over the runs of a row, which differ only in {over}")
     lines += [f"{one.title}: {one.hint}" for one in shown.columns if one.is_brief and one.hint]
     if shown.labels:
         yield "columns", list(dict.fromkeys(lines))
