@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_runner.compare.analysis import TOLERANCE, Comparison, compare
-from ddp_runner.compare.formats import FORMATS, SUFFIXES, run_remarks
+from ddp_runner.compare.formats import FORMATS, SUFFIXES, listing, run_remarks, width_of
 from ddp_runner.compare.run import Target
 from ddp_runner.compare.runs import read_runs, tagged
 from ddp_runner.errors import UserError, exit_with, os_errors
 from ddp_runner.files import replace_file
+from ddp_runner.host.streams import wrapped
 
 
 def main() -> None:
@@ -44,11 +45,11 @@ def run(arguments: Sequence[str]) -> None:
     out = args.out
     written = write_all(comparison, out, paths=args.paths) if out is not None else []
     print(FORMATS[args.format](comparison), flush=True)
-    if args.format == "csv":
-        for title, sentences in run_remarks(comparison):
-            print("\n  ".join([f"{title}:", *sentences]), file=sys.stderr)
-    for line in written:
+    width = width_of(sys.stderr)
+    for line in listing(run_remarks(comparison), width=width) if args.format == "csv" else ():
         print(line, file=sys.stderr)
+    for line in written:
+        print(wrapped(line, width), file=sys.stderr)
 
 
 def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) -> list[str]:

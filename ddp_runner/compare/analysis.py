@@ -1,7 +1,7 @@
 """Compare runs: one row per setting with its speed, cost and results. Computes, shows nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from ddp_runner.compare.parity import Parity, parities
@@ -190,7 +190,10 @@ def _ensure_known(option: str, metric: str, known: set[str]) -> None:
 
 
 def _stats(runs: Sequence[Run], target: Target | None) -> dict[str, Stat]:
-    """Return what runs that differ only in their seeds have measured."""
+    """Return what runs that differ only in their seeds have measured.
+
+    Results of one seed alone have no deviation: it would say nothing about other seeds.
+    """
     if runs[0].ran_out:
         return {}
     logged = dict.fromkeys(name for run in runs for line in run.lines for name in line)
@@ -200,6 +203,8 @@ def _stats(runs: Sequence[Run], target: Target | None) -> dict[str, Stat]:
     stats = {
         name: stat(run.result(name) for run in runs) for name in names if name not in no_quantities
     }
+    if len({f"{run.seed}\n{identity(run.setting)}" for run in runs}) == 1:
+        stats |= {name: replace(one, sd=None) for name in final if (one := stats.get(name))}
     stats |= {
         "time_to_target_s": stat(target.time_s(run) for run in runs) if target else None,
         "startup_s": stat(run.number("startup_s") for run in runs),

@@ -14,7 +14,7 @@ from ddp_runner.compare.analysis import (
 )
 from ddp_runner.compare.parity import promises_parity
 from ddp_runner.compare.run import Stat
-from ddp_runner.compare.settings import title_of
+from ddp_runner.compare.settings import rounded, title_of
 from ddp_runner.compare.speedup import parts_ms
 from ddp_runner.compare.table import Column, Table, cut, digits, percent, setting_text, times
 from ddp_runner.errors import counted
@@ -76,17 +76,8 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
             best=_best_rows(values, end, rows if is_speed else ()),
         )
 
-    keys = [
-        Column(
-            key,
-            " = ".join(map(title_of, (key, *comparison.copies.get(key, ())))),
-            [row.setting.get(key) for row in rows],
-            setting_text,
-            is_key=True,
-        )
-        for key in comparison.keys
-    ]
-    has_many_keys = len(keys) > MOST_FIRST_KEYS
+    keys = [_key_column(key, comparison) for key in comparison.keys]
+    has_many_keys = sum(one.is_brief for one in keys) > MOST_FIRST_KEYS
     names = sorted({name for row in rows for name in row.stats} - known - NO_METRICS)
     first = [name for name in dict.fromkeys((*sorted(asked), *headlines(names))) if name in names]
     metrics = [result(name) for name in first]
@@ -102,7 +93,7 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
     else:
         counts = [len(row.runs) for row in rows]
         seeds = [len({repr(run.seed) for run in row.runs}) for row in rows]
-        hint = "fewer than runs: some runs are repetitions"
+        hint = "fewer than runs where runs repeat a seed; results of one seed alone have no ±"
         yield Column("runs", "runs", counts)
         yield Column("seeds", "seeds", seeds, hint=hint, is_brief=seeds != counts)
     yield from keys if has_many_keys else metrics
@@ -144,6 +135,22 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
     )
     references = {parity.reference.folder for parity in comparison.parity}
     yield Column("parity", "parity", [_verdict(row, references) for row in rows], hint=hint)
+
+
+def _key_column(key: str, comparison: Comparison) -> Column:
+    """Return the column of a key of the settings; not shown at once if the headline has it."""
+    values = [row.setting.get(key) for row in comparison.all_rows]
+    texts = dict(zip(map(repr, values), map(setting_text, rounded(values)), strict=True))
+    is_rounded = any(texts[repr(value)] != setting_text(value) for value in values)
+    return Column(
+        key,
+        " = ".join(map(title_of, (key, *comparison.copies.get(key, ())))),
+        values,
+        lambda value: texts[repr(value)],
+        hint="rounded; CSV and JSON have all digits" if is_rounded else "",
+        is_brief=key not in comparison.same,
+        is_key=True,
+    )
 
 
 def _scaling(kind: str, same: str, rows: Sequence[ComparisonRow]) -> Iterator[Column]:

@@ -3,11 +3,13 @@
 import csv
 import io
 import json
+import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from shutil import get_terminal_size
-from typing import Any
+from typing import Any, TextIO
 
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.columns import results_table
@@ -30,6 +32,8 @@ PARITY_HINTS = (
     "a first line long after step 1 hides how the difference began: try train.log_every_steps=1",
 )
 
+Remark = tuple[str, Sequence[str]]  # a title and the lines below it; none: nothing to say
+
 
 def as_text(comparison: Comparison) -> str:
     """Return a table with aligned columns, and lists of remarks below it.
@@ -37,19 +41,28 @@ def as_text(comparison: Comparison) -> str:
     Columns beyond the width of the terminal follow in further blocks, which repeat the settings.
     """
     shown = results_table(comparison)
-    terminal = line_width(sys.stdout)
-    width = terminal or get_terminal_size(fallback=(WIDTH, 0)).columns  # a user may set COLUMNS
-    lines = [shown.name, *_blocks(shown, width=width)]
-    for title, sentences in remarks(comparison, shown):
-        lines += ["", f"{title}:", *(f"  {sentence}" for sentence in sentences)]
-    return wrapped("\n".join(map(printable, lines)), terminal)
+    width = width_of(sys.stdout)
+    lines = [wrapped(printable(shown.name), width), *map(printable, _blocks(shown, width=width))]
+    return "\n".join([*lines, *listing(remarks(comparison, shown), width=width)])
+
+
+def listing(remarks: Iterable[Remark], *, width: int) -> Iterator[str]:
+    """Yield the lines of lists of remarks, each with an empty line before it."""
+    for title, sentences in remarks:
+        yield from ("", f"{title}:")
+        yield from (wrapped(printable(f"  {sentence}"), width) for sentence in sentences)
+
+
+def width_of(stream: TextIO) -> int:
+    """Return how long a line may be; without a terminal as COLUMNS says, else WIDTH."""
+    return line_width(stream) or get_terminal_size(fallback=(WIDTH, 0)).columns
 
 
 def _blocks(shown: Table, *, width: int) -> Iterator[str]:
     """Yield the lines of the table, split between columns into blocks of at most `width`.
 
-    Each block repeats the settings if the table begins with them and they take at most half of the
-    width, else the numbers of the rows.
+    Each block repeats the settings if the table begins with them, they tell the rows apart, and
+    they leave half of the width and room for every column; else the numbers of the rows.
     """
     columns = [column for column in shown.columns if column.is_brief]
     padded = []
@@ -60,7 +73,10 @@ def _blocks(shown: Table, *, width: int) -> Iterator[str]:
         padded.append([text.ljust(size) if is_text else text.rjust(size) for text in texts])
     num_keys = next((at for at, one in enumerate(columns) if not one.is_key), len(columns))
     blocks = [list[list[str]]()]
-    if not 0 < sum(len(texts[0]) + 2 for texts in padded[:num_keys]) <= width / 2:
+    taken = sum(len(texts[0]) + 2 for texts in padded[:num_keys])
+    room = width - max([len(texts[0]) for texts in padded[num_keys:]], default=0)
+    are_told_apart = len({*zip(*padded[:num_keys], strict=True)}) > len(shown.labels)
+    if taken > min(width / 2, room) or not are_told_apart:
         labels = [shown.head, *shown.labels]
         padded, num_keys = [[one.rjust(len(labels[-1])) for one in labels], *padded], 1
     keys = padded[:num_keys]
@@ -75,9 +91,21 @@ def _blocks(shown: Table, *, width: int) -> Iterator[str]:
 
 
 def _texts(shown: Table, column: Column, *, most: int = MAX_CELL) -> list[str]:
-    """Return the title and the cells of a column, with so many characters at most."""
+    """Return the title and the cells of a column, with so many characters at most.
+
+    If one has more, they lose the folders, keys or words with which all begin, then their middle.
+    Cells that would then be equal, and are not, stay whole.
+    """
     texts = [shown.text(column, row) for row in range(len(shown.labels))]
-    return [cut(text, most) for text in (column.title, *texts)]
+    if max(map(len, texts), default=0) > most:
+        start = re.sub(r"[^/, ]*$", "", os.path.commonprefix(texts))  # noqa: RUF071, any text
+        parts = [f"{'…' if start else ''}{text.removeprefix(start)}" for text in texts]
+        end = most // 2
+        short = [
+            one if len(one) <= most else f"{one[: most - end]}…{one[1 - end :]}" for one in parts
+        ]
+        texts = short if len({*short}) == len({*texts}) else texts
+    return [cut(column.title, most), *texts]
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -123,9 +151,6 @@ def _json_value(value: Any) -> Any:
 
 FORMATS = {"table": as_text, "markdown": as_markdown, "csv": as_csv, "json": as_json}
 SUFFIXES = {"table": "txt", "markdown": "md", "csv": "csv", "json": "json"}
-
-
-Remark = tuple[str, Sequence[str]]  # a title and the lines below it; none: nothing to say
 
 
 def remarks(comparison: Comparison, shown: Table) -> Sequence[Remark]:
@@ -215,7 +240,7 @@ def _legend(comparison: Comparison, shown: Table) -> Iterator[Remark]:
     lines = []
     if any(len(row.runs) > 1 for row in comparison.rows):
         over = " and ".join(comparison.over)
-        lines.append(f"±: standard deviation over the runs of a row, its {over}")
+        lines.append(f"±: standard deviation over the runs of a row, which differ only in {over}")
     lines += [f"{one.title}: {one.hint}" for one in shown.columns if one.is_brief and one.hint]
     if shown.labels:
         yield "columns", list(dict.fromkeys(lines))

@@ -146,6 +146,7 @@ def _scaling_table(main: Table) -> Table | None:
     """Return the settings and speedups of the main table; None if it has no speedups."""
     speeds = [one for one in main.columns if one.key.startswith(("strong_", "weak_"))]
     settings = [one for one in main.columns if one.is_key or one.key in ("setting", "num_devices")]
+    settings = [one for one in settings if one.is_brief or one.key == "num_devices"]
     columns = tuple(replace(one, is_brief=True) for one in (*settings, *speeds))
     return replace(main, name="Speedup and efficiency", columns=columns) if speeds else None
 

@@ -173,7 +173,7 @@ class Stat:
     """A number over several runs."""
 
     mean: float
-    sd: float | None  # sample standard deviation (n - 1); None for a single run
+    sd: float | None  # sample standard deviation (n - 1); None for a single run, or one seed
     count: int  # runs that have the number
 
 

@@ -16,10 +16,10 @@ from typing import Any
 from ddp_runner import __version__
 from ddp_runner.compare.run import Run, best_step, is_finite
 from ddp_runner.config.identity import leaves
-from ddp_runner.errors import UserError, listed, one_line
+from ddp_runner.errors import UserError, duration, listed, one_line
 from ddp_runner.files import is_missing, read_file, read_yaml
 from ddp_runner.job import Status
-from ddp_runner.tracking.alive import LOST, standing
+from ddp_runner.tracking.alive import LOST, Standing, standing
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS, RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
@@ -93,7 +93,11 @@ def read_run(folder: Path) -> Run:
         reason = f"{link} is a link, which may lead to any file; put the file itself there"
         return Run(folder, reason=reason)
     record = read(RUN_RECORD, _read_record, {})
-    if not reasons and (problem := _problem(folder, record)):
+    if record.get("status") == Status.RUNNING:
+        found = standing(RunDir(folder))
+        record = {**record, "status": found.status}
+        reasons.append(found.fault or _sign_of_life(found))
+    elif not reasons and (problem := _problem(record)):
         reasons.append(problem)
     config = read(CONFIG_FILE, _read_config, {})
     lines, num_damaged = read(METRICS_FILE, _read_lines, ([], 0))
@@ -160,15 +164,17 @@ def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     return lines, num_damaged
 
 
-def _problem(folder: Path, record: Mapping[str, Any]) -> str | None:
-    """Return why a run is not completed or not usable; None if it is."""
+def _sign_of_life(found: Standing) -> str:
+    """Return how a run stands that has not ended, and when it was last seen, to the minute."""
+    minutes = int(found.seen_s or 0.0) // 60
+    age = duration(60 * minutes) if minutes > 0 else "less than a minute"
+    words = LOST if found.status == LOST else f"still {found.status}"
+    return f"{words}; last sign of life {age} ago"
+
+
+def _problem(record: Mapping[str, Any]) -> str | None:
+    """Return why a run that has ended is not usable; None if it is."""
     status = record.get("status")
-    if status == Status.RUNNING:
-        found = standing(RunDir(folder))
-        minutes = int(found.seen_s or 0.0) // 60
-        age = f"{minutes} min ago" if minutes > 0 else "less than a minute ago"
-        words = "killed" if found.status == LOST else f"still {found.status}"
-        return f"{words}; last sign of life {age}"
     if status in (Status.FAILED, Status.PREEMPTED):
         return f"{status}: {_sentence(record) or 'at step ' + str(record.get('step', 0))}"
     if record.get("task") in WITHOUT_METRICS:

@@ -139,31 +139,46 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
 
 def labels(settings: Sequence[Setting]) -> list[str]:
     """Return the labels of settings with the same keys, by their ``telling_keys``."""
-    keys = telling_keys(settings)
-    return [label(one, keys) for one in settings]
+    columns = {key: rounded([one[key] for one in settings]) for key in (settings or [{}])[0]}
+    short = [{key: of[place] for key, of in columns.items()} for place in range(len(settings))]
+    keys = telling_keys(short)
+    return [label(one, keys) for one in short]
+
+
+def rounded(values: Sequence[Any]) -> list[Any]:
+    """Return values with long fractions rounded to four digits, or more if two would be equal.
+
+    A search draws numbers of 17 digits. In the names of its jobs they are rounded, too.
+    """
+    floats = {one for one in values if isinstance(one, float)}
+    short = dict[float, float]()
+    for num_digits in range(4, 18):
+        short = {one: float(f"{one:.{num_digits}g}") if abs(one) < 1000 else one for one in floats}
+        if len(set(short.values())) == len(floats):
+            break
+    return [short[one] if isinstance(one, float) else one for one in values]
 
 
 def telling_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
     """Return the keys of settings with the same keys that are enough to tell them apart.
 
-    All keys, unless a label of all is longer than LONGEST_LABEL. Then ALWAYS_SHOWN, and one by one
-    the keys that tell the most settings apart.
+    The keys in which they differ, unless a label of these is longer than LONGEST_LABEL. Then those
+    of ALWAYS_SHOWN, and one by one the keys that tell the most settings apart. If a label would be
+    empty, ALWAYS_SHOWN are added.
     """
     every = tuple(settings[0]) if settings else ()
-    if not any(len(label(one, every)) > LONGEST_LABEL for one in settings):
-        return every
     values = {key: _numbered(repr(one[key]) for one in settings) for key in every}
-    whole = _numbered(zip(*values.values(), strict=True))  # equal: not told apart
-    chosen, groups = set[str](), [0] * len(settings)
-
-    def choose(key: str) -> list[int]:
-        chosen.add(key)
-        return _numbered(zip(groups, values[key], strict=True))
-
-    for key in values.keys() & ALWAYS_SHOWN:
-        groups = choose(key)
-    while max(groups) < max(whole):
-        groups = choose(max(every, key=lambda key: len({*zip(groups, values[key], strict=True)})))
+    chosen = {key for key in every if any(values[key])}
+    if any(len(label(one, chosen)) > LONGEST_LABEL for one in settings):
+        whole = _numbered(zip(*values.values(), strict=True))  # equal: not told apart
+        chosen, groups = chosen & {*ALWAYS_SHOWN}, [0] * len(settings)
+        for key in chosen:
+            groups = _numbered(zip(groups, values[key], strict=True))
+        while max(groups) < max(whole):
+            key = max(every, key=lambda key: len({*zip(groups, values[key], strict=True)}))
+            chosen, groups = {*chosen, key}, _numbered(zip(groups, values[key], strict=True))
+    if not all(label(one, chosen) for one in settings):
+        chosen |= {*ALWAYS_SHOWN}
     return tuple(key for key in every if key in chosen)
 
 

@@ -148,7 +148,7 @@ def test_a_run_that_ran_out_of_memory_or_time_is_a_row(
     text = (tmp_path / "report" / "comparison.txt").read_text()
     assert text.startswith("4 runs compared")
     folders = ", ".join(str(outputs / f"full-{seed}") for seed in (0, 1))
-    assert f"  2 runs ({folders}): failed: {full['sentence']}\n" in text
+    assert f" 2 runs ({folders}): failed: {full['sentence']} " in " ".join(text.split())
     assert "  batch.global_size  status " in text
     page = (tmp_path / "report" / "report.html").read_text()
     assert ">out of memory</td>" in page
@@ -239,7 +239,7 @@ def test_plots_hold_the_numbers_of_the_table(outputs: Path) -> None:
     assert not isinstance(parts, str)
     ideal, ddp, *_ = scaling.axes[0].get_lines()
     assert (ideal.get_label(), list(ideal.get_ydata())) == ("ideal", [1, 2])
-    assert " ".join(str(ddp.get_label()).split()) == "ddp, optimizer.lr 0.1: 1.50x (75%)"
+    assert " ".join(str(ddp.get_label()).split()) == "ddp: 1.50x (75%)"
     assert list(ddp.get_xdata()) == [1, 2]
     assert list(ddp.get_ydata()) == pytest.approx([1, 300.5 / 200.5])
     containers = scaling.axes[0].containers
@@ -295,8 +295,7 @@ def test_settings_of_many_keys_have_short_names_in_plots(tmp_path: Path) -> None
             continue
         plot.savefig(tmp_path / "plot.svg")  # here the layout is computed, and warns
         texts = {" ".join(one.get_text().split()) for one in texts_of(plot)}
-        shown = [one for one in texts if one.startswith("ddp, 1 rank")]
-        assert all(any(f"train.z {z}" in one for one in shown) for z in (1, 2)), name
+        assert all(any(f"train.z {z}" in one for one in texts) for z in (1, 2)), name
         assert not any("…" in one for one in texts), name
 
 

@@ -272,8 +272,8 @@ def test_folds_are_averaged_and_the_best_is_a_setting(tmp_path: Path) -> None:
     assert comparison.best is not None
     assert comparison.best.value == Stat(pytest.approx(0.85), pytest.approx(math.sqrt(0.005)), 2)
     text = as_text(comparison)
-    assert "0.8500 ± 0.07071 over 2 runs (ddp, 1 rank, optimizer.lr 0.2)" in text
-    assert f"its models: {tmp_path}/0.2-1/model.safetensors" in text
+    assert "0.8500 ± 0.07071 over 2 runs (optimizer.lr 0.2)" in text
+    assert f"its models: {tmp_path}/0.2-1/model.safetensors" in " ".join(text.split())
     for over in ("model.name", "model"):
         with pytest.raises(UserError, match=rf"--over \({over}\) is equal in all runs"):
             compared(tmp_path, over=over)
@@ -318,7 +318,7 @@ def test_many_settings_are_not_repeated_in_each_block(
     assert text.count("a_long_name_7") == 1
     table = text.partition("\n\ncolumns:")[0]
     assert max(map(len, table.splitlines()[2:])) <= 100
-    assert "ddp, 1 rank, model.a_long_name_0 20  " in table
+    assert "1  model.a_long_name_0 0   " in table
     order = ("setting", "eval/accuracy", "a_long_name_10", "a_long_name_11", "samples/s")
     places = [table.index(word) for word in order]
     assert places == sorted(places)
@@ -334,7 +334,8 @@ def test_the_metrics_are_those_of_the_step_that_is_exported(tmp_path: Path) -> N
     assert [note.run.folder.name for note in notes] == ["0", "1"]
     text = as_text(comparison)
     assert text.count("of its best step") == 1
-    assert f"  2 runs ({tmp_path / '0'}, {tmp_path / '1'}): losses and metrics of its best" in text
+    runs = f" 2 runs ({tmp_path / '0'}, {tmp_path / '1'}): losses and metrics of its best"
+    assert runs in " ".join(text.split())
 
 
 def test_a_run_with_one_line_has_only_its_warm_up(tmp_path: Path) -> None:

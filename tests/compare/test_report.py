@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shutil
+import socket
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,8 @@ from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.columns import results_table
 from ddp_runner.compare.curves import SIZE, curves, thinned
 from ddp_runner.compare.runs import read_run, read_runs
+from ddp_runner.tracking.alive import LOST, standing
+from ddp_runner.tracking.run_dir import RunDir
 
 STYLE = (Path(report_page.__file__).parent / "templates" / "page.css").read_text(encoding="utf-8")
 # Each would end or begin something in HTML, CSS, a script, a template, mathtext or a terminal.
@@ -307,6 +310,24 @@ def test_a_command_that_does_not_repeat_the_run_is_not_shown_as_one(
     assert shown.text == "\n".join(overrides)
     labels = [one.text for one in page.all("p", class_="label")]
     assert labels == ["Keys of its last command"]
+
+
+def test_a_lost_run_has_the_word_of_status_in_every_format(tmp_path: Path) -> None:
+    """Its run.json says that it runs, and no process does."""
+    record = {"status": "running", "host": socket.gethostname()}
+    gone = write_run(tmp_path / "runs" / "gone", lines=lines_of([1.0, 2.0]), record=record)
+    write_run(tmp_path / "runs" / "good", lines=lines_of([1.0, 2.0]))
+    assert standing(RunDir(gone)).status == LOST
+    both = read_page(report(tmp_path / "runs"))
+    for name in ("txt", "md", "json"):
+        text = (tmp_path / "report" / f"comparison.{name}").read_text()
+        assert "lost; last sign of life" in text
+        assert "killed" not in text
+    table = captioned(both, "When and where each run ran")
+    statuses = [one.text for one in table.all("th")].index("status")
+    assert [row[statuses] for row in texts(table)] == ["completed", "lost"]
+    (page_status,) = read_page(report(gone)).all("span", class_="lost")
+    assert page_status.text == "lost"
 
 
 @pytest.mark.parametrize("status", ["failed", "preempted", "running"])

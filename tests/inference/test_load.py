@@ -226,4 +226,5 @@ def test_a_run_that_goes_on_is_read_as_far_as_it_is(copy: Path) -> None:
     write_run_record(copy, status="running")
     (row,) = ddp_runner.read_runs(copy).to_dict("records")
     assert row["optimizer.lr"] == 0.01
-    assert "killed; last sign of life" in row["reason"]
+    assert row["status"] == "lost"
+    assert "lost; last sign of life" in row["reason"]
