@@ -16,6 +16,7 @@ from typing import Any
 from ddp_runner import __version__
 from ddp_runner.compare.run import Run, best_step, is_finite
 from ddp_runner.config.identity import leaves
+from ddp_runner.config.sections import WITHOUT_METRICS
 from ddp_runner.errors import UserError, duration, listed, one_line
 from ddp_runner.files import is_missing, read_file, read_yaml
 from ddp_runner.job import Status
@@ -29,7 +30,6 @@ SHOWN = (  # by a comparison or a report
     *(RUN_RECORD, METRICS_FILE, CONFIG_FILE, ".hydra", ".hydra/overrides.yaml"),
     *("logs", "logs/failure.txt"),
 )
-WITHOUT_METRICS = ("check", "predict", "export", "sample")  # tasks
 # How torch, the kernel, Slurm and Python word it in an error.
 OUT_OF_MEMORY = re.compile(r"(?i)out ?of ?memory|allocate memory|took more memory|MemoryError")
 

@@ -11,6 +11,8 @@ from ddp_runner.errors import UserError
 SAMPLE = "sample"
 INFERENCE = ("evaluate", "predict", "export", SAMPLE)
 WITHOUT_MODEL = (*INFERENCE, "collectives", "check")  # tasks that leave no model of their own
+WITHOUT_METRICS = ("check", "predict", "export", SAMPLE)
+WITHOUT_STEPS = (*WITHOUT_METRICS, "collectives")
 TASKS = ("train", *WITHOUT_MODEL)  # of this package
 SAMPLE_KEYS = ("prompt", "num_tokens", "temperature", "top_k")  # only task=sample reads them
 AUTO = "auto"  # of resume: this config's newest unfinished run; of a number: the runner finds it

@@ -42,7 +42,7 @@ def shortened(text: str, width: int) -> str:
     """
     for num_letters in range(MOST_LETTERS, 1, -1):
         if len(text) > width:
-            text = re.sub(rf"[\w.]*?(\w{{1,{num_letters}}})\w*=", r"\1=", text)
+            text = re.sub(rf"(?<![\w.])[\w.]*?\b(\w{{1,{num_letters}}})\w*=", r"\1=", text)
     if len(text) <= width:
         return text
     end = max(0, width - 1) // 2

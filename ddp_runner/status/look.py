@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.sections import WITHOUT_STEPS
 from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import open_file
 from ddp_runner.job import Status
@@ -21,7 +22,6 @@ from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS, RunDir
 
 UNREADABLE = "unreadable"
 STALLED_S, STALLED_STEPS = 60.0, 20.0  # a step that takes so long, and so many times the usual
-WITHOUT_STEPS = ("collectives", "check", "predict", "export", "sample")  # tasks that take no steps
 TAIL_BYTES, MOST_LINES = 2**14, 20  # of metrics.jsonl, at its end
 
 

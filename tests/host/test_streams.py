@@ -161,3 +161,9 @@ def test_long_lines_break_between_words(text: str, broken: list[str]) -> None:
     """The rest lines up with what follows the label; without a terminal nothing changes."""
     assert wrapped(text, 20).split("\n") == broken
     assert wrapped(text, 0) == text
+
+
+def test_a_long_text_without_keys_is_shortened_at_once() -> None:
+    """By an expression that looks at each letter once; another one took minutes."""
+    assert shortened("a" * 20_000, 9) == "aaaa…aaaa"
+    assert shortened("dataset.train.fold=1,seed=2", 20) == "fold=1,seed=2"
