@@ -66,7 +66,7 @@ ALLOWED = {
     },
     "launch": {*GROUND, "config", "dist_env", "job", "rank", "tracking", "worker"},
     "compare": {*GROUND, "config", "job", "tracking"},
-    "status": {*GROUND, "job", "sweep", "tracking"},
+    "status": {*GROUND, "config", "job", "sweep", "tracking"},
     "doctor": {*GROUND, "job", "tracking"},
     "sweep": {
         *(*GROUND, "compare", "config", "dist_env", "job", "launch", "rank"),
