@@ -87,6 +87,7 @@ def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> 
     The `folders` are URLs of the user's own groups. They include those of a hydra.searchpath among
     the overrides, since Hydra reads only the first hydra.searchpath.
     """
+    register()  # a hint about an unknown option composes before the command does
     path = [f"hydra.searchpath=[{','.join(map(quoted, folders))}]"] if folders else []
     GlobalHydra.instance().clear()
     OWN_GROUPS[:] = folders

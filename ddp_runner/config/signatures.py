@@ -15,6 +15,7 @@ from typing import Any
 from ddp_runner.errors import UserError, nearest
 
 ANY = "**"  # among keywords: it takes any
+CLOSE = 0.65  # the least likeness of a key's intended name: depth is not width
 # A keyword's type, also where it may be null; None: another than these, or no annotation.
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
 Keywords = Mapping[str, type | None]
@@ -27,7 +28,7 @@ class _UnknownError(Exception):
 def unknown_key(key: str, group: str, *, target: Any, known: Set[str]) -> UserError:
     """Return the error of a key in a group whose `target` knows only other keywords."""
     names = sorted(known)
-    meant = nearest(key, names)
+    meant = nearest(key, names, cutoff=CLOSE)
     hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(names) or 'none'}"
     return UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
 
