@@ -91,6 +91,11 @@ def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
     """Reject an option of `metrics` or `trackers` without a name that keys can have, or a class."""
     word = group.removesuffix("s")
     for name, keys in options.items():
+        if name in (group, "_target_"):
+            raise UserError(
+                f"{group}.{name}: the YAML of a {word} has its keys below its name; write "
+                "NAME: {_target_: my_package.Mine}"
+            )
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
             raise UserError(
                 f"{group}.{name}: the name of a {word} is letters, digits and _, as in {group}.mine"
