@@ -47,6 +47,9 @@ def resolve(
     given = {"backend", "backend.name", "backend.device"} & {*chosen}
     if config.resume and given == {"backend.device"}:  # which the run's own backend may not serve
         config = replace(config, backend=replace(config.backend, name="auto"))
+    if config.model.get("name") is None:
+        name = config.model["_target_"].rpartition(".")[2].lower()
+        config = replace(config, model={**config.model, "name": name})
     config, notes = _fitted(config, hardware, chosen=chosen)
     ranks = num_ranks(config, hardware, env)
     nproc = env.local_world_size if env else num_local_ranks(config, hardware, ranks)
