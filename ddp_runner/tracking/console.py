@@ -148,8 +148,9 @@ def end_summary(
     results = {name: math.nan if value is None else value for name, value in values}
     took = f"{status} in {time.time() - job.started_at:.1f} s"  # of this command
     if title := job.title:
-        parts = _parts(results, evaluated=_first_evaluated(results))
-        rest = "  ".join([took, *(parts or _named(results))])
+        names = ["train/loss", *_evaluated(results)[:1]]
+        first = {name: results[name] for name in names if name in results}
+        rest = "  ".join([took, *_named(first or results)])
         if width := line_width(sys.stdout):
             title = _fitted(title, width - 2 - len(rest))
         lines = [f"{title}  {rest}"]

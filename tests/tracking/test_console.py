@@ -234,4 +234,4 @@ def test_the_result_of_a_sweeps_job_is_one_line() -> None:
     """The table and the command for TensorBoard follow at the end of the sweep."""
     metrics = {**METRICS, **EVALUATION, "eval/f1": None}
     text = summary("completed", metrics, title=TITLE)
-    assert text == f"{TITLE}  completed in 1.2 s  loss 0.1234  accuracy 0.9700"
+    assert text == f"{TITLE}  completed in 1.2 s  train/loss 0.1234  eval/accuracy 0.9700"
