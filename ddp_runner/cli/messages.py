@@ -36,6 +36,9 @@ RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
 SENTENCES: tuple[tuple[str, str], ...] = (
     (r"(?s)Missing mandatory value.*full_key: (\S+)", r"\1 has no value; write \1=VALUE"),
     (r"\Amaximum recursion depth", "the defaults of a YAML lead back to itself; change them"),
+    (r"(?s)override '([^=]+)=.*Unknown function '(\w+)'",
+     r"\1: there is no function \2; for a search write \1=interval(LOW,HIGH) or "
+     "\\1=tag(log,interval(LOW,HIGH)), and for a text \\1='\"TEXT\"'"),
     (r"In '([\w/]+)': Could not override '(\w+)@\w+\.\2'",
      rf"\1.yaml chooses an option of \2; {PACKAGE_LINE}"),
     (r"In '([\w/]+)': Could not override '\w+/(\w+)@\2'",
@@ -79,8 +82,7 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
     matches = ((re.search(pattern, text), sentence) for pattern, sentence in SENTENCES)
     sentence = (
         _missing_option(error)
-        or _yaml_key(error, text, arguments)
-        or _unknown_key(error, arguments)
+        or _unknown_key(error, text, arguments)
         or _wrong_value(chain)
         or next((match.expand(sentence) for match, sentence in matches if match), None)
         or _group_value(error, arguments)
@@ -147,8 +149,8 @@ def _missing_option(error: BaseException) -> str | None:
     options = list(error.options or group_options().get(group, []))
     if not options:
         last = group.rpartition("/")[2]
-        lacks_slash = last != group and last in group_options()
-        fix = f"; write override /{last}: {option}" if lacks_slash else ""
+        is_inner = last != group and last in group_options()
+        fix = f"; write override /{last}: {option}" if is_inner else ""
         return f"{group}={option} does not exist, and a YAML's defaults name it{fix}"
     meant = nearest_key(option, options)
     hint = f"; did you mean {meant}?" if meant else ";"
@@ -159,8 +161,10 @@ def _missing_option(error: BaseException) -> str | None:
     return f"{group}={option} does not exist{hint} options: {', '.join(options)}{own}"
 
 
-def _yaml_key(error: BaseException, text: str, arguments: Sequence[str]) -> str | None:
-    """Explain a key of a YAML that the schema does not have."""
+def _unknown_key(error: BaseException, text: str, arguments: Sequence[str]) -> str | None:
+    """Explain a key, of the command line or of a YAML, that the config does not have."""
+    if match := re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", str(error)):
+        return _key_hint(match[1], arguments)
     match = re.search(r"Key '([^']*)' not in '\w*Config'\s+full_key: (\S+)", text)
     place = re.match(r"In '((\w+)/[^']+)'", str(error))
     if match is None or place is None:
@@ -173,11 +177,6 @@ def _yaml_key(error: BaseException, text: str, arguments: Sequence[str]) -> str 
     if "." in name:
         return f"{path}.yaml: {name} is written with a dot; nest it, as in train: {{epochs: 3}}"
     return f"{path}.yaml: {_key_hint(key, arguments)}"
-
-
-def _unknown_key(error: BaseException, arguments: Sequence[str]) -> str | None:
-    match = re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", str(error))
-    return _key_hint(match[1], arguments) if match else None
 
 
 def _key_hint(key: str, arguments: Sequence[str]) -> str:
@@ -196,9 +195,7 @@ def _key_hint(key: str, arguments: Sequence[str]) -> str:
                     f"write +{key}=VALUE"
                 )
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == parent]
-    hint = "see --help for all keys"
-    if not parent and meant is None:
-        hint += f", and put your own under user, as in user.{key}"
+    hint = f"see --help for all keys, and put your own under user, as in user.{key}"
     if meant:
         hint = f"did you mean {meant}?"
     elif parent and siblings:

@@ -16,12 +16,7 @@ from ddp_runner.cli.chosen_options import (
     replace_targets,
 )
 from ddp_runner.cli.command import CommandLine
-from ddp_runner.cli.compose import (
-    UNNAMED,
-    compose_config,
-    opened,
-    opened_node,
-)
+from ddp_runner.cli.compose import UNNAMED, compose_config, opened, opened_node
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
 from ddp_runner.cli.said_again import said_again

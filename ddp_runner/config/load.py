@@ -32,10 +32,8 @@ def to_config(raw: DictConfig) -> Config:
     for group in RUNNER_KEYS:
         keys = raw.get(group)
         if OmegaConf.is_dict(keys) and group in keys and "_target_" not in keys:
-            raise UserError(
-                f"{group}.{group} has the keys of {group}; begin its YAML with the line "
-                "# @package _global_"
-            )
+            fix = "begin its YAML with the line # @package _global_"
+            raise UserError(f"{group}.{group} has the keys of {group}; {fix}")
     if not _is_typed(raw, Config):
         _validate_known(raw, Config)
         merged = OmegaConf.merge(_schema(), raw)
@@ -52,11 +50,9 @@ def _validate_known(raw: DictConfig, kind: type[Any], prefix: str = "") -> None:
     known = {one.name: one.type for one in fields(kind)}
     for key in map(str, raw):
         if key not in known:
-            hint = f"the keys of {prefix.rstrip('.')} are {', '.join(known)}"
+            hint = f"see --help for all keys, and put your own under user, as in user.{key}"
             if meant := nearest(key, known):
                 hint = f"did you mean {prefix}{meant}?"
-            elif not prefix:
-                hint = f"see --help for all keys, and put your own under user, as in user.{key}"
             raise UserError(f"{prefix}{key} is not a key of the config; {hint}")
         if is_dataclass(known[key]) and OmegaConf.is_dict(raw[key]):
             _validate_known(raw[key], cast(type[Any], known[key]), f"{prefix}{key}.")

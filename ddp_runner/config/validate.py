@@ -93,14 +93,10 @@ def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
     """Reject an option of `metrics` or `trackers` without a name that keys can have, or a class."""
     word = group.removesuffix("s")
     for name, keys in options.items():
-        if name in (group, "_target_"):
-            raise UserError(
-                f"{group}.{name}: the YAML of a {word} has its keys below its name; write "
-                "NAME: {_target_: my_package.Mine}"
-            )
-        if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII) or name in (group, "_target_"):
             raise UserError(
                 f"{group}.{name}: the name of a {word} is letters, digits and _, as in {group}.mine"
+                f"; in its YAML all keys are below it, as in mine: {{_target_: my_package.Mine}}"
             )
         if f"eval/{name}" in LISTED and group == "metrics":
             raise UserError(
@@ -154,9 +150,8 @@ def _validate_options(tree: Any, key: str = "") -> None:
 def _validate_required(config: Config) -> None:
     """Reject a model or a metric whose class must be given more."""
     options = {f"metrics.{name}": settings for name, settings in config.metrics.items()}
-    if not has_own_loop(config.task):  # which may give its model more
-        options["model"] = config.model
-    for key, settings in options.items():
+    is_complete = not has_own_loop(config.task)  # such a loop may give its model more
+    for key, settings in (options | ({"model": config.model} if is_complete else {})).items():
         target = settings["_target_"]
         found = {name for name, one in (source_keywords(target) or {}).items() if one.is_required}
         lacking = sorted(one for one in found - {*settings} if not OF_RUN.fullmatch(one))

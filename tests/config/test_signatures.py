@@ -142,7 +142,7 @@ def test_a_model_is_given_all_that_its_class_needs(package: str, tmp_path: Path)
         f"model gives no width, which {package}.nets.Net needs; put it into the YAML, or write "
         "+model.width=VALUE"
     )
-    config, _ = resolved(*keys, "+model.depth=3", "+model.width=3", "model.name=null")
+    config, _ = resolved(*keys, "+model.depth=3", "+model.width=3", "~model.name")
     assert config.model["name"] == "net"
     lacking = f"+metrics.mine={{_target_:{package}.nets.Net,width:3}}"
     assert config_error(lacking).startswith("metrics.mine gives no depth, which")
