@@ -4,6 +4,7 @@ import io
 import shlex
 import time
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,12 @@ def test_the_result_of_a_sweeps_job_is_one_line() -> None:
     metrics = {**METRICS, **EVALUATION, "eval/f1": None}
     text = summary("completed", metrics, title=TITLE)
     assert text == f"{TITLE}  completed in 1.2 s  train/loss 0.1234  eval/accuracy 0.9700"
+    for columns, begin, end in (
+        (200, TITLE, "  train/loss 0.1234  eval"),
+        (80, "12/60 ", "  eval"),
+    ):
+        with terminal(columns=columns) as (stream, _), redirect_stdout(stream):
+            text = summary("completed", metrics, title=TITLE)
+        assert len(text) < columns
+        assert text.startswith(begin)
+        assert text.endswith(f"  completed in 1.2 s{end}/accuracy 0.9700")
