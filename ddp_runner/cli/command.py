@@ -22,6 +22,7 @@ from ddp_runner.cli.compose import (
 )
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.schema import RUNNER_KEYS
+from ddp_runner.config.signatures import CLOSE
 from ddp_runner.errors import UserError, nearest
 
 # Words of other programs for the last part of a key of this program.
@@ -197,15 +198,17 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
     if parent.partition(".")[0] != "hydra":
         known = [one for one in known if one.partition(".")[0] != "hydra"]
     siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == parent}
-    alike = next((words for words in SAME_MEANING if last in words), set())
+    alike = next((words for words in SAME_MEANING if last in words), {last})
     candidates = siblings if parent else {one.rpartition(".")[2]: one for one in known}
     for word in sorted(alike & candidates.keys() - {last}):
         return candidates[word]
-    if (sibling := nearest(last, siblings)) is not None:
+    same_name = [one for one in known if one.rpartition(".")[2] in alike]
+    if len(same_name) == 1:  # as in train.lr, and nnodes, which is near notes
+        return same_name[0]
+    if (sibling := nearest(last, siblings, cutoff=CLOSE)) is not None:
         return siblings[sibling]
     if siblings and parent:
         return None  # every key of this parent would be near the whole key
-    same_name = [one for one in known if one.rpartition(".")[2] == last]
     return nearest(key, known, cutoff=0.8) or " or ".join(same_name) or None
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import hydra
@@ -87,6 +88,7 @@ def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> 
     The `folders` are URLs of the user's own groups. They include those of a hydra.searchpath among
     the overrides, since Hydra reads only the first hydra.searchpath.
     """
+    register()  # a hint about an unknown option composes before the command does
     path = [f"hydra.searchpath=[{','.join(map(quoted, folders))}]"] if folders else []
     GlobalHydra.instance().clear()
     OWN_GROUPS[:] = folders
@@ -119,6 +121,12 @@ def group_options() -> dict[str, list[str]]:
             if group.parts and group.parts[0] != "hydra":
                 found.setdefault(group.as_posix(), set()).add(path.stem)
     return {group: sorted(options) for group, options in sorted(found.items())}
+
+
+def yaml_of(error: BaseException) -> str:
+    """Return the YAML that Hydra was reading when it raised an error: not all of them name it."""
+    paths = [frame.f_locals.get("full_path") for frame, _ in walk_tb(error.__traceback__)]
+    return next(filter(None, paths), "a YAML")
 
 
 def _groups_text() -> str:

@@ -7,6 +7,8 @@ import typing
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from pathlib import Path
+from shlex import quote
 from traceback import walk_tb
 from typing import Any
 
@@ -16,13 +18,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
 from ddp_runner.cli.command import compose_groups, known_keys, nearest_key
-from ddp_runner.cli.compose import group_options
+from ddp_runner.cli.compose import OWN_GROUPS, group_options, yaml_of
 from ddp_runner.config.fields import KINDS
 from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, Config
 from ddp_runner.config.signatures import source_keywords
 from ddp_runner.errors import UserError, in_yaml
 
 OURS = "ddp_runner"
+PACKAGE_LINE = "begin it with the line # @package _global_"
 GROUP_EXAMPLE = "params.groups=[{match:head.*,lr:0.01}]"
 LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
 # Class names of errors, which tell a user nothing.
@@ -31,11 +34,19 @@ RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
 # What Hydra and OmegaConf say so that a user cannot act on it: a pattern of their message, and what
 # to print. The first match wins. test_mistakes.py has a command line for each.
 SENTENCES: tuple[tuple[str, str], ...] = (
-    (r"Key '(\w+)' not in 'Config'",
-     r"\1 is not a key of the config; see --help for all keys, and put your own under user, as in "
-     r"user.\1"),
     (r"(?s)Missing mandatory value.*full_key: (\S+)", r"\1 has no value; write \1=VALUE"),
     (r"\Amaximum recursion depth", "the defaults of a YAML lead back to itself; change them"),
+    (r"(?s)override '([^=]+)=.*Unknown function '(\w+)'",
+     r"\1: there is no function \2; for a search write \1=interval(LOW,HIGH) or "
+     "\\1=tag(log,interval(LOW,HIGH)), and for a text \\1='\"TEXT\"'"),
+    (r"In '([\w/]+)': Could not override '(\w+)@\w+\.\2'",
+     rf"\1.yaml chooses an option of \2; {PACKAGE_LINE}"),
+    (r"In '([\w/]+)': Could not override '\w+/(\w+)@\2'",
+     r"\1.yaml overrides \2 without a slash; write override /\2: OPTION"),
+    (r"In '([\w/]+)': Could not override '([\w/]+)'\. No match",
+     r"\1.yaml overrides \2, which is no group that every run has; see --help for the groups"),
+    (r"(?m)^(\w+) appears more than once in the final defaults list",
+     r"a YAML's defaults choose \1, which has an option already; write override /\1: OPTION"),
     (r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'",
      r"\1 has a value already; write \1=\2, without +"),
     (r"Cannot assign (\w+) to Dict\b",
@@ -71,7 +82,7 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
     matches = ((re.search(pattern, text), sentence) for pattern, sentence in SENTENCES)
     sentence = (
         _missing_option(error)
-        or _unknown_key(error, arguments)
+        or _unknown_key(error, text, arguments)
         or _wrong_value(chain)
         or next((match.expand(sentence) for match, sentence in matches if match), None)
         or _group_value(error, arguments)
@@ -116,7 +127,9 @@ def _own_words(chain: Sequence[BaseException]) -> str:
             f"{reason}; write key=value without spaces around =, quote what the shell would "
             "change, and put a text with any of ,[]{}'\" into quotes of its own: 'key=\"a,b\"'"
         )
-    if isinstance(error, yaml.MarkedYAMLError):
+    if isinstance(error, UnicodeDecodeError):
+        return f"{yaml_of(error)} is not a text in UTF-8 ({error.reason}); save it as one"
+    if isinstance(error, yaml.YAMLError):
         return f"{error}; correct the YAML there"
     found = next((one for one in chain if isinstance(one, OmegaConfBaseException)), None)
     if found is None:
@@ -135,17 +148,38 @@ def _missing_option(error: BaseException) -> str | None:
     # Of an option in a list, as in metrics=[auc,top_k], Hydra does not say what there is.
     options = list(error.options or group_options().get(group, []))
     if not options:
-        return f"{group}={option} does not exist, and a YAML's defaults name it"
+        last = group.rpartition("/")[2]
+        is_inner = last != group and last in group_options()
+        fix = f"; write override /{last}: {option}" if is_inner else ""
+        return f"{group}={option} does not exist, and a YAML's defaults name it{fix}"
     meant = nearest_key(option, options)
     hint = f"; did you mean {meant}?" if meant else ";"
-    return f"{group}={option} does not exist{hint} options: {', '.join(options)}"
+    found = [one.parents[1] for one in Path().glob(f"*/{group}/*.yaml") if one.stem == option]
+    folder = quote(str(found[0])) if found else "FOLDER"
+    is_own = "/" not in group and (found or not OWN_GROUPS)
+    own = f"; for your own write --config-dir={folder}" if is_own else ""
+    return f"{group}={option} does not exist{hint} options: {', '.join(options)}{own}"
 
 
-def _unknown_key(error: BaseException, arguments: Sequence[str]) -> str | None:
-    match = re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", str(error))
-    if match is None:
+def _unknown_key(error: BaseException, text: str, arguments: Sequence[str]) -> str | None:
+    """Explain a key, of the command line or of a YAML, that the config does not have."""
+    if match := re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", str(error)):
+        return _key_hint(match[1], arguments)
+    match = re.search(r"Key '([^']*)' not in '\w*Config'\s+full_key: (\S+)", text)
+    place = re.match(r"In '((\w+)/[^']+)'", str(error))
+    if match is None or place is None:
         return None
-    key = match[1]
+    (name, key), (path, group) = match.groups(), place.groups()
+    if key in (group, "global"):
+        return f"{path}.yaml sets keys of the whole config; {PACKAGE_LINE}"
+    if key == "_target_":
+        return f"{path}.yaml has _target_ at its top; write the keys of its class below {group}:"
+    if "." in name:
+        return f"{path}.yaml: {name} is written with a dot; nest it, as in train: {{epochs: 3}}"
+    return f"{path}.yaml: {_key_hint(key, arguments)}"
+
+
+def _key_hint(key: str, arguments: Sequence[str]) -> str:
     if key.startswith(("loop.", "user.")):  # the user's own, which Hydra adds with a plus only
         return f"{key} is a key of your own that no YAML gives; write +{key}=VALUE"
     known = known_keys(arguments)
@@ -161,7 +195,7 @@ def _unknown_key(error: BaseException, arguments: Sequence[str]) -> str | None:
                     f"write +{key}=VALUE"
                 )
     siblings = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == parent]
-    hint = "see --help for all keys"
+    hint = f"see --help for all keys, and put your own under user, as in user.{key}"
     if meant:
         hint = f"did you mean {meant}?"
     elif parent and siblings:

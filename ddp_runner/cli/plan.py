@@ -16,13 +16,7 @@ from ddp_runner.cli.chosen_options import (
     replace_targets,
 )
 from ddp_runner.cli.command import CommandLine
-from ddp_runner.cli.compose import (
-    UNNAMED,
-    compose_config,
-    opened,
-    opened_node,
-    register,
-)
+from ddp_runner.cli.compose import UNNAMED, compose_config, opened, opened_node
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
 from ddp_runner.cli.said_again import said_again
@@ -68,7 +62,6 @@ def compose(command: CommandLine) -> DictConfig:
         UserError: a key has several values and the command is not a sweep.
         HydraException: the config cannot be composed.
     """
-    register()
     sweeps = [one for one in command.overrides if one.is_sweep_override()]
     same = [str(one.input_line) for one in command.overrides if one not in sweeps]  # in all jobs
     composed = compose_config(same, folders=command.folders)

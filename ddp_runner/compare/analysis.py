@@ -24,7 +24,7 @@ from ddp_runner.compare.speedup import (
     fit_all_reduces,
     speedups,
 )
-from ddp_runner.errors import UserError, counted, listed
+from ddp_runner.errors import UserError, counted, listed, nearest
 from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
 
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
@@ -186,7 +186,9 @@ def compare(
 def _ensure_known(option: str, metric: str, known: set[str]) -> None:
     if metric not in known:
         names = ", ".join(sorted(known))
-        raise UserError(f"{option} ({metric}) is a metric of no run; use one of {names}")
+        meant = nearest(metric if "/" in metric else f"eval/{metric}", known, cutoff=0.7)
+        hint = f"did you mean {meant}? There are" if meant else "use one of"
+        raise UserError(f"{option} ({metric}) is a metric of no run; {hint} {names}")
 
 
 def _stats(runs: Sequence[Run], target: Target | None) -> dict[str, Stat]:

@@ -17,7 +17,7 @@ from omegaconf.resolvers import oc
 from ddp_runner.config.fields import walk
 from ddp_runner.config.schema import RUNNER_KEYS, Config
 from ddp_runner.config.secrets import Place, Secrets, put, texts
-from ddp_runner.errors import UserError, one_line, os_errors
+from ddp_runner.errors import UserError, nearest, one_line, os_errors
 from ddp_runner.files import yaml_text
 
 LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
@@ -29,14 +29,13 @@ def to_config(raw: DictConfig) -> Config:
     Raises:
         UserError: a key is not in the schema, or a list of texts holds something else.
     """
-    known = {field.name for field in fields(Config)}
-    for key in map(str, raw):
-        if key not in known:
-            raise UserError(
-                f"{key} is not a key of the config; see --help for all keys, and put your own "
-                f"under user, as in user.{key}"
-            )
+    for group in RUNNER_KEYS:
+        keys = raw.get(group)
+        if OmegaConf.is_dict(keys) and group in keys and "_target_" not in keys:
+            fix = "begin its YAML with the line # @package _global_"
+            raise UserError(f"{group}.{group} has the keys of {group}; {fix}")
     if not _is_typed(raw, Config):
+        _validate_known(raw, Config)
         merged = OmegaConf.merge(_schema(), raw)
         assert isinstance(merged, DictConfig)
         raw = merged
@@ -44,6 +43,19 @@ def to_config(raw: DictConfig) -> Config:
     assert isinstance(config, Config)
     _validate_texts(config)
     return config
+
+
+def _validate_known(raw: DictConfig, kind: type[Any], prefix: str = "") -> None:
+    """Reject a key that the schema lacks: below a section OmegaConf would drop it in silence."""
+    known = {one.name: one.type for one in fields(kind)}
+    for key in map(str, raw):
+        if key not in known:
+            hint = f"see --help for all keys, and put your own under user, as in user.{key}"
+            if meant := nearest(key, known):
+                hint = f"did you mean {prefix}{meant}?"
+            raise UserError(f"{prefix}{key} is not a key of the config; {hint}")
+        if is_dataclass(known[key]) and OmegaConf.is_dict(raw[key]):
+            _validate_known(raw[key], cast(type[Any], known[key]), f"{prefix}{key}.")
 
 
 def _validate_texts(config: Config) -> None:

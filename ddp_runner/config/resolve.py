@@ -56,8 +56,9 @@ def resolve(
     sees_its_own = env is not None and hardware.num_gpus == per_rank
     backend = resolve_backend(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
     validate_ranks(replace(config, world_size=ranks, backend=backend), env)
+    unnamed = {"name": config.model["_target_"].rpartition(".")[2].lower()}
     found = {"world_size": ranks, "backend": backend, "batch": resolve_batch(config, ranks, chosen)}
-    resolved = RunConfig(**(vars(config) | found))
+    resolved = RunConfig(**(vars(config) | found | {"model": unnamed | config.model}))
     validate_steps(resolved)
     warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
     # A resumed run has the device of its frozen config, whoever chose it.

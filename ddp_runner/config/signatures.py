@@ -10,14 +10,24 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_runner.errors import UserError, nearest
 
 ANY = "**"  # among keywords: it takes any
+CLOSE = 0.65  # the least likeness of a key's intended name: depth is not width
 # A keyword's type, also where it may be null; None: another than these, or no annotation.
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
-Keywords = Mapping[str, type | None]
+
+
+class Keyword(NamedTuple):
+    """One keyword of a class or function."""
+
+    kind: type | None
+    is_required: bool = False
+
+
+Keywords = Mapping[str, Keyword]
 
 
 class _UnknownError(Exception):
@@ -27,7 +37,7 @@ class _UnknownError(Exception):
 def unknown_key(key: str, group: str, *, target: Any, known: Set[str]) -> UserError:
     """Return the error of a key in a group whose `target` knows only other keywords."""
     names = sorted(known)
-    meant = nearest(key, names)
+    meant = nearest(key, names, cutoff=CLOSE)
     hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(names) or 'none'}"
     return UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
 
@@ -153,16 +163,19 @@ def _of_class(source: Path, node: ast.ClassDef, name: str) -> Keywords | None:
     fields = {key: kind for one in reversed(found) for key, kind in one.items()}
     for one in node.body:
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
-            fields[one.target.id] = _kind(one.annotation)
+            fields[one.target.id] = Keyword(_kind(one.annotation), one.value is None)
     return fields
 
 
 def _arguments(node: ast.FunctionDef, *, bound: int = 0) -> Keywords:
     if node.decorator_list:
         raise _UnknownError  # it may take other arguments
-    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs][bound:]
-    kinds = {one.arg: _kind(one.annotation) for one in arguments}
-    return kinds | ({ANY: None} if node.args.kwarg else {})
+    given = node.args
+    plain = [*given.posonlyargs, *given.args]
+    defaults = [*[None] * (len(plain) - len(given.defaults)), *given.defaults, *given.kw_defaults]
+    pairs = list(zip([*plain, *given.kwonlyargs], defaults, strict=True))[bound:]
+    found = {one.arg: Keyword(_kind(one.annotation), default is None) for one, default in pairs}
+    return found | ({ANY: Keyword(None)} if given.kwarg else {})
 
 
 def _kind(annotation: ast.expr | None) -> type | None:

@@ -21,7 +21,7 @@ from ddp_runner.config.schema import (
     mode_needs,
     runner_keys,
 )
-from ddp_runner.config.signatures import ANY, Keywords, source_keywords, unknown_key
+from ddp_runner.config.signatures import ANY, Keyword, Keywords, source_keywords, unknown_key
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import LISTED
 
@@ -39,6 +39,7 @@ GIVEN = {
     "scheduler": {"optimizer", "last_epoch"},
     "loop": {"run"},
 }
+OF_RUN = re.compile(r"_.*|dev\d+|padding_id|vocab_size")  # keywords that a model is built with
 
 
 def validate_values(config: Config) -> None:
@@ -60,6 +61,7 @@ def validate_values(config: Config) -> None:
         _validate_named(group, getattr(config, group))
     groups = {group: getattr(config, group) for group in (*RUNNER_KEYS, *LIST_GROUPS)}
     _validate_options(groups)
+    _validate_required(config)
     _validate_functions(config)
     for key in walk(config):
         may_be_null = plain_kind(key.kind) is not key.kind
@@ -91,9 +93,10 @@ def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
     """Reject an option of `metrics` or `trackers` without a name that keys can have, or a class."""
     word = group.removesuffix("s")
     for name, keys in options.items():
-        if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII) or name in (group, "_target_"):
             raise UserError(
                 f"{group}.{name}: the name of a {word} is letters, digits and _, as in {group}.mine"
+                f"; in its YAML all keys are below it, as in mine: {{_target_: my_package.Mine}}"
             )
         if f"eval/{name}" in LISTED and group == "metrics":
             raise UserError(
@@ -144,6 +147,21 @@ def _validate_options(tree: Any, key: str = "") -> None:
             _validate_options(one, f"{key}.{name}".lstrip("."))
 
 
+def _validate_required(config: Config) -> None:
+    """Reject a model or a metric whose class must be given more."""
+    options = {f"metrics.{name}": settings for name, settings in config.metrics.items()}
+    is_complete = not has_own_loop(config.task)  # such a loop may give its model more
+    for key, settings in (options | ({"model": config.model} if is_complete else {})).items():
+        target = settings["_target_"]
+        found = {name for name, one in (source_keywords(target) or {}).items() if one.is_required}
+        lacking = sorted(one for one in found - {*settings} if not OF_RUN.fullmatch(one))
+        if lacking and not {"_args_", "_partial_"} & {*settings}:
+            raise UserError(
+                f"{key} gives no {lacking[0]}, which {target} needs; put it into the YAML, or "
+                f"write +{key}.{lacking[0]}=VALUE"
+            )
+
+
 def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
     """Reject a key that a target does not take, and a value of another kind.
 
@@ -152,8 +170,9 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
     target = settings["_target_"]
     known = _known(f"{key}._target_", target)
     read = READ.get(key.partition(".")[0], {})
-    taken = {ANY: None} if known is None else known
-    kinds = {"name": None, **runner_keys(key), **read, **taken}
+    taken = {ANY: Keyword(None)} if known is None else known
+    kinds = {"name": None, **runner_keys(key), **read}
+    kinds |= {name: one.kind for name, one in taken.items()}
     for name, value in settings.items():
         if not (name in kinds or ANY in kinds or name.startswith("_")):
             others = {*taken, *read} - GIVEN.get(key, set())

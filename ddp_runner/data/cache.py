@@ -119,7 +119,7 @@ def _prepare(source: TensorSource, data_root: Path, log: Callable[[str], None]) 
             try:
                 stack.enter_context(locked(lock, wait_s=0.0))
             except TimeoutError:
-                log(f"dataset {source.name}: another process is preparing it; waiting")
+                log(f"dataset {source.name}: another rank or run is preparing it; waiting")
                 stack.enter_context(locked(lock))
         except OSError as error:
             # An intact cache that others own works as well.

@@ -16,11 +16,16 @@ def distribution_of(override: Override, made: Any) -> Any:
     """
     value = override.value()
     if isinstance(value, IntervalSweep):
-        is_log, ends = "log" in value.tags, (value.start, value.end)
-        is_whole = all(isinstance(one, int) for one in ends)
+        ends: Any = (value.start, value.end)
+        if ends[0] > ends[1]:
+            raise ValueError(f"the lower end comes first; write interval({ends[1]},{ends[0]})")
+        if value.tags - {"log"} or (value.tags and ends[0] <= 0):
+            raise ValueError("write tag(log,interval(LOW,HIGH)) with a LOW greater than 0")
+        is_log, is_whole = bool(value.tags), all(isinstance(one, int) for one in ends)
         return (made.IntDistribution if is_whole else made.FloatDistribution)(*ends, log=is_log)
-    texts = list(override.sweep_string_iterator())
-    if isinstance(value, RangeSweep) and not value.shuffle and len(texts) > 1 and value.step > 0:
+    if not (texts := list(override.sweep_string_iterator())):
+        raise ValueError("the range is empty; write range(LOW,HIGH)")
+    if isinstance(value, RangeSweep) and not value.shuffle and texts[1:] and value.step > 0:
         is_whole = all(isinstance(one, int) for one in (value.start, value.step))
         kind = made.IntDistribution if is_whole else made.FloatDistribution
         read = int if is_whole else float

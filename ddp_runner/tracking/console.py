@@ -148,9 +148,13 @@ def end_summary(
     results = {name: math.nan if value is None else value for name, value in values}
     took = f"{status} in {time.time() - job.started_at:.1f} s"  # of this command
     if title := job.title:
-        parts = _parts(results, evaluated=_first_evaluated(results))
-        rest = "  ".join([took, *(parts or _named(results))])
-        if width := line_width(sys.stdout):
+        width, first = line_width(sys.stdout), _evaluated(results)[:1]
+        for names in (["train/loss", *first], first):  # the title matters more than that loss
+            shown = {name: results[name] for name in names if name in results}
+            rest = "  ".join([took, *_named(shown or results)])
+            if not width or len(title) + 2 + len(rest) <= width:
+                break
+        if width:
             title = _fitted(title, width - 2 - len(rest))
         lines = [f"{title}  {rest}"]
     else:

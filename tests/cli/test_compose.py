@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
 from ddp_runner.cli.command import parse
-from ddp_runner.cli.compose import opened, parse_options, quoted, run_hydra
+from ddp_runner.cli.compose import opened, parse_options, quoted, run_hydra, yaml_of
 from ddp_runner.cli.plan import compose
 
 
@@ -49,6 +49,17 @@ def test_an_error_has_the_key_and_the_value() -> None:
     cause = raised.value.__cause__
     assert isinstance(cause, ValidationError)
     assert (cause.full_key, cause.value) == ("train.epochs", "many")
+
+
+def test_an_error_of_reading_a_yaml_names_the_file(tmp_path: Path) -> None:
+    """A frame of Hydra has it; elsewhere no file is known."""
+    path = tmp_path / "optimizer" / "odd.yaml"
+    path.parent.mkdir()
+    path.write_bytes(b"a: \xff")
+    with pytest.raises(UnicodeDecodeError) as raised:
+        compose(parse([f"--config-dir={tmp_path}", "optimizer=odd"]))
+    assert yaml_of(raised.value) == str(path)
+    assert yaml_of(ValueError("ours")) == "a YAML"
 
 
 def test_hydra_shows_the_config_and_leaves_the_process_as_it_was(

@@ -165,6 +165,7 @@ def test_an_allowed_package_is_no_way_to_a_foreign_one(target: str, tmp_path: Pa
     ("args", "sentence"),
     first_of(
         [
+            (("--epochs", "3"), "keys have no dashes: write train.epochs=3"),
             (("train.epoch=3",), "did you mean train.epochs?"),
             (("hydra.run.dir=here", "train.epochs=0"), "must be greater than 0"),
             (("model=toyy",), "did you mean toy?"),

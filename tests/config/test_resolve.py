@@ -24,6 +24,9 @@ LOSSES = " or ".join(
 )
 
 
+OWN = "; for your own write --config-dir=FOLDER"
+
+
 def options(group: str) -> str:
     """Return the options of a group, as a message lists them."""
     return ", ".join(sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")))
@@ -274,8 +277,8 @@ INVALID = [
      "optimizer.nothing is not a key of the config; the keys of optimizer are name, _target_, lr, "
      "momentum, dampening, weight_decay, nesterov"),
     ("optimizer=sgdd",
-     f"optimizer=sgdd does not exist; did you mean sgd? options: {options('optimizer')}"),
-    ("scheduler=x", f"scheduler=x does not exist; options: {options('scheduler')}"),
+     f"optimizer=sgdd does not exist; did you mean sgd? options: {options('optimizer')}{OWN}"),
+    ("scheduler=x", f"scheduler=x does not exist; options: {options('scheduler')}{OWN}"),
     ("scheduler=steplr", "scheduler.step_size has no value; write scheduler.step_size=VALUE"),
     ("optimizer=lbfgs",
      "optimizer=lbfgs (torch.optim.LBFGS) computes the loss several times in a step, and a run "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from configs import config_error
+from configs import config_error, resolved
 from omegaconf import OmegaConf
 from torch.optim import lr_scheduler
 
@@ -103,10 +103,49 @@ def test_the_source_says_which_kind_a_key_has(package: str, tmp_path: Path) -> N
         "@dataclass\nclass B(A):\n    a: str\n    d: bool | int = 1\n"
         "def f(a: bool, b: list[int], *, c: None | str, d=3): ...\n"
     )
-    a, b, f = (source_keywords(f"{package}.kinds.{name}") for name in "ABf")
+    a, b, f = (
+        {key: one.kind for key, one in (source_keywords(f"{package}.kinds.{name}") or {}).items()}
+        for name in "ABf"
+    )
     assert a == {"a": int, "b": None, "c": float}
     assert b == {"a": str, "b": None, "c": float, "d": None}
     assert f == {"a": bool, "b": None, "c": str, "d": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "required"),
+    [
+        ("Plain", {"a"}),
+        ("More", {"a"}),
+        ("Any", set()),
+        ("branch", {"a", "b"}),
+        ("others.helper", {"x", "y"}),
+    ],
+)
+def test_the_source_says_which_keys_must_be_given(
+    name: str, required: set[str], package: str
+) -> None:
+    """Those without a default."""
+    found = source_keywords(f"{package}.{name}") or {}
+    assert {key for key, one in found.items() if one.is_required} == required
+
+
+def test_a_model_is_given_all_that_its_class_needs(package: str, tmp_path: Path) -> None:
+    """Else the command says so; the runner itself gives facts of the data, and devices."""
+    (tmp_path / "shapes" / "parts" / "nets.py").write_text(
+        "class Net:\n"
+        "    def __init__(self, width, *, depth, dev0, vocab_size, padding_id, bias=True): ...\n"
+    )
+    keys = (f"model._target_={package}.nets.Net", "~model.in_channels", "~model.num_classes")
+    answer = config_error(*keys, "+model.depth=3")
+    assert answer == (
+        f"model gives no width, which {package}.nets.Net needs; put it into the YAML, or write "
+        "+model.width=VALUE"
+    )
+    config, _ = resolved(*keys, "+model.depth=3", "+model.width=3", "~model.name")
+    assert config.model["name"] == "net"
+    lacking = f"+metrics.mine={{_target_:{package}.nets.Net,width:3}}"
+    assert config_error(lacking).startswith("metrics.mine gives no depth, which")
 
 
 def test_a_name_that_its_module_does_not_have_is_an_error(package: str) -> None:

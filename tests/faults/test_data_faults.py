@@ -230,6 +230,6 @@ def test_one_of_several_sweeps_prepares_the_data_and_the_others_wait(
     assert [(end.exit_code, end.stderr) for end in whole] == [(0, "")] * len(whole)
     assert all(len(end.run_dirs) == 2 for end in whole)
     assert sum(end.stdout.count("preparing it, once") for end in whole) == 1
-    assert is_killed or "another process is preparing it; waiting" in ends[-1].stdout
+    assert is_killed or "another rank or run is preparing it; waiting" in ends[-1].stdout
     assert not [end for end in whole if "rebuilding" in end.stdout]
     assert (folders[1] / "building").exists() == is_killed

@@ -254,7 +254,10 @@ def test_the_best_value_is_written_as_its_job_got_it(
         (["hydra.sweeper.direction=down"], r"direction \(down\) must be minimize or maximize"),
         (["hydra.sweeper.n_trials=-1"], r"hydra\.sweeper\.n_trials \(-1\) must be a number"),
         (["hydra.sweeper.sampler._target_=os.getcwd"], "must be a class of optuna.samplers"),
-        (["a=tag(log,interval(0,1))"], "^a=tag"),
+        (["a=tag(log,interval(0,1))"], r"^a=tag.* write tag\(log,.* LOW greater than 0"),
+        (["a=tag(lg,interval(1,2))"], r"^a=tag.* write tag\(log,interval"),
+        (["a=interval(0.5,0.01)"], r"comes first; write interval\(0\.01,0\.5\)"),
+        (["a=range(3,1)"], r"^a=range\(3,1\): the range is empty"),
         (["hydra/sweeper/sampler=grid", "a=interval(0,1)"], "a is an interval, and"),
     ],
 )

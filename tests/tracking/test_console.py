@@ -4,6 +4,7 @@ import io
 import shlex
 import time
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -234,4 +235,13 @@ def test_the_result_of_a_sweeps_job_is_one_line() -> None:
     """The table and the command for TensorBoard follow at the end of the sweep."""
     metrics = {**METRICS, **EVALUATION, "eval/f1": None}
     text = summary("completed", metrics, title=TITLE)
-    assert text == f"{TITLE}  completed in 1.2 s  loss 0.1234  accuracy 0.9700"
+    assert text == f"{TITLE}  completed in 1.2 s  train/loss 0.1234  eval/accuracy 0.9700"
+    for columns, begin, end in (
+        (200, TITLE, "  train/loss 0.1234  eval"),
+        (80, "12/60 ", "  eval"),
+    ):
+        with terminal(columns=columns) as (stream, _), redirect_stdout(stream):
+            text = summary("completed", metrics, title=TITLE)
+        assert len(text) < columns
+        assert text.startswith(begin)
+        assert text.endswith(f"  completed in 1.2 s{end}/accuracy 0.9700")
