@@ -239,8 +239,8 @@ def _faults(comparison: Comparison) -> Iterator[Remark]:
 def _legend(comparison: Comparison, shown: Table) -> Iterator[Remark]:
     lines = []
     if any(len(row.runs) > 1 for row in comparison.rows):
-        over = " and ".join(comparison.over)
-        lines.append(f"±: standard deviation over the runs of a row, which differ only in {over}")
+        spread = "standard deviation over the runs of a row, which differ at most in"
+        lines.append(f"±: {spread} {' and '.join(comparison.over)}")
     lines += [f"{one.title}: {one.hint}" for one in shown.columns if one.is_brief and one.hint]
     if shown.labels:
         yield "columns", list(dict.fromkeys(lines))

@@ -95,9 +95,10 @@ def read_run(folder: Path) -> Run:
     record = read(RUN_RECORD, _read_record, {})
     if record.get("status") == Status.RUNNING:
         found = standing(RunDir(folder))
-        record = {**record, "status": found.status}
-        reasons.append(found.fault or _sign_of_life(found))
-    elif not reasons and (problem := _problem(record)):
+        record = {**(found.record or record), "status": found.status}
+        if found.seen_s is not None or found.fault:  # else it has ended meanwhile
+            reasons.append(found.fault or _sign_of_life(found))
+    if not reasons and (problem := _problem(record)):
         reasons.append(problem)
     config = read(CONFIG_FILE, _read_config, {})
     lines, num_damaged = read(METRICS_FILE, _read_lines, ([], 0))

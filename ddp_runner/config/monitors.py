@@ -48,6 +48,7 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
     unknown = config.metrics if known is None else known.unknown
     if config.task == "train" and not own_step:
         _validate_objective(config.sweep.objective, names, unknown)
+        _validate_evaluated("sweep.objective", config.sweep.objective or "", train)
     for group, monitor, mode in _monitored(config):
         if own_loop and group != "checkpoint":
             continue  # nobody reads it
@@ -62,11 +63,7 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
             _validate_name(group, monitor, [*choices, *(f"eval/{name}" for name in unknown)])
         if own_loop:
             continue
-        if monitor.startswith("eval/") and not (train.eval_every_epochs or train.eval_every_steps):
-            raise UserError(
-                f"{group}.monitor={monitor} needs evaluations and train.eval_every_epochs is 0; "
-                "write train.eval_every_epochs=1"
-            )
+        _validate_evaluated(f"{group}.monitor", monitor, train)
         if known and group == "early_stop" and mode is None and best is None:
             raise UserError(
                 f"early_stop.monitor={monitor} does not say which value is best; write "
@@ -95,6 +92,14 @@ def _validate_objective(name: str | None, names: Iterable[str], unknown: Iterabl
     known = {*names, *(one.replace("eval/", "best/") for one in names)}
     if name is not None and not is_listed and name not in known:
         validate_value("sweep.objective", name, Rule(choices=(*names, *own)))
+
+
+def _validate_evaluated(key: str, metric: str, train: TrainConfig) -> None:
+    if metric.startswith("eval/") and not (train.eval_every_epochs or train.eval_every_steps):
+        raise UserError(
+            f"{key}={metric} needs evaluations and train.eval_every_epochs is 0; "
+            "write train.eval_every_epochs=1"
+        )
 
 
 def _validate_name(group: str, monitor: str, names: Iterable[str]) -> None:

@@ -4,6 +4,7 @@ Nothing is imported: the answer comes before torch, and from code that nobody ha
 """
 
 import ast
+import builtins
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -152,17 +153,23 @@ def _of_class(source: Path, node: ast.ClassDef, name: str) -> Keywords | None:
             if isinstance(one, ast.FunctionDef) and one.name == word:
                 return _arguments(one, bound=1)
     bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
+    if any(base.rpartition(".")[2] == "NamedTuple" or hasattr(builtins, base) for base in bases):
+        raise _UnknownError
     inherited = [
         _keywords(source, base, f"{name.rpartition('.')[0]}.{base}")
         for base in bases
         if base.rpartition(".")[2] not in ("Protocol", "ABC", "Generic", "object")
     ]
     found = [one for one in inherited if one is not None]
+    if not is_dataclass and len(found) > 1:  # the order of bases may let another one count
+        return {key: Keyword(one.kind) for key, one in found[0].items()}
     if not is_dataclass:
         return found[0] if found else None
     fields = {key: kind for one in reversed(found) for key, kind in one.items()}
     for one in node.body:
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            if "ClassVar" in ast.unparse(one.annotation):
+                continue
             fields[one.target.id] = Keyword(_kind(one.annotation), one.value is None)
     return fields
 

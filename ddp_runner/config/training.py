@@ -62,7 +62,7 @@ def _validate_decay(decay: float) -> None:
 
 @dataclass
 class BatchConfig:
-    """Give global_size, or else per_rank; the other one follows from it."""
+    """Set one of global_size and per_rank; the other follows from it."""
 
     global_size: int | None = key(None, "samples of a step over all ranks: strong scaling", above=0)
     per_rank: int | None = key(100, "samples of one micro-step of one rank: weak scaling", above=0)

@@ -21,6 +21,7 @@ from ddp_runner.config.schema import (
     mode_needs,
     runner_keys,
 )
+from ddp_runner.config.sections import INFERENCE
 from ddp_runner.config.signatures import ANY, Keyword, Keywords, source_keywords, unknown_key
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import LISTED
@@ -39,7 +40,8 @@ GIVEN = {
     "scheduler": {"optimizer", "last_epoch"},
     "loop": {"run"},
 }
-OF_RUN = re.compile(r"_.*|dev\d+|padding_id|vocab_size")  # keywords that a model is built with
+# Hydra's own, and what split modes and datasets give a model.
+OF_RUN = re.compile(r"_.*|dev\d+|padding_id|vocab_size")
 
 
 def validate_values(config: Config) -> None:
@@ -150,7 +152,8 @@ def _validate_options(tree: Any, key: str = "") -> None:
 def _validate_required(config: Config) -> None:
     """Reject a model or a metric whose class must be given more."""
     options = {f"metrics.{name}": settings for name, settings in config.metrics.items()}
-    is_complete = not has_own_loop(config.task)  # such a loop may give its model more
+    # An own loop may give its model more; what it gave is in the run that inference takes.
+    is_complete = not has_own_loop(config.task) and config.task not in INFERENCE
     for key, settings in (options | ({"model": config.model} if is_complete else {})).items():
         target = settings["_target_"]
         found = {name for name, one in (source_keywords(target) or {}).items() if one.is_required}

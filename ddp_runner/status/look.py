@@ -175,8 +175,8 @@ def _numbers(run_dir: RunDir, found: Standing, now: float) -> dict[str, Any]:
         return numbers
     first, last = lines[0], lines[-1]
     elapsed_s, num_steps = last["time_s"] - first["time_s"], last["step"] - first["step"]
-    numbers["step"] = max(numbers["step"] or 0, last["step"])
-    numbers["epoch"] = numbers["epoch"] or _whole(last.get("epoch"))
+    if last["step"] > (numbers["step"] or 0):  # the last heartbeat is older
+        numbers |= {"step": last["step"], "epoch": _whole(last.get("epoch")) or numbers["epoch"]}
     speeds = [line["perf/samples_per_s"] for line in lines if line.get("perf/samples_per_s")]
     numbers["samples_per_s"] = speeds[-1] if speeds else None
     if elapsed_s > 0 and num_steps > 0:

@@ -36,7 +36,7 @@ class PlannedJob:
     @property
     def name(self) -> str:
         """Its name by its config; of two with one name, each has a folder of its own."""
-        return self.job_id.partition(" ")[2]
+        return self.job_id.removeprefix("invalid: ").partition(" ")[2]
 
     def standing(self, sweep: Path, *, server_time: Callable[[], float] = time.time) -> Standing:
         """Return how the job stands now; a run to resume is queued until the job has begun."""

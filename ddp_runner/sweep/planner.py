@@ -4,7 +4,7 @@ Most jobs are new runs, in the sweep's folder. A job that resumes a run stays in
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -21,11 +21,11 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.calibration import calibrations
-from ddp_runner.sweep.edited import leave_out, replaced
+from ddp_runner.sweep.edited import changes, kept
 from ddp_runner.sweep.jobs import Batch, SweepJob, freeze_unheld, num_sessions
 from ddp_runner.sweep.layout import JobHardware
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.plan_file import PlannedJob, change_plan, extended
+from ddp_runner.sweep.plan_file import Plan, PlannedJob, change_plan, extended, read_plan
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.alive import standing
@@ -68,6 +68,7 @@ class Planner:
     is_search: bool
     earlier: Path | None = None  # the folder of a sweep of the same command that has ended
     settings: SweepConfig = field(default_factory=SweepConfig)  # those of the last job
+    queued: set[str] = field(default_factory=set)  # the ids of all valid jobs
     _has_begun: bool = False  # a job of it has a config
     _accepted: dict[str, SweepConfig] = field(default_factory=dict)
     _validated: DictConfig | None = None
@@ -78,7 +79,7 @@ class Planner:
 
         Args:
             batch: the words of each job.
-            numbers: of the jobs, or trials, from 0.
+            numbers: of the jobs or trials, counted from 0.
 
         Raises:
             UserError: the sweep as a whole is invalid: no job of it has a config, or several would
@@ -173,12 +174,10 @@ class Planner:
             UserError: the plan or a folder cannot be written.
         """
         jobs = self.jobs(drafts)
-        wanted = {one.planned.job_id: one.planned for one in drafts}
-        wanted = {job_id: PlannedJob(job_id, jobs[job_id].title) for job_id in jobs} | wanted
-        gone = {} if self.is_search else leave_out(self.folder, wanted)
-        plan = change_plan(self.folder, partial(extended, wanted.values()))
-        for line in replaced(self.folder, gone, plan, jobs):
-            print(line, flush=True)
+        before = read_plan(self.folder)
+        plan = change_plan(self.folder, partial(self.planned, drafts))
+        self.tell_changes(before, plan, jobs)
+        self.queued |= jobs.keys()
         for one in drafts:
             if one.job is None and not one.planned.is_skipped:
                 print_error(f"{shown_path(Path(one.planned.folder))}: {one.planned.fault}")
@@ -187,7 +186,7 @@ class Planner:
         for job_id, job in jobs.items():
             planned = plan.jobs[job_id]
             place = f"job {job.number}{total}" if job.number else "calibration"
-            if self.is_search:  # as Optuna's tools call it
+            if self.is_search and job.number:  # as Optuna's tools call it
                 place = f"trial {job.number - 1}"
             title = f"{place}: {shown_path(Path(planned.folder))}"
             run_dir = self.folder / planned.folder
@@ -201,6 +200,19 @@ class Planner:
             sessions = num_sessions(found) if found.status == Status.FAILED else 0
             queued[job_id] = SweepJob(planned, named, self.folder, sessions)
         return Batch(queued, self.settings, num_failed)
+
+    def planned(self, drafts: Sequence[Draft], plan: Plan) -> Plan:
+        """Return the plan with the jobs of a batch, without those that the command left out."""
+        wanted = {one.planned.job_id: one.planned for one in drafts}
+        jobs = {job_id: PlannedJob(job_id, one.title) for job_id, one in self.jobs(drafts).items()}
+        wanted = jobs | wanted
+        left = plan if self.is_search else kept(self.folder, wanted, plan)
+        return extended(wanted.values(), left)
+
+    def tell_changes(self, before: Plan, plan: Plan, jobs: Mapping[str, Job]) -> None:
+        """Print which jobs an edited YAML has replaced, or left out."""
+        for line in () if self.is_search else changes(self.folder, before, plan, jobs):
+            print(line, flush=True)
 
     def jobs(self, drafts: Iterable[Draft]) -> dict[str, Job]:
         """Return the valid jobs by their id, calibrations first."""

@@ -72,12 +72,14 @@ def run_sweep(command: SweepCommand) -> int:
                 print(sweep_table(folder, width=line_width(sys.stdout)), flush=True)
         if best is not None:
             print(wrapped(printable(best), line_width(sys.stdout)), flush=True)
-        failed = failed_jobs(folder)
-        if failed and common.sweep.retry is None:
+        failed = failed_jobs(folder, among=planner.queued)
+        if any(one.status == Status.PREEMPTED for one in outcomes):
+            print("the same command goes on with this sweep", flush=True)
+        elif failed and common.sweep.retry is None:
             jobs = counted(len(failed), "failed job")
             print(f"the same command with sweep.retry=failed runs {jobs} again", flush=True)
         if is_search:  # also those of an earlier start
-            outcomes += failed
+            outcomes += failed_jobs(folder)
         worst = max((one.exit_code for one in outcomes), default=None)
         if worst is None and where.starts_jobs and not is_search:
             worst = EXIT_USER_ERROR
@@ -99,6 +101,9 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
     while words := chooser.ask():
         drafts = planner.draft(words, chooser.numbers)
         validate_resumed(drafts, skip_invalid=planner.settings.skip_invalid)
+        faults = {None if one.planned.is_skipped else one.planned.fault for one in drafts}
+        if is_first and len(faults) == 1 and (fault := faults.pop()) is not None:
+            raise UserError(fault)  # one mistake in the command, said once
         if is_first:
             is_first = False
             change_plan(folder, partial(begun, sweep_command(planner.command.words)))
@@ -139,7 +144,9 @@ def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
         The exit code: whether a job is invalid, and not skipped.
     """
     folder, width = planner.folder, line_width(sys.stdout)
-    rows, known, jobs = [DRY_COLUMNS], read_plan(folder).jobs, planner.jobs(drafts)
+    before, jobs = read_plan(folder), planner.jobs(drafts)
+    planner.tell_changes(before, planner.planned(drafts, before), jobs)
+    rows, known = [DRY_COLUMNS], before.jobs
     for job_id, job in jobs.items():
         layout, config = planner.where.layout(job.config), job.config
         is_done = job_id in known and known[job_id].standing(folder).status == Status.COMPLETED
@@ -160,10 +167,7 @@ def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
     if planner.is_search and not jobs:
         print("no trial is left of the search; a larger hydra.sweeper.n_trials adds some")
     elif planner.is_search:
-        print(
-            "a search chooses its later jobs by the results of these, so "
-            f"{shown_path(folder)} may get others besides"
-        )
+        print("a search chooses its later trials by the results of these")
     return EXIT_COMPLETED if all(one.is_skipped for one in invalid) else EXIT_USER_ERROR
 
 

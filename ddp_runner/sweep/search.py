@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.config.identity import digest
 from ddp_runner.errors import UserError, one_line, os_errors
 from ddp_runner.files import locked, replace_file, yaml_dump
 from ddp_runner.sweep.search_space import direction_of, distribution_of, values_of
@@ -80,11 +81,11 @@ class Search:
             self._num_trials = min(self._num_trials, math.prod(sizes))
         direction, sampler = direction_of(objective, node.direction), self._sampler(0)
         storage = str(node.storage or f"sqlite:///{folder / STUDY}")
-        name, earlier = node.study_name or folder.name, list[Any]()
+        name, file = node.study_name or folder.name, storage.removeprefix("sqlite:///")
+        is_there, earlier = file == storage or Path(file).exists(), None
         try:
-            is_kept = is_dry and (node.storage or (folder / STUDY).exists())
-            if is_kept and name in optuna.get_all_study_names(storage):
-                earlier = optuna.load_study(study_name=name, storage=storage).get_trials()
+            if is_dry and is_there and name in optuna.get_all_study_names(storage):
+                earlier = optuna.load_study(study_name=name, storage=storage)
             self._study = optuna.create_study(
                 storage=None if is_dry else storage,
                 sampler=sampler,
@@ -92,13 +93,14 @@ class Search:
                 direction=direction,
                 load_if_exists=True,
             )
-            self._study.add_trials(earlier)
+            self._study.add_trials(earlier.get_trials() if earlier else [])
         except Exception as error:  # of any class, by the storage
             raise UserError(f"hydra.sweeper: Optuna has no study ({one_line(error)})") from error
-        if self._study.direction.name.lower() != direction:
+        known = (earlier or self._study).direction.name.lower()
+        if known != direction:
             raise UserError(
-                f"hydra.sweeper.direction ({direction}) differs from that of the study, "
-                f"{self._study.direction.name.lower()}; give another hydra.sweep.dir or study_name"
+                f"this search would {direction} {objective}, and the study {name} is to {known} "
+                "its metric; give another hydra.sweep.dir or hydra.sweeper.study_name"
             )
         self._states = states = optuna.trial.TrialState
         self.numbers: list[int] = []  # of the trials of the last batch
@@ -231,7 +233,7 @@ class Search:
                 f"hydra.sweeper.sampler._target_ ({target}) must be a class of optuna.samplers"
             )
         if keywords.get("seed") is not None:
-            keywords["seed"] += number
+            keywords["seed"] = int(digest([keywords["seed"], number]), 16) % 2**32
         if name == "GridSampler":
             keywords["search_space"] = {
                 key: values_of(key, one) for key, one in self._space.items()

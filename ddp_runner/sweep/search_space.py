@@ -5,7 +5,7 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from ddp_runner.errors import UserError, nearest
-from ddp_runner.metric_names import MONITORS, best_end
+from ddp_runner.metric_names import LISTED, MONITORS, best_end
 
 
 def distribution_of(override: Override, made: Any) -> Any:
@@ -19,8 +19,10 @@ def distribution_of(override: Override, made: Any) -> Any:
         ends: Any = (value.start, value.end)
         if ends[0] > ends[1]:
             raise ValueError(f"the lower end comes first; write interval({ends[1]},{ends[0]})")
-        if value.tags - {"log"} or (value.tags and ends[0] <= 0):
-            raise ValueError("write tag(log,interval(LOW,HIGH)) with a LOW greater than 0")
+        if value.tags - {"log"}:
+            raise ValueError("a search knows the tag log only; write interval(LOW,HIGH)")
+        if value.tags and ends[0] <= 0:
+            raise ValueError("a logarithm needs a lower end greater than 0; write another one")
         is_log, is_whole = bool(value.tags), all(isinstance(one, int) for one in ends)
         return (made.IntDistribution if is_whole else made.FloatDistribution)(*ends, log=is_log)
     if not (texts := list(override.sweep_string_iterator())):
@@ -39,20 +41,23 @@ def direction_of(objective: str, given: str | None) -> Any:
     Raises:
         UserError: nobody says so, or the worst would be taken for the best.
     """
-    known = {"min": "minimize", "max": "maximize", None: None}[best_end(objective)]
+    ends = {"min": "minimize", "max": "maximize", None: None}
+    # Of a metric of the user's own only a loss says so by its name.
+    is_told = objective in LISTED or objective.endswith("loss")
+    known = ends[best_end(objective)] if is_told else None
     if given is None and known is None:
-        meant = nearest(objective, MONITORS)
+        meant = nearest(objective, MONITORS, cutoff=0.7)
+        hint = f"did you mean sweep.objective={meant}? For a metric of your own, " if meant else ""
         raise UserError(
-            f"sweep.objective={objective} does not say which value is best; write "
+            f"sweep.objective={objective} does not say which value is best; {hint}write "
             "hydra.sweeper.direction=maximize or minimize"
-            + (f"; did you mean sweep.objective={meant}?" if meant else "")
         )
     if given not in (None, "minimize", "maximize"):
         raise UserError(f"hydra.sweeper.direction ({given}) must be minimize or maximize")
-    if given and known and given != known:
+    if given and known and given != known and objective in LISTED:
         raise UserError(
-            f"sweep.objective={objective} with hydra.sweeper.direction={given} takes the worst "
-            "for the best; leave hydra.sweeper.direction out"
+            f"sweep.objective={objective} with hydra.sweeper.direction={given} would keep the "
+            "worst trial; leave hydra.sweeper.direction out"
         )
     return given or known
 

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,11 @@ def objective_of(run_dir: Path, found: Standing, *, name: str) -> float | str | 
     raise UserError(f"sweep.objective ({name}) is not a metric of {run_dir.name}; {hint}")
 
 
-def failed_jobs(folder: Path) -> list[Outcome]:
-    """Return the outcomes of the jobs of a sweep that have failed."""
-    found = [(one, one.standing(folder)) for one in read_plan(folder).jobs.values()]
+def failed_jobs(folder: Path, *, among: Container[str] | None = None) -> list[Outcome]:
+    """Return the outcomes of the jobs of a sweep that have failed, of all or among some ids."""
+    jobs = read_plan(folder).jobs.values()
+    chosen = [one for one in jobs if among is None or one.job_id in among]
+    found = [(one, one.standing(folder)) for one in chosen]
     return [failure(state, folder / one.folder) for one, state in found if state.has_failed]
 
 

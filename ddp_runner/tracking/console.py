@@ -149,9 +149,9 @@ def end_summary(
     took = f"{status} in {time.time() - job.started_at:.1f} s"  # of this command
     if title := job.title:
         width, first = line_width(sys.stdout), _evaluated(results)[:1]
-        for names in (["train/loss", *first], first):  # the title matters more than that loss
+        for names in (["train/loss", *first], first):  # too long a line loses the loss first
             shown = {name: results[name] for name in names if name in results}
-            rest = "  ".join([took, *_named(shown or results)])
+            rest = "  ".join([took, *_named(shown or dict([*results.items()][:1]))])
             if not width or len(title) + 2 + len(rest) <= width:
                 break
         if width:
@@ -165,7 +165,7 @@ def end_summary(
             else:
                 lines.append(f"  {part}")
         lines += [waiting] if waiting else []
-    if status == Status.PREEMPTED:
+    if status == Status.PREEMPTED and not job.title:  # of a sweep, its command goes on with it
         words = " ".join([run_dir.resume_argument, *map(_quoted, job.said_again)])
         # Only its agent knows whether a SIGTERM ends the run or comes before a restart.
         again = ", unless its launcher starts it again: the same command with"

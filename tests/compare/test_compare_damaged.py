@@ -12,11 +12,15 @@ import pytest
 from generated_runs import lines_of, write_run
 from rights import unreadable
 
+from ddp_runner.compare import runs
 from ddp_runner.compare.__main__ import main, run
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.formats import FORMATS
 from ddp_runner.compare.runs import read_runs
 from ddp_runner.errors import UserError
+from ddp_runner.tracking.alive import Standing, standing
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import write_run_record
 
 HERE = socket.gethostname()
 ERROR = {"rank": 1, "kind": "crash", "sentence": "rank 1 raised RuntimeError: no"}
@@ -310,3 +314,18 @@ def test_a_text_of_megabytes_is_cut_for_people(
     assert sizes["comparison.md"] < 30_000
     assert sizes["report.html"] < 500_000
     assert sizes["comparison.csv"] > len(long)
+
+
+def test_a_run_that_ends_while_it_is_read_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record said running a moment before."""
+    folder = write_run(tmp_path / "run", lines=lines_of([1.0, 2.0]), record={"status": "running"})
+
+    def end_then_look(run_dir: RunDir) -> Standing:
+        write_run_record(run_dir, status="completed")
+        return standing(run_dir)
+
+    monkeypatch.setattr(runs, "standing", end_then_look)
+    (run,) = read_runs([folder])
+    assert run.reason is None

@@ -40,6 +40,8 @@ def test_own_metrics_may_be_monitored(overrides: tuple[str, ...]) -> None:
         ((METRICS, "checkpoint.monitor=eval/top_k", "train.eval_every_epochs=0"),
          "needs evaluations"),
         (("sweep.objective=eval/acc",), "did you mean eval/accuracy?"),
+        (("sweep.objective=eval/loss", "train.eval_every_epochs=0"),
+         "sweep.objective=eval/loss needs evaluations"),
         ((METRICS, "sweep.objective=eval/topk"), "did you mean eval/top_k?"),
         (("checkpoint.monitor=eval/loss",), "the worst for the best; write checkpoint.mode=min"),
         (("checkpoint.monitor=eval/f1", "checkpoint.mode=min"), "write checkpoint.mode=max"),

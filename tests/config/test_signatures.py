@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from configs import config_error, resolved
+from configs import compose_raw, config_error, resolved
 from omegaconf import OmegaConf
 from torch.optim import lr_scheduler
 
 from ddp_runner.config.instantiate import keywords
+from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.config.signatures import ANY, source_keywords
+from ddp_runner.config.validate import validate_values
 
 SOURCE = """
 import functools
@@ -29,6 +31,9 @@ class Child(Base):
 
 class Mixed(Plain, Base): ...
 class Mixin: ...
+class Named(NamedTuple):
+    a: int
+class Table(dict): ...
 class Late(Mixin, Base): ...
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Fields(Protocol):
 
 @dataclass
 class More(Fields):
+    unit: ClassVar[str]
     c: int = 4
 
 class Any(Plain):
@@ -67,6 +73,8 @@ EXPECTED: dict[str, set[str] | None] = {
     "More": {"a", "b", "c"},
     "Any": {ANY},
     "Mixin": set(),
+    "Named": None,
+    "Table": None,
     "helper": {"x", "y"},
     "branch": {"a", "b"},
     "Decorated": None,
@@ -118,6 +126,7 @@ def test_the_source_says_which_kind_a_key_has(package: str, tmp_path: Path) -> N
         ("Plain", {"a"}),
         ("More", {"a"}),
         ("Any", set()),
+        ("Mixed", set()),  # another base may count
         ("branch", {"a", "b"}),
         ("others.helper", {"x", "y"}),
     ],
@@ -142,6 +151,7 @@ def test_a_model_is_given_all_that_its_class_needs(package: str, tmp_path: Path)
         f"model gives no width, which {package}.nets.Net needs; put it into the YAML, or write "
         "+model.width=VALUE"
     )
+    validate_values(to_config(compose_raw(*keys, "task=predict")))  # its run has what was given
     config, _ = resolved(*keys, "+model.depth=3", "+model.width=3", "~model.name")
     assert config.model["name"] == "net"
     lacking = f"+metrics.mine={{_target_:{package}.nets.Net,width:3}}"

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,7 +108,7 @@ def test_a_sweep_of_the_same_command_that_has_ended_is_named(tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_of_a_search_the_first_batch_is_listed(tmp_path: Path) -> None:
-    """The study in a database gets no trial."""
+    """Nothing is written, not even the tables of its study."""
     pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
     end = run_command(
         *(*TOY, "hydra/sweeper=optuna", "sweep.objective=eval/loss", "hydra.sweeper.n_trials=5"),
@@ -120,11 +119,8 @@ def test_of_a_search_the_first_batch_is_listed(tmp_path: Path) -> None:
     )
     assert end.exit_code == 0
     assert len(rows(end.stdout.partition("a search chooses")[0])) == 2
-    assert "a search chooses its later jobs by the results of these" in end.stdout
-    assert (
-        not (tmp_path / "study.db").exists()
-        or not sqlite3.connect(tmp_path / "study.db").execute("select * from trials").fetchall()
-    )
+    assert "a search chooses its later trials by the results of these" in end.stdout
+    assert not (tmp_path / "study.db").exists()
 
 
 def test_a_single_run_has_no_dry_run(tmp_path: Path) -> None:

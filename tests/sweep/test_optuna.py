@@ -20,12 +20,13 @@ from ddp_runner.cli.command import parse
 from ddp_runner.cli.plan import compose
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.search import Search
+from ddp_runner.sweep.search_space import direction_of
 
-# Seed 58 of the sampler tries 0.1 and 0.01, both with seed 1, then 1e30, which diverges, and 0.1
-# with seed 1 once more.
+# Seed 153 of the sampler tries 0.1 and 0.01, both with seed 2, then 1e30, which diverges, and 0.1
+# with seed 2 once more.
 SEARCH = (
     *("-m", "hydra/sweeper=optuna", "sweep.objective=eval/accuracy", "train.epochs=8"),
-    "hydra.sweeper.sampler.seed=58",
+    "hydra.sweeper.sampler.seed=153",
     *("optimizer.lr=choice(0.01,0.05,0.1,1e30)", "seed=choice(1,2,3)", "hydra.sweeper.n_trials=4"),
     *("hydra.sweeper.n_jobs=2", "world_size=1", "train.num_threads=1", "train.log_every_steps=1"),
     *("checkpoint.every_steps=10", *CONVNET),
@@ -72,6 +73,8 @@ def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
     assert all(line in end.stdout for end in ends)
     more = run_command(*search, "hydra.sweeper.n_trials=4", "sweep.dry_run=true", folder=tmp_path)
     assert "1 valid job, 0 invalid jobs" in more.stdout
+    other = (*search, "sweep.objective=perf/samples_per_s", "sweep.dry_run=true")
+    assert "and the study sweep is to minimize" in run_command(*other, folder=tmp_path).stderr
     none = run_command(*search, "sweep.dry_run=true", folder=tmp_path)
     assert "no trial is left of the search" in none.stdout
     assert study.best_value == best.best_value
@@ -93,7 +96,7 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
         assert wait_for_end(process, tmp_path).exit_code == 130
     sweep = only_sweep(tmp_path)
     first, second, third = (
-        f"optimizer.lr={rate},seed={seed}" for rate, seed in ((0.1, 1), (0.01, 1), ("1e+30", 1))
+        f"optimizer.lr={rate},seed={seed}" for rate, seed in ((0.1, 2), (0.01, 2), ("1e+30", 2))
     )
     assert statuses(sweep) == {first: "preempted", second: "queued"}
 
@@ -118,7 +121,7 @@ def test_a_search_is_stopped_goes_on_and_loses_a_slot(tmp_path: Path) -> None:
     }
     winner = max(accuracies, key=accuracies.__getitem__)
     assert best.best_value == accuracies[winner]
-    assert f"optimizer.lr={best.best_params['optimizer.lr']},seed=1" == winner
+    assert f"optimizer.lr={best.best_params['optimizer.lr']},seed=2" == winner
 
 
 def slot(launcher_pid: int) -> psutil.Process:
@@ -159,7 +162,7 @@ def test_a_search_ends_with_each_sampler(tmp_path: Path, sampler: str) -> None:
         node, overrides, objective="eval/loss", folder=tmp_path, batch_size=2, retries=True
     )
     assert [set(one) for one in retrying.ask()] == [set(first[1])]
-    with pytest.raises(UserError, match="differs from that of the study, minimize"):
+    with pytest.raises(UserError, match=r"would maximize eval/accuracy, and .* to minimize"):
         Search(node, overrides, objective="eval/accuracy", folder=tmp_path, batch_size=2)
 
 
@@ -192,6 +195,44 @@ def test_failed_values_are_tried_again_once_each_time_it_is_asked(tmp_path: Path
     assert (len(new), new[0]) == (3, first[1])
     assert not [one for one in new[1:] if one in first]
     assert begin(4, retries=False).ask() == []
+
+
+def test_two_seeds_try_other_values(tmp_path: Path) -> None:
+    """Each trial has a seed of its own, of which no other search has one."""
+    pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    tried = list[str]()
+    for seed in (0, 1):
+        words = ["hydra/sweeper=optuna", f"hydra.sweeper.sampler.seed={seed}"]
+        node = compose(parse(words)).hydra.sweeper
+        overrides = OverridesParser.create().parse_overrides(["a=interval(0.1,0.5)"])
+        search = Search(
+            node, overrides, objective="eval/loss", folder=tmp_path / str(seed), batch_size=4,
+            is_dry=True,
+        )  # fmt: skip
+        tried += [word for (word,) in search.ask()]
+    assert len({*tried}) == 8
+
+
+@pytest.mark.parametrize(
+    ("objective", "given", "direction"),
+    [
+        ("eval/mine_loss", None, "minimize"),
+        ("eval/neg_log_loss", "maximize", "maximize"),  # the user knows better than its name
+        ("eval/correct_share", "maximize", "maximize"),
+        ("best/accuracy", None, "maximize"),
+    ],
+)
+def test_the_metric_says_which_end_is_best(
+    objective: str, given: str | None, direction: str
+) -> None:
+    """One that the runner knows always, and one of the user's own if it is a loss."""
+    assert direction_of(objective, given) == direction
+
+
+def test_an_own_metric_needs_a_direction() -> None:
+    """Its name may end as that of a cost does."""
+    with pytest.raises(UserError, match="eval/correct_share does not say which value is best; wr"):
+        direction_of("eval/correct_share", None)
 
 
 def test_a_launcher_ends_after_the_trials_that_others_run(tmp_path: Path) -> None:
@@ -250,12 +291,12 @@ def test_the_best_value_is_written_as_its_job_got_it(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["hydra.sweeper.direction=maximize"], "takes the worst for the best; leave hydra.sweeper"),
+        (["hydra.sweeper.direction=maximize"], "would keep the worst trial; leave hydra.sweeper"),
         (["hydra.sweeper.direction=down"], r"direction \(down\) must be minimize or maximize"),
         (["hydra.sweeper.n_trials=-1"], r"hydra\.sweeper\.n_trials \(-1\) must be a number"),
         (["hydra.sweeper.sampler._target_=os.getcwd"], "must be a class of optuna.samplers"),
-        (["a=tag(log,interval(0,1))"], r"^a=tag.* write tag\(log,.* LOW greater than 0"),
-        (["a=tag(lg,interval(1,2))"], r"^a=tag.* write tag\(log,interval"),
+        (["a=tag(log,interval(0,1))"], r"^a=tag.* needs a lower end greater than 0"),
+        (["a=tag(lg,interval(1,2))"], r"^a=tag.* a search knows the tag log only"),
         (["a=interval(0.5,0.01)"], r"comes first; write interval\(0\.01,0\.5\)"),
         (["a=range(3,1)"], r"^a=range\(3,1\): the range is empty"),
         (["hydra/sweeper/sampler=grid", "a=interval(0,1)"], "a is an interval, and"),

@@ -245,3 +245,4 @@ def test_the_result_of_a_sweeps_job_is_one_line() -> None:
         assert len(text) < columns
         assert text.startswith(begin)
         assert text.endswith(f"  completed in 1.2 s{end}/accuracy 0.9700")
+    assert "\n" not in summary("preempted", metrics, title=TITLE)  # its sweep says what goes on
