@@ -30,6 +30,8 @@ from ddp_runner.tracking.start_block import shown_path
 
 DRY_COLUMNS = ("job", "nodes", "ranks", "computes on", "steps")  # of sweep.dry_run=true
 
+NONE_LEFT = "no trial is left of the search; a larger hydra.sweeper.n_trials adds some"
+
 
 def run_sweep(command: SweepCommand) -> int:
     """Run the sweep, and print its table, and its report if sweep.report is set.
@@ -120,6 +122,8 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
             return outcomes, None
         if batch.is_over(failed) and planner.is_search:
             return outcomes, None
+    if is_first:
+        print(NONE_LEFT, flush=True)
     change_plan(folder, lambda plan: replace(plan, is_open=False))
     return outcomes, chooser.finish()
 
@@ -165,7 +169,7 @@ def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
     counts = [counted(len(jobs), "valid job"), counted(len(invalid), "invalid job")]
     print(f"{', '.join(counts)}; nothing was started (sweep.dry_run=true)")
     if planner.is_search and not jobs:
-        print("no trial is left of the search; a larger hydra.sweeper.n_trials adds some")
+        print(NONE_LEFT)
     elif planner.is_search:
         print("a search chooses its later trials by the results of these")
     return EXIT_COMPLETED if all(one.is_skipped for one in invalid) else EXIT_USER_ERROR

@@ -69,6 +69,7 @@ def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
     assert table_row(ends[1].stdout, min(losses, key=losses.__getitem__))[1] == "completed"
     assert "\ntrial 2: " in ends[0].stdout  # as in the study; how many follow is not known
     assert "\ntrial " not in ends[1].stdout
+    assert "no trial is left of the search; a larger hydra.sweeper.n_trials" in ends[1].stdout
     line = f"best: trial {study.best_trial.number}, eval/loss {best.best_value:.4g}, optimizer.lr="
     assert all(line in end.stdout for end in ends)
     more = run_command(*search, "hydra.sweeper.n_trials=4", "sweep.dry_run=true", folder=tmp_path)
