@@ -1,6 +1,7 @@
 """The one exception for what a user can cause, and what its messages are made of."""
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,21 @@ def os_errors(what: str, *, fix: str = "free space or make the folder writable")
         yield
     except OSError as error:
         raise UserError(f"{what} ({error.strerror or error}); {fix}") from error
+
+
+def os_sentence(error: OSError) -> str:
+    """Return the line to print for an error of the system that nobody has foreseen, with a fix."""
+    reason = error.strerror or str(error) or type(error).__name__
+    where = f"{error.filename}: " if error.filename is not None else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{where}{reason}; free some, also in the folder for temporary files (TMPDIR)"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{where}{reason}; raise the limit, as in ulimit -n 4096"
+    if isinstance(error, PermissionError):
+        return f"{where}{reason}; make it readable, and writable for a run, or give another folder"
+    if isinstance(error, FileNotFoundError) and error.filename is None:
+        return f"the current folder is gone ({reason}); change to one that exists"
+    return f"{where}{reason}; give folders that exist or can be made"
 
 
 def exit_with(run: Callable[[Sequence[str]], int | None]) -> None:

@@ -1,6 +1,5 @@
 """What is wrong with a command line that Hydra rejects, in one line with the fix. Torch-free."""
 
-import errno
 import re
 import types
 import typing
@@ -22,7 +21,7 @@ from ddp_runner.cli.compose import OWN_GROUPS, group_options, yaml_of
 from ddp_runner.config.fields import KINDS
 from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, Config
 from ddp_runner.config.signatures import source_keywords
-from ddp_runner.errors import UserError, in_yaml
+from ddp_runner.errors import UserError, in_yaml, os_sentence
 
 OURS = "ddp_runner"
 PACKAGE_LINE = "begin it with the line # @package _global_"
@@ -75,7 +74,7 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
     is_hydras = isinstance(error, HydraException | OmegaConfBaseException)
     # Some of Hydra's are both; one without a number is OmegaConf's, about a YAML.
     if isinstance(error, OSError) and not is_hydras and error.errno is not None:
-        return UserError(_system_error(error))
+        return UserError(os_sentence(error))
     if not (is_hydras or _is_from_libraries(error)):
         return None
     text = "\n".join(map(str, chain))
@@ -100,20 +99,6 @@ def _is_from_libraries(error: BaseException) -> bool:
     modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     packages = [one for name in modules if (one := name.partition(".")[0]) in (*LIBRARIES, OURS)]
     return isinstance(error, Exception) and bool(packages) and packages[-1] != OURS
-
-
-def _system_error(error: OSError) -> str:
-    reason = error.strerror or str(error) or type(error).__name__
-    where = f"{error.filename}: " if error.filename is not None else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{where}{reason}; free some, also in the folder for temporary files (TMPDIR)"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{where}{reason}; raise the limit, as in ulimit -n 4096"
-    if isinstance(error, PermissionError):
-        return f"{where}{reason}; make it readable, and writable for a run, or give another folder"
-    if isinstance(error, FileNotFoundError) and error.filename is None:
-        return f"the current folder is gone ({reason}); change to one that exists"
-    return f"{where}{reason}; give folders that exist or can be made"
 
 
 def _own_words(chain: Sequence[BaseException]) -> str:

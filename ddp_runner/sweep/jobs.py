@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from ddp_runner.config.sections import SweepConfig
-from ddp_runner.errors import UserError, counted
+from ddp_runner.errors import UserError, counted, os_sentence
 from ddp_runner.job import (
     EXIT_COMPLETED,
     EXIT_FAILED,
@@ -201,18 +201,11 @@ def _take(batch: Batch, one: SweepJob, execute: Callable[[Job], Outcome]) -> Out
         except (UserError, OSError) as error:  # a damaged run.json, a full disk: others run
             if not is_held and one.standing.record != found.record:
                 return None  # another launcher has it, or has ended it
-            print_error(sentence(error))
-            outcome = Outcome.invalid(run_dir.path, sentence(error))
+            sentence = os_sentence(error) if isinstance(error, OSError) else str(error)
+            print_error(sentence)
+            outcome = Outcome.invalid(run_dir.path, sentence)
         if outcome.failure is not None and not one.standing.has_failed:
             fault = partial(faulty, one.planned.job_id, outcome.failure.sentence)
             with suppress(UserError):  # a full disk; why the job failed is printed
                 change_plan(one.sweep, fault)
         return outcome
-
-
-def sentence(error: Exception) -> str:
-    """Return the line to print for an error; for an OSError with the fix."""
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return f"{where}{error.strerror or error}; free space or make the folder writable"
-    return str(error)

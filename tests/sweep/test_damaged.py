@@ -33,7 +33,7 @@ def jobs(tmp_path: Path) -> dict[str, Job]:
     ("error", "reason"),
     [
         (None, "is not valid JSON"),
-        (OSError(28, "No space left on device"), "No space left on device; free space"),
+        (OSError(28, "No space left on device"), "No space left on device; free some"),
         (UserError("the folder is in the way"), "the folder is in the way"),
     ],
 )
