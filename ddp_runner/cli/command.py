@@ -178,6 +178,8 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
             value = next((one for one in parsed.overrides if "=" not in one), "VALUE")
         meant = nearest_key(word.replace("-", "_"), known_keys(arguments))
         hint = f"keys have no dashes: write {meant}={value}" if meant else "see --help"
+        if (dashed := option.replace("_", "-").partition("=")[0]) in ("--config-dir", "--help"):
+            hint = f"write {dashed}"
         raise UserError(f"{option} is not an option; {hint}")
 
 

@@ -54,6 +54,11 @@ def _validate_known(raw: DictConfig, kind: type[Any], prefix: str = "") -> None:
             if meant := nearest(key, known):
                 hint = f"did you mean {prefix}{meant}?"
             raise UserError(f"{prefix}{key} is not a key of the config; {hint}")
+        if is_dataclass(known[key]) and OmegaConf.is_interpolation(raw, key):
+            raise UserError(
+                f"{prefix}{key} has keys of its own, and an interpolation cannot stand for all of "
+                "them; write one for each key"
+            )
         if is_dataclass(known[key]) and OmegaConf.is_dict(raw[key]):
             _validate_known(raw[key], cast(type[Any], known[key]), f"{prefix}{key}.")
 

@@ -104,7 +104,7 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
         drafts = planner.draft(words, chooser.numbers)
         validate_resumed(drafts, skip_invalid=planner.settings.skip_invalid)
         faults = {None if one.planned.is_skipped else one.planned.fault for one in drafts}
-        if is_first and len(faults) == 1 and (fault := faults.pop()) is not None:
+        if not planner.is_search and len(faults) == 1 and (fault := faults.pop()) is not None:
             raise UserError(fault)  # one mistake in the command, said once
         if is_first:
             is_first = False

@@ -95,7 +95,11 @@ class Search:
             )
             self._study.add_trials(earlier.get_trials() if earlier else [])
         except Exception as error:  # of any class, by the storage
-            raise UserError(f"hydra.sweeper: Optuna has no study ({one_line(error)})") from error
+            reason = one_line(getattr(error, "orig", error))  # of a database without its SQL
+            raise UserError(
+                f"hydra.sweeper: Optuna cannot open the study ({reason}); repair what holds it, or "
+                "give another hydra.sweep.dir or hydra.sweeper.storage"
+            ) from error
         known = (earlier or self._study).direction.name.lower()
         if known != direction:
             raise UserError(
@@ -232,7 +236,9 @@ class Search:
             raise UserError(
                 f"hydra.sweeper.sampler._target_ ({target}) must be a class of optuna.samplers"
             )
-        if keywords.get("seed") is not None:
+        if (
+            keywords.get("seed") is not None and name != "GridSampler"
+        ):  # which orders its grid by it
             keywords["seed"] = int(digest([keywords["seed"], number]), 16) % 2**32
         if name == "GridSampler":
             keywords["search_space"] = {

@@ -121,6 +121,10 @@ ANSWERS = {
     "--config-di=MINE -cd MINE": "--config-dir is given twice",
     "-m seed=1,2 --cfg job": "leave -m out",
     "--cfg job -m": "leave -m out",
+    "--config_dir x": "--config_dir is not an option; write --config-dir",
+    "'++batch=${user.b}' '+user.b={global_size: 4}'":
+        "batch has keys of its own, and an interpolation cannot stand for all of them; write one "
+        "for each key",
     "--epochs 3": "--epochs is not an option; keys have no dashes: write train.epochs=3",
     "model=toy --batch-size=32": "write batch.per_rank=32",
     "--nnodes=2": "keys have no dashes: write launch.nnodes=2",

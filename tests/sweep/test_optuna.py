@@ -198,6 +198,21 @@ def test_failed_values_are_tried_again_once_each_time_it_is_asked(tmp_path: Path
     assert begin(4, retries=False).ask() == []
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_grid_with_a_seed_tries_each_value_once(tmp_path: Path, seed: int) -> None:
+    """Also across starts: the order is that of the seed in all of them."""
+    pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    words = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid"]
+    node = compose(parse([*words, f"hydra.sweeper.sampler.seed={seed}"])).hydra.sweeper
+    overrides = OverridesParser.create().parse_overrides(["a=choice(1,2,3)", "b=choice(x,y)"])
+    tried = list[tuple[str, ...]]()
+    for _ in range(6):
+        search = Search(node, overrides, objective="eval/loss", folder=tmp_path, batch_size=1)
+        tried += [tuple(one) for one in search.ask()]
+        search.tell([0.5])
+    assert len({*tried}) == 6
+
+
 def test_two_seeds_try_other_values(tmp_path: Path) -> None:
     """Each trial has a seed of its own, of which no other search has one."""
     pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
@@ -315,3 +330,23 @@ def test_what_optuna_cannot_search_is_one_line(
     )
     with pytest.raises(UserError, match=sentence):
         Search(node, overrides, objective="eval/loss", folder=tmp_path, batch_size=1)
+
+
+@pytest.mark.full
+def test_a_search_outlives_an_invalid_trial_and_not_its_study(tmp_path: Path) -> None:
+    """The first trial of this seed is invalid; a study that is damaged is one line."""
+    pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
+    search = (
+        *("-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "sweep.objective=eval/loss"),
+        *("hydra.sweeper.sampler.seed=3", "optimizer.lr=choice(-1,-2,0.1)", "world_size=1"),
+        *("model=toy", "train.max_steps=2", "hydra.sweep.dir=sweep"),
+    )
+    end = run_command(*search, folder=tmp_path)
+    assert end.exit_code == 2
+    assert [*statuses(tmp_path / "sweep").values()] == ["failed", "failed", "completed"]
+    assert "best: trial " in end.stdout
+    study = tmp_path / "sweep" / "optuna.db"
+    study.write_bytes(study.read_bytes()[:3000])
+    for words in ((), ("sweep.dry_run=true",)):
+        (line,) = run_command(*search, *words, folder=tmp_path).stderr.splitlines()
+        assert "cannot open the study (database disk image is malformed); repair" in line
