@@ -226,7 +226,7 @@ class Search:
         """Return the sampler for a trial.
 
         With a seed, each trial has one of its own: it then draws the same whether or not the search
-        was stopped before.
+        was stopped before. A grid keeps its seed, which is the order of its combinations.
         """
         keywords: Any = OmegaConf.to_container(self._node.sampler, resolve=True)
         target = str(keywords.pop("_target_", None))
@@ -236,9 +236,7 @@ class Search:
             raise UserError(
                 f"hydra.sweeper.sampler._target_ ({target}) must be a class of optuna.samplers"
             )
-        if (
-            keywords.get("seed") is not None and name != "GridSampler"
-        ):  # which orders its grid by it
+        if keywords.get("seed") is not None and name != "GridSampler":
             keywords["seed"] = int(digest([keywords["seed"], number]), 16) % 2**32
         if name == "GridSampler":
             keywords["search_space"] = {
