@@ -257,7 +257,9 @@ def _add_spares(number: int) -> None:
     ``spawnv_passfds`` is not documented: multiprocessing has no public way to start its fork server
     from a process that exists, and importing torch takes two seconds.
     """
-    spares = [_fork_spare() for _ in range(number)]
+    spares: list[tuple[int, socket.socket]] = []
+    while len(spares) < number:
+        spares.append(_fork_spare([link for _, link in spares]))
     start_new = util.spawnv_passfds
 
     def spawnv_passfds(path: bytes, args: Sequence[str], passed: Sequence[int]) -> int:
@@ -283,15 +285,22 @@ def _add_spares(number: int) -> None:
     util.spawnv_passfds = spawnv_passfds
 
 
-def _fork_spare() -> tuple[int, socket.socket]:
+def _fork_spare(earlier: Sequence[socket.socket]) -> tuple[int, socket.socket]:
+    """Fork an interpreter; return its number and the link to it.
+
+    Args:
+        earlier: the links to those forked before. The new one closes its copies: Python would do so
+            at its end, when their numbers belong to other descriptors.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid:
         theirs.close()
         return pid, ours
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until it has its own mask
-    _die_with_parent(signal.SIGKILL)  # a later spare holds the other end of the link, too
-    ours.close()
+    _die_with_parent(signal.SIGKILL)
+    for link in (*earlier, ours):
+        link.close()
     _wait_for_code(theirs)
     raise SystemExit
 
