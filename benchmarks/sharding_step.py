@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_runner.train.step import Step, supervised
+from ddp_runner.train.step import StepOutput, supervised
 
 Loss = Callable[[Any, Any], Tensor]
 FOLDER = Path(os.environ.get("SHARDING_FOLDER", "."))
@@ -78,7 +78,7 @@ class MemoryStep:
     def __init__(self, loss: Loss, count: str) -> None:
         self.loss, self.count, self.memory = loss, count, Memory()
 
-    def __call__(self, model: nn.Module, batch: Any) -> Step:
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return the loss."""
         memory, is_trial = self.memory, not model.training
         if "build" not in memory.peaks:
@@ -93,7 +93,7 @@ class MemoryStep:
         return supervised(model, batch, loss=self.loss, count=self.count)
 
 
-def in_turns(model: nn.Module, batch: Any, *, loss: Loss, count: str) -> Step:
+def in_turns(model: nn.Module, batch: Any, *, loss: Loss, count: str) -> StepOutput:
     """Return the loss; every few steps wait until it is this program's turn."""
     if model.training:
         take_turn()
@@ -166,7 +166,7 @@ class BytesStep:
     def __init__(self, loss: Loss, count: str) -> None:
         self.loss, self.count, self.calls, self.sent = loss, count, 0, SentBytes()
 
-    def __call__(self, model: nn.Module, batch: Any) -> Step:
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return the loss."""
         self.calls += model.training  # else it is tried on two samples
         if not model.training:

@@ -28,13 +28,13 @@ from omegaconf import DictConfig
 from ddp_runner.cli import app
 from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.job import EXIT_COMPLETED, Job, Outcome, Status
-from ddp_runner.status.look import survey
-from ddp_runner.sweep import run as run_module
-from ddp_runner.sweep.jobs import Batch, run_left
+from ddp_runner.sweep import run_sweep as run_module
+from ddp_runner.sweep.jobs import JobBatch, run_left
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.plan_file import read_plan
+from ddp_runner.sweep.survey import survey
 from ddp_runner.sweep.sweep_dir import unfinished_sweep
-from ddp_runner.sweep.table import sweep_table
+from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.run_record import begin_session, end_session
 
 METRICS = {"eval/accuracy": 0.97, "train/loss": 0.2, "perf/samples_per_s": 4267.0}
@@ -47,10 +47,10 @@ COLUMNS = ("jobs", "compose", "plan", "run", "table", "find", "status", "again",
 class Instant(Local):
     """Completes each job at once."""
 
-    batch: Batch
+    batch: JobBatch
     began_at = ended_at = 0.0  # its jobs
 
-    def run(self, batch: Batch) -> dict[str, Outcome]:
+    def run(self, batch: JobBatch) -> dict[str, Outcome]:
         """Complete what is left of a batch."""
         self.began_at, self.batch = time.perf_counter(), batch
         outcomes = run_left(batch, execute=_complete)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.errors import UserError
-from ddp_runner.host.accelerators import CUDA
-from ddp_runner.host.hardware import GET_TORCH
+from ddp_runner.host.hardware import CUDA, GET_TORCH
 
 MPS = "mps"  # Apple's, without streams, pinned memory, a peak of its memory, and float64
 

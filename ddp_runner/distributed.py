@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddp_runner.device import device_uuid
 from ddp_runner.errors import UserError
-from ddp_runner.host.accelerators import FOR_CPU
+from ddp_runner.host.hardware import FOR_CPU
 
 T = TypeVar("T")
 

@@ -79,7 +79,7 @@ class Job:
     own_groups: tuple[str, ...] | None = None  # see ``RunFields``
     # What a command that resumes the run says again, since a resumed run allows, sends and reads
     # nothing by itself: allowed_targets, the user's own groups, trackers, variables and addresses.
-    said_again: tuple[str, ...] = ()
+    resume_arguments: tuple[str, ...] = ()
     secrets: Secrets = field(default_factory=Secrets)  # what the config took from the environment
     choices: Mapping[str, str] = field(default_factory=dict)  # the option of each group
     warnings: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ class StepPart(StrEnum):
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricInfo:
     """One metric."""
 
     name: str
@@ -41,33 +41,33 @@ class Metric:
 
 
 METRICS = (
-    Metric("eval/accuracy", False, True, True, True),
-    Metric("eval/loss", True, True, is_monitor=True),
-    Metric("train/loss", True, True, is_monitor=True),
-    Metric("perf/samples_per_s", False, is_monitor=True),
-    Metric("perf/step_time_ms", True, is_monitor=True),
-    Metric("eval/f1", False, True, True, True),
-    Metric("eval/precision", False, False, True, True),
-    Metric("eval/recall", False, False, True, True),
-    Metric("train/grad_norm", None),
-    Metric("train/lr", None, is_monitor=True),
-    Metric("perf/comm_share", True),
-    *(Metric(part.metric, True) for part in StepPart),
-    Metric("perf/skew_ms", True),
-    Metric("perf/skew_rank", None, is_quantity=False),
-    Metric("perf/mfu", False),
-    Metric("perf/peak_memory_gib", True),
-    Metric("best/accuracy", False, True, True),
-    Metric("best/loss", True, True),
-    Metric("best/f1", False, True, True),
-    Metric("best/precision", False, False, True),
-    Metric("best/recall", False, False, True),
-    Metric("ps/staleness_mean", True),
-    Metric("ps/staleness_max", True),
-    Metric("ps/trainer_wait_ms", True),
-    Metric("ps/server_wait_ms", True),
-    Metric("ps/pushes_per_s", False),
-    Metric("ps/num_trainers", None),
+    MetricInfo("eval/accuracy", False, True, True, True),
+    MetricInfo("eval/loss", True, True, is_monitor=True),
+    MetricInfo("train/loss", True, True, is_monitor=True),
+    MetricInfo("perf/samples_per_s", False, is_monitor=True),
+    MetricInfo("perf/step_time_ms", True, is_monitor=True),
+    MetricInfo("eval/f1", False, True, True, True),
+    MetricInfo("eval/precision", False, False, True, True),
+    MetricInfo("eval/recall", False, False, True, True),
+    MetricInfo("train/grad_norm", None),
+    MetricInfo("train/lr", None, is_monitor=True),
+    MetricInfo("perf/comm_share", True),
+    *(MetricInfo(part.metric, True) for part in StepPart),
+    MetricInfo("perf/skew_ms", True),
+    MetricInfo("perf/skew_rank", None, is_quantity=False),
+    MetricInfo("perf/mfu", False),
+    MetricInfo("perf/peak_memory_gib", True),
+    MetricInfo("best/accuracy", False, True, True),
+    MetricInfo("best/loss", True, True),
+    MetricInfo("best/f1", False, True, True),
+    MetricInfo("best/precision", False, False, True),
+    MetricInfo("best/recall", False, False, True),
+    MetricInfo("ps/staleness_mean", True),
+    MetricInfo("ps/staleness_max", True),
+    MetricInfo("ps/trainer_wait_ms", True),
+    MetricInfo("ps/server_wait_ms", True),
+    MetricInfo("ps/pushes_per_s", False),
+    MetricInfo("ps/num_trainers", None),
 )
 LISTED = {metric.name: metric for metric in METRICS}
 _ALL_REDUCE = tuple(  # of the largest message of task=collectives

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_runner.check.task import run_check
-from ddp_runner.collectives.task import run_collectives
+from ddp_runner.check.check_task import run_check
+from ddp_runner.collectives.collectives_task import run_collectives
 from ddp_runner.dist_env import DistEnv, dist_env
 from ddp_runner.host.wire import StopRequest
 from ddp_runner.inference.evaluate import run_evaluation
@@ -17,9 +17,9 @@ from ddp_runner.inference.export import run_export
 from ddp_runner.inference.predict import run_prediction
 from ddp_runner.inference.sample import run_sampling
 from ddp_runner.job import EXIT_COMPLETED, Job, Status
-from ddp_runner.own_loop.task import run_own_loop
+from ddp_runner.own_loop.own_task import run_own_loop
 from ddp_runner.rank.session import Session, open_session
-from ddp_runner.train.task import run_training
+from ddp_runner.train.train_task import run_training
 
 # Each takes the session and whether to stop, and returns completed or preempted.
 TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {

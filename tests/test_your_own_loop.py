@@ -12,7 +12,7 @@ from run_folders import metrics, record
 from safetensors.torch import load_file
 from tiers import first_of
 
-from ddp_runner.own_loop import Run
+from ddp_runner import Run
 
 pytestmark = pytest.mark.full
 

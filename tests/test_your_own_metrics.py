@@ -8,7 +8,7 @@ from pages import blocks, commands, write_files
 from run_folders import metrics, record, tensorboard_scalars
 
 from ddp_runner.compare.analysis import compare
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.run_reader import read_runs
 
 pytestmark = pytest.mark.full
 

@@ -13,18 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.check.compare import Finding, differences, equality, largest_difference
 from ddp_runner.check.gradients import one_process, tolerance
-from ddp_runner.checkpoint.digests import digest_of
+from ddp_runner.check.rank_differences import (
+    Verdict,
+    differences,
+    equality,
+    largest_difference,
+)
+from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.batches import NumberedBatches
-from ddp_runner.data.splits import MicroBatch, Part, TensorSplit
+from ddp_runner.data.splits import EpochShare, MicroBatch, TensorSplit
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted
 from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.loop import train_step
-from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.step_metrics import global_loss
 from ddp_runner.train.work import forward
 
 MOST_BYTES = 16 * 2**20  # of a split's inputs that are compared over ranks
@@ -34,11 +39,11 @@ NUM_STEPS = 3  # optimizer steps; the parameters are compared after each
 EVAL_STEPS = 2  # batches that a rank evaluates
 
 
-def train_samples(state: TrainState) -> Finding:
+def train_samples(state: TrainState) -> Verdict:
     """Check that the shares' micro-batches use each training sample once in an epoch."""
     batches, name = state.batches, "each training sample is used once an epoch"
     if not isinstance(batches, NumberedBatches):
-        return Finding(name, True, WITHOUT_NUMBERS)
+        return Verdict(name, True, WITHOUT_NUMBERS)
     numbered, num_steps = _numbered(len(batches.split)), batches.steps_per_epoch
     steps = [one.micro_batches for one in islice(replace(batches, split=numbered), num_steps)]
     most = max(map(len, steps), default=0)
@@ -46,13 +51,13 @@ def train_samples(state: TrainState) -> Finding:
     return _used_once(name, len(numbered), chain.from_iterable(steps), how, state)
 
 
-def eval_samples(state: TrainState) -> Finding:
+def eval_samples(state: TrainState) -> Verdict:
     """Check that the shares' evaluation batches hold each sample once."""
     count, name = state.work.dataset.eval.num_samples, "each evaluation sample counts once"
     if count is None:
-        return Finding(name, True, WITHOUT_NUMBERS)
+        return Verdict(name, True, WITHOUT_NUMBERS)
     size, (share, num_shares) = state.work.config.batch.eval_size, state.work.layout.eval_share
-    batches = _numbered(count).in_order(Part(size, share, num_shares, seed=0))
+    batches = _numbered(count).in_order(EpochShare(size, share, num_shares, seed=0))
     how = f"in batches of up to {size} on {_shares(state, num_shares)}"
     return _used_once(name, count, batches, how, state)
 
@@ -72,7 +77,7 @@ def _shares(state: TrainState, num_shares: int) -> str:
 
 def _used_once(
     name: str, num_samples: int, batches: Iterable[MicroBatch], how: str, state: TrainState
-) -> Finding:
+) -> Verdict:
     """Return whether the weights of each sample in all shares' batches add up to 1.
 
     The ranks that compute one share together must have the same batches.
@@ -82,7 +87,7 @@ def _used_once(
     for rank, digest in enumerate(digests):
         if digest != digests[first := rank - rank % size]:
             detail = f"rank {rank} has other batches than rank {first}, and both compute one share"
-            return Finding(name, False, f"{detail}, {how}")
+            return Verdict(name, False, f"{detail}, {how}")
     counts = torch.zeros(num_samples, dtype=torch.float64)
     for numbers, weight in used:
         counts.index_add_(0, numbers, torch.full(numbers.shape, weight, dtype=counts.dtype))
@@ -93,11 +98,11 @@ def _used_once(
         if len(samples := is_fault.nonzero().flatten())
     ]
     if faults:
-        return Finding(name, False, f"of {num_samples} samples {' and '.join(faults)}, {how}")
-    return Finding(name, True, f"{num_samples} {how}")
+        return Verdict(name, False, f"of {num_samples} samples {' and '.join(faults)}, {how}")
+    return Verdict(name, True, f"{num_samples} {how}")
 
 
-def same_data(state: TrainState) -> Finding:
+def same_data(state: TrainState) -> Verdict:
     """Check that all ranks hold the same samples.
 
     Of a large split these are only evenly spaced ones, of a stream the first ones.
@@ -118,23 +123,23 @@ def same_data(state: TrainState) -> Finding:
     return equality("all ranks hold the same data", tensors, f"{' and '.join(sizes)} samples")
 
 
-def equal_start(state: TrainState) -> Finding:
+def equal_start(state: TrainState) -> Verdict:
     """Check that the parameters and buffers are equal after the mode has wrapped the model."""
     tensors = _registered_tensors(state.module)
     detail = f"{len(tensors)} parameters and buffers, bit for bit"
     return equality("all ranks begin with rank 0's weights", tensors, detail)
 
 
-def one_process_start(state: TrainState) -> Finding:
+def one_process_start(state: TrainState) -> Verdict:
     """Check that each rank's shards are parts of the weights with which one process begins."""
     name = "the shards are parts of the weights that one process begins with"
     if state.work.config.model.get("weights") is not None:
-        return Finding(name, True, "not compared: model.weights has replaced them")
+        return Verdict(name, True, "not compared: model.weights has replaced them")
     own, expected = (dict(one.named_parameters()) for one in (state.module, one_process(state)))
     return equality(name, own, f"{len(own)} parameters, bit for bit", expected=expected)
 
 
-def equal_parameters(state: TrainState) -> Finding:
+def equal_parameters(state: TrainState) -> Verdict:
     """Check that the parameters are equal after each of a few optimizer steps."""
     name, losses, batches = "parameters stay equal", list[str](), replace(state.batches)
     state.model.train()
@@ -142,13 +147,13 @@ def equal_parameters(state: TrainState) -> Finding:
         losses.append(f"{global_loss(state, train_step(state, batch)):.4f}")
         found = equality(name, dict(state.module.named_parameters()), "")
         if not found.ok:
-            return Finding(name, False, f"after step {len(losses)} {found.detail}")
+            return Verdict(name, False, f"after step {len(losses)} {found.detail}")
         if batch.is_last and batches.steps_per_epoch is None:  # a stream may have one epoch alone
             break
-    return Finding(name, True, f"after each of {len(losses)} steps (loss {', '.join(losses)})")
+    return Verdict(name, True, f"after each of {len(losses)} steps (loss {', '.join(losses)})")
 
 
-def equal_buffers(state: TrainState) -> Finding:
+def equal_buffers(state: TrainState) -> Verdict:
     """Check that all ranks evaluate and save the same buffers, after some training steps."""
     buffers = dict(state.module.named_buffers())
     num_differed = len(differences(buffers))
@@ -162,7 +167,7 @@ def equal_buffers(state: TrainState) -> Finding:
 
 
 @torch.no_grad()
-def equal_outputs(state: TrainState) -> Finding:
+def equal_outputs(state: TrainState) -> Verdict:
     """Check that all ranks compute the same outputs for the same samples."""
     name, work = "all ranks evaluate a sample alike", state.work
     split, size = work.dataset.eval, work.config.batch.eval_size
@@ -181,8 +186,8 @@ def equal_outputs(state: TrainState) -> Finding:
     largest = max(gather_objects(float(outputs.abs().max())))
     detail = f"outputs of up to {largest:.3g} differ from rank 0's by up to {farthest:.3g}"
     if cause.ok and farthest <= tolerance(state, produced[0].dtype) * largest:
-        return Finding(name, True, detail)
-    return Finding(name, False, f"{detail}; {cause.detail}")
+        return Verdict(name, True, detail)
+    return Verdict(name, False, f"{detail}; {cause.detail}")
 
 
 def _registered_tensors(module: nn.Module) -> dict[str, Tensor]:

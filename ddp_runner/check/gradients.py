@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.check.compare import Finding, equality, split_everywhere
+from ddp_runner.check.rank_differences import Verdict, equality, split_everywhere
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.device import synchronize
 from ddp_runner.distributed import gather_objects
@@ -26,7 +26,7 @@ from ddp_runner.train.build_model import one_process_model
 from ddp_runner.train.clipping import scale_gradients
 from ddp_runner.train.loop import backward, seed_step, token_factor
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 # How far apart results may be if they differ only by rounding, relative to the largest value: a GPU
 # adds in no fixed order.
@@ -106,7 +106,7 @@ def _draws_alike(state: TrainState) -> bool:
     return state.work.layout.model_ranks == 1
 
 
-def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
+def equal_gradients(synced: Mapping[str, Tensor | None]) -> Verdict:
     """Check that all ranks have equal gradients after a backward."""
     detail = f"{len(synced)} of them after backward, bit for bit"
     found = equality("gradients are equal on all ranks", synced, detail)
@@ -121,7 +121,7 @@ def equal_gradients(synced: Mapping[str, Tensor | None]) -> Finding:
 
 def mean_gradients(
     state: TrainState, own: Mapping[str, Tensor], synced: Mapping[str, Tensor | None]
-) -> Finding:
+) -> Verdict:
     """Check that a batch's ``synced_gradients`` are the mean of the ranks' ``own_gradients``.
 
     A hook that rounds what it sends gets the tolerance of the dtype. One of the user's own gets no
@@ -155,7 +155,7 @@ def mean_gradients(
         f"{largest[index]:.2g}{notes}"
     )
     name = "gradients are the mean of the ranks' own, not the sum"
-    return Finding(name, not wrong, f"not {listed(wrong)}; {detail}" if wrong else detail)
+    return Verdict(name, not wrong, f"not {listed(wrong)}; {detail}" if wrong else detail)
 
 
 def _distances(state: TrainState, own: Tensor, synced: Tensor | None) -> Tensor:
@@ -175,17 +175,17 @@ def _distances(state: TrainState, own: Tensor, synced: Tensor | None) -> Tensor:
     return torch.stack([largest, *distances]).cpu()
 
 
-def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
+def wait_for_mean(state: TrainState, batch: StepBatch) -> Verdict:
     """Check that ranks wait for the mean: delay the last one and time when the others have it."""
     name, work = "no rank reads a gradient before all have computed theirs", state.work
     env, layout = work.env, work.layout
     if layout.num_shares == 1:
-        return Finding(name, True, "not measured: the ranks compute one share, so there is no mean")
+        return Verdict(name, True, "not measured: the ranks compute one share, so there is no mean")
     if env.num_nodes > 1:
-        return Finding(name, True, f"not measured: {env.num_nodes} machines have no common clock")
+        return Verdict(name, True, f"not measured: {env.num_nodes} machines have no common clock")
     late, began = env.world_size - 1, 0
 
-    def late_step(model: nn.Module, data: Any) -> Step:
+    def late_step(model: nn.Module, data: Any) -> StepOutput:
         nonlocal began
         step = work.step_fn(model, data)
         synchronize(work.devices)
@@ -210,4 +210,4 @@ def wait_for_mean(state: TrainState, batch: StepBatch) -> Finding:
         f"rank {late} began its backward {lead_ms:.0f} ms after the others; the first of them, "
         f"rank {earliest}, could read its gradients {when} that"
     )
-    return Finding(name, wait_ms >= 0, detail)
+    return Verdict(name, wait_ms >= 0, detail)

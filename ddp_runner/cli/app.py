@@ -40,9 +40,9 @@ from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import is_over, launch
 from ddp_runner.launch.mistakes import is_noted, note_mistake
 from ddp_runner.sweep.planner import SweepCommand
-from ddp_runner.sweep.run import run_sweep
-from ddp_runner.tracking.claim import claim_run, claimed
+from ddp_runner.sweep.run_sweep import run_sweep
 from ddp_runner.tracking.provenance import git_revision, versions
+from ddp_runner.tracking.run_folder_claim import claim_run, claimed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -141,8 +141,8 @@ def _run(
 
         run_under_launcher(job, env)
     with ExitStack() as held:
-        marks = list(filter(None, [launch_id()]))
-        run_dir, size = claim_run(replace(job, run_dir=asked), marks=marks, held=held)
+        launch_ids = list(filter(None, [launch_id()]))
+        run_dir, size = claim_run(replace(job, run_dir=asked), launch_ids=launch_ids, held=held)
         return launch(claimed(job, run_dir, size)).exit_code
 
 

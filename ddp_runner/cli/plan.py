@@ -19,7 +19,7 @@ from ddp_runner.cli.command import CommandLine
 from ddp_runner.cli.compose import UNNAMED, compose_config, opened, opened_node
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
-from ddp_runner.cli.said_again import said_again
+from ddp_runner.cli.resume_arguments import resume_arguments
 from ddp_runner.config.load import (
     as_written,
     chosen_keys,
@@ -121,7 +121,7 @@ def plan_at(
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedConfig:
     """A composed config, and all that does not follow from the values of its plain keys."""
 
     given: DictConfig  # without its ``hydra`` node
@@ -133,7 +133,7 @@ class Prepared:
     notes: Sequence[str]
 
 
-def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> Prepared:
+def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> PreparedConfig:
     """Apply what follows from a command's choices to its composed config, in place."""
     command, env = invocation.command, invocation.env
     raw, overrides, lacks_run = given, _written(node, command), False
@@ -151,11 +151,11 @@ def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> Prepa
         if not lacks_run:
             raise
     choices = _choices(node, raw)
-    return Prepared(given, raw, interpolations(raw), overrides, choices, lacks_run, notes)
+    return PreparedConfig(given, raw, interpolations(raw), overrides, choices, lacks_run, notes)
 
 
 def finish(
-    one: Prepared,
+    one: PreparedConfig,
     unresolved: Config,
     place_of: Callable[[Config], JobHardware],
     secrets: Secrets,
@@ -175,7 +175,7 @@ def finish(
         code=invocation.code,
         overrides=overrides,
         own_groups=own_groups if env is None else None,
-        said_again=said_again(
+        resume_arguments=resume_arguments(
             secrets.written(config), one.given, overrides, own_groups, choices=one.choices
         ),
         secrets=secrets,

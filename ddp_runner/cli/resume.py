@@ -12,8 +12,7 @@ from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.compose import quoted
-from ddp_runner.cli.follow import follow_again
-from ddp_runner.cli.said_again import validate_said_again
+from ddp_runner.cli.resume_arguments import follow_again, validate_repeated
 from ddp_runner.config.load import chosen_keys, forced, frozen_config
 from ddp_runner.config.schema import RUNNER_KEYS, has_own_loop
 from ddp_runner.config.sections import AUTO, INFERENCE
@@ -113,7 +112,7 @@ def with_resumed(
         # More metrics beside those of the training, which other keys of the run may name.
         given: Any = OmegaConf.to_container(frozen.metrics)  # still unresolved
         frozen.metrics = {**own["metrics"], **given}
-    validate_said_again(frozen, unresolved)
+    validate_repeated(frozen, unresolved)
     if is_launched and "world_size" not in chosen:
         frozen.world_size = AUTO
     if trained in INFERENCE and frozen.task not in INFERENCE:

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.cli.compose import compose_config, group_folders, opened, opened_node
 from ddp_runner.cli.messages import user_error
-from ddp_runner.cli.plan import Invocation, Prepared, finish, plan_at, prepare
+from ddp_runner.cli.plan import Invocation, PreparedConfig, finish, plan_at, prepare
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.load import resolved_texts, to_config, value_at, with_values
 from ddp_runner.config.schema import Config
@@ -33,14 +33,14 @@ DECIDING = re.compile(
 
 
 @dataclass
-class Shape:
+class PreparedJobs:
     """Jobs of a sweep that choose the same options, and give the same plain keys other values."""
 
     composed: DictConfig  # of the job that was composed last, with its ``hydra`` node
     values: Mapping[str, Any] = field(default_factory=dict)  # of its plain keys
     words: tuple[str, ...] = ()
     # Of the first job that was planned: prepared, and its config, pickled.
-    planned: tuple[Prepared, bytes] | None = None
+    planned: tuple[PreparedConfig, bytes] | None = None
 
 
 class Jobs:
@@ -60,8 +60,8 @@ class Jobs:
         self._common, self._invocation = common, invocation
         self._urls, self._folders = command.folders, group_folders(command.folders)
         self._of_hydra = [str(o.input_line) for o in command.overrides if o.is_hydra_override()]
-        self._shapes = dict[tuple[str, ...], Shape]()
-        self._last: Shape | None = None
+        self._shapes = dict[tuple[str, ...], PreparedJobs]()
+        self._last: PreparedJobs | None = None
         self._words: Sequence[str] = ()  # of the job that was composed last
 
     def compose(self, words: Sequence[str], number: int) -> DictConfig:
@@ -104,7 +104,7 @@ class Jobs:
             composed = compose_config([*self._of_hydra, *whole], folders=self._urls)
             if len(self._shapes) == MOST_SHAPES:
                 self._shapes.clear()
-            shape = self._shapes[name] = Shape(composed)
+            shape = self._shapes[name] = PreparedJobs(composed)
         shape.values, shape.words = values, tuple(one for one in whole if one not in implied)
         self._last, job = shape, shape.composed
         OmegaConf.copy_cache(from_config=self._common, to_config=job)  # of a time, for example
@@ -144,7 +144,7 @@ class Jobs:
                 )
 
 
-def _common(shape: Shape, invocation: Invocation) -> tuple[Prepared, bytes] | None:
+def _common(shape: PreparedJobs, invocation: Invocation) -> tuple[PreparedConfig, bytes] | None:
     """Return what the next job of a shape begins with; None if its values cannot be set alone."""
     with opened(shape.composed) as (given, node):
         prepared = prepare(given, node, invocation)

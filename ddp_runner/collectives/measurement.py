@@ -45,7 +45,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCall:
     """One rank's part in an operation on one message."""
 
     variant: Variant
@@ -76,7 +76,7 @@ class Prepared:
 
 
 def time_calls(
-    prepared: Prepared,
+    prepared: PreparedCall,
     config: CollectivesConfig,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -137,7 +137,9 @@ def unsupported_reason(variant: Variant, *, device: torch.device, backend: str) 
     return next((reason for reason in gather_objects(reason) if reason is not None), None)
 
 
-def prepare(variant: Variant, *, num_bytes: int, device: torch.device, backend: str) -> Prepared:
+def prepare(
+    variant: Variant, *, num_bytes: int, device: torch.device, backend: str
+) -> PreparedCall:
     """Return this rank's part in an operation on one message; `backend` is the process group's."""
     if variant.dtype is None:
         return _prepare_barrier(variant, device, backend)
@@ -177,10 +179,10 @@ def prepare(variant: Variant, *, num_bytes: int, device: torch.device, backend: 
         return None
 
     call = operation.bind(source, target, REDUCTIONS[reduce_op][0])
-    return Prepared(variant, device, length * parts * dtype.itemsize, reset, call, fault)
+    return PreparedCall(variant, device, length * parts * dtype.itemsize, reset, call, fault)
 
 
-def _prepare_barrier(variant: Variant, device: torch.device, backend: str) -> Prepared:
+def _prepare_barrier(variant: Variant, device: torch.device, backend: str) -> PreparedCall:
     """Return a barrier, and a test that no rank leaves it before all have entered."""
     rank, num_ranks, store = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert store is not None
@@ -203,4 +205,4 @@ def _prepare_barrier(variant: Variant, device: torch.device, backend: str) -> Pr
     # Without device_ids the group's gloo backend would run the barrier.
     device_ids = None if device.type == "cpu" else [device.index]
     call = partial(dist.barrier, device_ids=device_ids)
-    return Prepared(variant, device, 0, reset, call, fault)
+    return PreparedCall(variant, device, 0, reset, call, fault)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ddp_runner.compare.analysis import TOLERANCE, Comparison, compare
 from ddp_runner.compare.formats import FORMATS, SUFFIXES, listing, run_remarks, width_of
-from ddp_runner.compare.run import Target
-from ddp_runner.compare.runs import read_runs, tagged
+from ddp_runner.compare.recorded_run import Target
+from ddp_runner.compare.run_reader import read_runs, tagged
 from ddp_runner.errors import UserError, exit_with, os_errors
 from ddp_runner.files import replace_file
 from ddp_runner.host.streams import wrapped

@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from ddp_runner.compare.parity import Parity, parities
-from ddp_runner.compare.run import Run, Stat, Target, stat
+from ddp_runner.compare.recorded_run import (
+    RecordedRun,
+    Stat,
+    Target,
+    stat,
+)
 from ddp_runner.compare.settings import (
     Setting,
     identity,
@@ -46,7 +51,7 @@ class ComparisonRow:
 
     label: str  # its setting in a few words
     setting: Setting  # values of Comparison.keys
-    runs: tuple[Run, ...]
+    runs: tuple[RecordedRun, ...]
     stats: Stats
     scalings: Mapping[str, Scaling]  # strong, weak, both or none
     parity: tuple[Parity, ...]  # one per run that was compared with a reference
@@ -76,7 +81,7 @@ class Best:
 class RunNote:
     """A sentence about one run."""
 
-    run: Run
+    run: RecordedRun
     sentence: str
 
 
@@ -106,7 +111,7 @@ class Comparison:
 
 
 def compare(
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
     *,
     target: Target | None = None,
     best: str | None = None,
@@ -129,7 +134,7 @@ def compare(
     Raises:
         UserError: no run has the metric of `target` or of `best`, or no two differ in `over`.
     """
-    usable: dict[str, list[Run]] = {task: [] for task in TASKS}
+    usable: dict[str, list[RecordedRun]] = {task: [] for task in TASKS}
     for run in runs:
         if run.reason is None:
             usable[run.task].append(run)
@@ -145,7 +150,7 @@ def compare(
     settings = [{key: one[key] for key in one if key not in averaged} for one in settings]
     copies = with_copies(varied_keys(settings), settings)
     keys = (*copies, *(["seed"] if each else []))
-    named_groups: dict[str, list[Run]] = {}
+    named_groups: dict[str, list[RecordedRun]] = {}
     for run in shown:
         name = str(run.folder) if each else identity(run.setting, without=averaged)
         named_groups.setdefault(f"{run.ran_out}\n{name}", []).append(run)
@@ -191,7 +196,7 @@ def _ensure_known(option: str, metric: str, known: set[str]) -> None:
         raise UserError(f"{option} ({metric}) is a metric of no run; {hint} {names}")
 
 
-def _stats(runs: Sequence[Run], target: Target | None) -> dict[str, Stat]:
+def _stats(runs: Sequence[RecordedRun], target: Target | None) -> dict[str, Stat]:
     """Return what runs that differ only in their seeds have measured.
 
     Results of one seed alone have no deviation: it would say nothing about other seeds.
@@ -227,7 +232,7 @@ def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Be
     return Best(metric, mode, row, row.stats[metric])
 
 
-def _warnings(rows: Sequence[ComparisonRow], runs: Sequence[Run]) -> Iterator[str]:
+def _warnings(rows: Sequence[ComparisonRow], runs: Sequence[RecordedRun]) -> Iterator[str]:
     """Yield why the runs of rows may not be comparable, and which speeds are doubtful."""
     origins = {
         "hosts": [run.record.get("host") for run in runs],

@@ -1,13 +1,15 @@
 """What a report says about one run: how to repeat it, how it went, its last values, its curves."""
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.compare.curves import curves
-from ddp_runner.compare.run import Run
+from ddp_runner.compare.recorded_run import RecordedRun
 from ddp_runner.compare.speedup import REST
 from ddp_runner.compare.table import (
     Table,
@@ -23,6 +25,75 @@ from ddp_runner.config.identity import leaves
 from ddp_runner.files import open_file, read_yaml
 from ddp_runner.metric_names import LINE_FIELDS, StepPart, headlines
 from ddp_runner.tracking.run_dir import RunDir
+
+SIZE = 10_000  # of a chart, in the units of its path: readings have four digits
+MAX_DOTTED = 40  # points of a curve that are marked
+LOG_FROM = 50  # highest divided by lowest value from which a logarithmic scale shows more
+
+Point = tuple[float, float]  # step and value; nan: the value is not finite
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve, as wide and as high as its values reach."""
+
+    name: str
+    path: str  # the data of an SVG path, in a square of SIZE from the top left
+    dots: str  # the same for its points; empty if they are many
+    first: float  # step
+    last: float
+    low: float
+    high: float
+    is_log: bool
+
+
+def curves(run: RecordedRun, *, num_points: int) -> list[Curve]:
+    """Return a curve for each metric that changed; each has about `num_points` points at most."""
+    logged = dict.fromkeys(name for line in run.lines for name in line)
+    names = dict.fromkeys([*headlines(logged), *logged])
+    made = (_curve(run, name, num_points) for name in names if name not in LINE_FIELDS)
+    return [curve for curve in made if curve is not None]
+
+
+def thinned(points: Sequence[Point], num_points: int) -> list[Point]:
+    """Return the lowest, the highest and a missing point of each stretch: no spike is lost."""
+    size = math.ceil(2 * len(points) / num_points)
+    if size <= 2:
+        return list(points)
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        known = [point for point in stretch if not math.isnan(point[1])]
+        ends = {min(known, key=itemgetter(1)), max(known, key=itemgetter(1))} if known else set()
+        gaps = [point for point in stretch if math.isnan(point[1])]
+        kept += sorted((*ends, *gaps[:1]), key=itemgetter(0))
+    return kept
+
+
+def _curve(run: RecordedRun, name: str, num_points: int) -> Curve | None:
+    found = [(line["step"] or 0.0, line[name]) for line in run.lines if name in line]
+    points = [(step, math.nan if value is None else value) for step, value in found]
+    values = run.values(name)
+    if len(values) < 2 or min(values) == max(values):
+        return None
+    low, high, first, last = min(values), max(values), points[0][0], points[-1][0]
+    is_log = low > 0 and high / low >= LOG_FROM
+    bottom, top = (math.log(low), math.log(high)) if is_log else (low, high)
+
+    def place(step: float, value: float) -> str:
+        across = (step - first) / ((last - first) or 1)
+        up = ((math.log(value) if is_log else value) - bottom) / ((top - bottom) or 1)
+        return f"{round(SIZE * across)},{round(SIZE * (1 - up))}"
+
+    shown = thinned(points, num_points)
+    stretches = groupby(shown, key=lambda point: math.isnan(point[1]))
+    parts = [[place(*point) for point in part] for is_gap, part in stretches if not is_gap]
+    path = "".join(f"M{' '.join(part)}" for part in parts)
+    # A line without length has round ends: a dot that no scaling deforms.
+    dots = "".join(f"M{one}h0" for part in parts for one in part)
+    dots = dots if len(shown) <= MAX_DOTTED else ""
+    return Curve(name, path, dots, first, last, low, high, is_log)
+
 
 MAX_CLASSES = 30  # of a confusion matrix that a reader can follow
 MAX_TRACEBACK = 4_000  # bytes; its end says what went wrong
@@ -40,7 +111,7 @@ ELSEWHERE = {
 class Card:
     """A run and how the report refers to it."""
 
-    run: Run
+    run: RecordedRun
     number: str  # 3 for the only run of the third row, 3.2 for its second, s1 for one in no row
     label: str = ""  # its setting in a few words; empty: it is in no row
     anchor: str = ""  # the id of its details in the page; empty: it has none
@@ -107,7 +178,7 @@ def _facts(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "versions", text_of(record.get("versions"))
 
 
-def _times(run: Run) -> Table:
+def _times(run: RecordedRun) -> Table:
     sessions = run.sessions or [run.record]
     columns = {
         "session": [*range(1, len(sessions) + 1)],
@@ -118,7 +189,7 @@ def _times(run: Run) -> Table:
     return values_table("Sessions", columns, show=dict.fromkeys(columns, time_text))
 
 
-def _values(run: Run, last: Mapping[str, float]) -> Table:
+def _values(run: RecordedRun, last: Mapping[str, float]) -> Table:
     """Return the last, lowest and highest value of each metric, and the result of a speed."""
     names = [*dict.fromkeys((*headlines(last), *sorted(last)))]
     logged = {name: run.values(name) for name in names}
@@ -142,7 +213,7 @@ def _records_table(name: str, records: Sequence[Any]) -> Table | None:
     return values_table(name.replace("_", " ").capitalize(), columns) if titles else None
 
 
-def _parts(run: Run) -> Table | None:
+def _parts(run: RecordedRun) -> Table | None:
     """Return the parts of a step with the rest of its time; None if they were not measured."""
     measured = {part.value: run.result(part.metric) for part in StepPart}
     parts = {name: ms for name, ms in measured.items() if ms}

@@ -13,7 +13,7 @@ from ddp_runner.compare.analysis import (
     ComparisonRow,
 )
 from ddp_runner.compare.parity import promises_parity
-from ddp_runner.compare.run import Stat
+from ddp_runner.compare.recorded_run import Stat
 from ddp_runner.compare.settings import rounded, title_of
 from ddp_runner.compare.speedup import parts_ms
 from ddp_runner.compare.table import Column, Table, cut, digits, percent, setting_text, times

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.columns import results_table
-from ddp_runner.compare.run import Run, Stat
+from ddp_runner.compare.recorded_run import RecordedRun, Stat
 from ddp_runner.compare.settings import ALWAYS_SHOWN, label
 from ddp_runner.compare.speedup import Prediction
 from ddp_runner.compare.table import Column, Table, cut, digits
@@ -144,9 +144,11 @@ def as_json(comparison: Comparison) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, Run):
+    if is_dataclass(value) and not isinstance(value, RecordedRun):
         return json_safe({field.name: getattr(value, field.name) for field in fields(value)})
-    return str(value.folder if isinstance(value, Run) else value)  # a path, or a date from YAML
+    return str(
+        value.folder if isinstance(value, RecordedRun) else value
+    )  # a path, or a date from YAML
 
 
 FORMATS = {"table": as_text, "markdown": as_markdown, "csv": as_csv, "json": as_json}

@@ -8,7 +8,7 @@ them from unequal runs is how the difference starts and how fast it grows.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_runner.compare.run import Run
+from ddp_runner.compare.recorded_run import RecordedRun
 from ddp_runner.compare.settings import identity
 
 LOSS = "train/loss"
@@ -27,20 +27,20 @@ MAX_STEPS_PER_LINE = 10  # counted between two lines; more would allow any diffe
 class Parity:
     """The losses of a run compared with its reference: the simplest mode on the fewest ranks."""
 
-    run: Run
-    reference: Run
+    run: RecordedRun
+    reference: RecordedRun
     num_steps: int  # that both have logged
     largest: float  # largest relative difference
     first_break: int | None  # first step that rounding does not explain; None if parity holds
     verdict: str  # in words: ok; ok, rounding grows to 1.1%; breaks at step 45; …
 
 
-def parities(runs: Sequence[Run], *, tolerance: float) -> list[Parity]:
+def parities(runs: Sequence[RecordedRun], *, tolerance: float) -> list[Parity]:
     """Compare the losses of runs that differ only in mode, devices and world size.
 
     A relative difference up to `tolerance` is fine, however it started.
     """
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
         has_losses = run.setting.get("batch.global_size") is not None and run.values(LOSS)
         if has_losses and promises_parity(run):
@@ -56,7 +56,7 @@ def parities(runs: Sequence[Run], *, tolerance: float) -> list[Parity]:
     return [parity for parity in results if parity.num_steps]
 
 
-def promises_parity(run: Run) -> bool:
+def promises_parity(run: RecordedRun) -> bool:
     """Return whether a run takes the steps of one process.
 
     Asynchronous modes do not, nor do hooks, which send rounded gradients or do what the runner does
@@ -67,13 +67,13 @@ def promises_parity(run: Run) -> bool:
     return run.record.get("trains_on_stream") is not True
 
 
-def _simplicity(run: Run) -> tuple[int, int, str]:
+def _simplicity(run: RecordedRun) -> tuple[int, int, str]:
     """Return a key that sorts few ranks, then modes with few options, such as `single`, first."""
     options = [key for key in run.setting if key.startswith("parallelism.")]
     return run.world_size, len(options), str(run.setting.get("parallelism.name"))
 
 
-def _compare(run: Run, reference: Run, *, tolerance: float) -> Parity:
+def _compare(run: RecordedRun, reference: RecordedRun, *, tolerance: float) -> Parity:
     ours, theirs = (
         {line["step"]: line[LOSS] for line in lines if LOSS in line}
         for lines in (run.lines, reference.lines)
@@ -116,7 +116,7 @@ def _first_break(differences: Mapping[int, float], *, rounding: float) -> int | 
     return None
 
 
-def _rounding(run: Run) -> float:
+def _rounding(run: RecordedRun) -> float:
     return ROUNDING.get(str(run.config.get("train.precision")), ROUNDING["fp32"])
 
 

@@ -19,12 +19,11 @@ from markupsafe import Markup
 
 from ddp_runner import __version__
 from ddp_runner.compare.analysis import Comparison
-from ddp_runner.compare.cards import Card, details
+from ddp_runner.compare.cards import SIZE, Card, details
 from ddp_runner.compare.columns import results_table
-from ddp_runner.compare.curves import SIZE
 from ddp_runner.compare.drawing import data_url
 from ddp_runner.compare.formats import remarks
-from ddp_runner.compare.run import Run
+from ddp_runner.compare.recorded_run import RecordedRun
 from ddp_runner.compare.table import (
     NOTHING,
     Table,
@@ -189,7 +188,7 @@ def _config_table(comparison: Comparison, cards: Cards) -> tuple[Table, list[tup
     return values_table("All keys that differ", {"key": [*differing], **by_group}), same
 
 
-def _setting(runs: Sequence[Run], key: str) -> str:
+def _setting(runs: Sequence[RecordedRun], key: str) -> str:
     """Return a key's values over some runs, each once."""
     texts = dict.fromkeys(setting_text(run.config[key]) for run in runs if key in run.config)
     return ", ".join(texts) or NOTHING

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_runner.compare.run import Run, Stat
+from ddp_runner.compare.recorded_run import RecordedRun, Stat
 from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, identity
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import StepPart
@@ -62,7 +62,7 @@ class AllReduceFit:
 AllReduceFits = Mapping[tuple[str, int], AllReduceFit]  # by backend and world size
 
 
-def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
+def fit_all_reduces(runs: Sequence[RecordedRun]) -> AllReduceFits:
     """Return what ``task=collectives`` runs have measured."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for run in runs:
@@ -75,7 +75,7 @@ def fit_all_reduces(runs: Sequence[Run]) -> AllReduceFits:
 
 
 def speedups(
-    runs: Sequence[Run], stats: Sequence[Stats], fits: AllReduceFits
+    runs: Sequence[RecordedRun], stats: Sequence[Stats], fits: AllReduceFits
 ) -> list[dict[str, Scaling]]:
     """Return the scalings of each setting by their kind, strong and weak.
 
@@ -103,7 +103,7 @@ def parts_ms(stats: Stats) -> dict[str, float]:
 
 
 def _scalings(
-    runs: Sequence[Run], stats: Sequence[Stats], fits: AllReduceFits, batch_key: str
+    runs: Sequence[RecordedRun], stats: Sequence[Stats], fits: AllReduceFits, batch_key: str
 ) -> dict[int, Scaling]:
     """Return the scalings, by the index of the setting, among those with other ranks and devices.
 
@@ -159,7 +159,7 @@ def _scalings(
 
 
 def _predict(
-    of: tuple[Run, Stats], base_of: tuple[Run, Stats], fits: AllReduceFits
+    of: tuple[RecordedRun, Stats], base_of: tuple[RecordedRun, Stats], fits: AllReduceFits
 ) -> Prediction | None:
     """Predict the step of a setting from its baseline's; None if a measurement is missing.
 
@@ -197,7 +197,7 @@ def num_buckets(num_bytes: float, cap_mb: float) -> int:
     return max(1, math.ceil(num_bytes / (cap_mb * 2**20)))
 
 
-def _backend_and_size(run: Run) -> tuple[str, int]:
+def _backend_and_size(run: RecordedRun) -> tuple[str, int]:
     return str(run.config.get("backend.name")), run.world_size
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
-from ddp_runner.compare.run import Stat, is_finite
+from ddp_runner.compare.recorded_run import Stat, is_finite
 from ddp_runner.errors import duration, in_yaml
 
 NOTHING = "-"  # the text of a cell without a value

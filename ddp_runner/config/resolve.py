@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import yaml
 
-from ddp_runner.config.ranks import (
+from ddp_runner.config.rules import validate_config, validate_ranks, validate_steps
+from ddp_runner.config.schema import CONFIG_DIR, Config, RunConfig, mode_needs
+from ddp_runner.config.sections import AUTO, INFERENCE, SAMPLE
+from ddp_runner.config.targets import validate_targets
+from ddp_runner.config.validate import validate_values
+from ddp_runner.config.world_size import (
     idle_gpus,
     num_local_ranks,
     num_ranks,
     resolve_backend,
     resolve_batch,
 )
-from ddp_runner.config.rules import validate_config, validate_ranks, validate_steps
-from ddp_runner.config.schema import CONFIG_DIR, Config, RunConfig, mode_needs
-from ddp_runner.config.sections import AUTO, INFERENCE, SAMPLE
-from ddp_runner.config.targets import validate_targets
-from ddp_runner.config.validate import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import counted
 from ddp_runner.host.hardware import Hardware

@@ -20,12 +20,12 @@ from ddp_runner.config.sections import (
     SweepConfig,
 )
 from ddp_runner.config.training import (
-    Batch,
     BatchConfig,
     CheckpointConfig,
     EarlyStopConfig,
     EmaConfig,
     ParamsConfig,
+    ResolvedBatch,
     TrainConfig,
 )
 from ddp_runner.errors import UserError, nearest
@@ -190,4 +190,4 @@ class RunConfig(Config):
     """
 
     world_size: int
-    batch: Batch
+    batch: ResolvedBatch

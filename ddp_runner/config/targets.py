@@ -21,8 +21,7 @@ from ddp_runner.errors import UserError, nearest
 OWN: Mapping[str, tuple[type[ast.ClassDef | ast.FunctionDef], ...]] = {
     "ddp_runner.models": (ast.ClassDef, ast.FunctionDef),
     "ddp_runner.data.sources": (ast.ClassDef,),
-    "ddp_runner.data.augmentation": (ast.ClassDef,),
-    "ddp_runner.data.pictures": (ast.FunctionDef,),
+    "ddp_runner.data.pictures": (ast.ClassDef, ast.FunctionDef),
     "ddp_runner.parallelism": (ast.ClassDef,),
     "ddp_runner.train.schedules": (ast.FunctionDef,),
     "ddp_runner.train.losses": (ast.FunctionDef,),

@@ -77,7 +77,7 @@ class BatchConfig:
 
 
 @dataclass
-class Batch(BatchConfig):
+class ResolvedBatch(BatchConfig):
     """The batch sizes of a resolved config: both are known."""
 
     global_size: int
@@ -95,8 +95,8 @@ class TrainConfig:
 
     step: Any = key(
         "ddp_runner.train.step.supervised",
-        "the training step, (model, batch) -> Step: a dotted name, or a mapping with _target_ and "
-        "keys. The default takes batches of inputs and targets, and model.loss",
+        "the training step, (model, batch) -> StepOutput: a dotted name, or a mapping with _target_"
+        " and keys. The default takes batches of inputs and targets, and model.loss",
         kind="text or mapping",
         check=_validate_step,
     )

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_runner.data.splits import MicroPlan, NumberedSplit
-from ddp_runner.data.workers import Failure, loaded, loader_options, sendable
+from ddp_runner.data.workers import LoadFailure, loaded, loader_options, sendable
 from ddp_runner.device import has_streams
 from ddp_runner.errors import UserError, typed
 from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_generators
@@ -121,9 +121,9 @@ class _Fetcher(Dataset[Any]):
             try:
                 result = self._seeded_batch(order) if self._drawn else self._batch(order)
             except UserError as error:  # of one of our datasets, whose sentence has the file
-                result = Failure(str(error), traceback.format_exc())
+                result = LoadFailure(str(error), traceback.format_exc())
             except Exception as error:  # of the user's code: any kind
-                result = Failure(self._sentence(order, error), traceback.format_exc())
+                result = LoadFailure(self._sentence(order, error), traceback.format_exc())
             if not (newly := moved(before)):
                 break
             self._drawn |= newly  # so that even a failure depends on the samples alone

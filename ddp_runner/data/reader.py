@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_runner.data.splits import Part
-from ddp_runner.data.workers import Failure
+from ddp_runner.data.splits import EpochShare
+from ddp_runner.data.workers import LoadFailure
 from ddp_runner.errors import UserError, typed
 from ddp_runner.files import leaves
 from ddp_runner.seeds import derive, seed_generators
@@ -28,13 +28,13 @@ class Loaded(NamedTuple):
     copies: int = 1  # of each sample in the data
 
 
-class Readers(IterableDataset[Loaded | Failure]):
+class Readers(IterableDataset[Loaded | LoadFailure]):
     """The readers of one rank, of a ``StreamSplit``.
 
     Iterating gives the reader of this process, which makes batches.
     """
 
-    def __init__(self, split: Any, part: Part) -> None:
+    def __init__(self, split: Any, part: EpochShare) -> None:
         self.name, self.dataset, self.part = split.name, split.dataset, part
         self.collate_fn, self.transform = split.collate_fn, split.transform
         self.block_size = max(1, split.shuffle_buffer // part.batch_size) * part.batch_size
@@ -94,13 +94,13 @@ class _Reader:
     def __iter__(self) -> "_Reader":
         return self
 
-    def __next__(self) -> Loaded | Failure:
+    def __next__(self) -> Loaded | LoadFailure:
         try:
             batch = self._next_batch()
         except UserError as error:
-            return Failure(str(error), traceback.format_exc())
+            return LoadFailure(str(error), traceback.format_exc())
         except Exception as error:  # of the user's code: any kind
-            return Failure(
+            return LoadFailure(
                 f"the {self._of.name} stream failed near sample {self._num_read}: "
                 f"{typed(error)}; mend the dataset, its transform or its collate_fn (the traceback "
                 "is in logs/)",

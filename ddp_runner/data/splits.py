@@ -39,7 +39,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Part:
+class EpochShare:
     """One share of an epoch."""
 
     batch_size: int
@@ -67,7 +67,7 @@ class Split(Protocol):
             UserError: there is no sample.
         """
 
-    def in_order(self, part: Part, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
+    def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
         """Yield the batches of one share; each sample is in one share.
 
         Numbered samples are a part of the split, contiguous and as large as the others; or, if the
@@ -117,7 +117,7 @@ class NumberedSplit(ABC):
         (data,) = self.load([MicroPlan(indices)], seed=seed)
         return MicroBatch(data, num_samples=len(numbers))
 
-    def in_order(self, part: Part, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
+    def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
         """See ``Split``."""
         size, share, count = part.batch_size, part.share, part.num_shares
         start, end = (len(self) * one // count for one in (share, share + 1))

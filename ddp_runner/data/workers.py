@@ -22,7 +22,7 @@ CALM_S = 0.02  # from the last collective to the start of workers
 
 
 @dataclass(frozen=True)
-class Failure:
+class LoadFailure:
     """Why a batch could not be loaded; a worker cannot raise it without its traceback's text."""
 
     sentence: str
@@ -59,7 +59,7 @@ def _checked(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator
                 f"want of memory; write a smaller dataset.num_workers ({num_workers}) or "
                 "batch.per_rank"
             ) from error
-        if isinstance(batch, Failure):
+        if isinstance(batch, LoadFailure):
             raise UserError(batch.sentence) from RuntimeError(batch.trace)
         yield batch
 
@@ -110,7 +110,7 @@ def sendable(batch: Any, *, name: str) -> Any:
     try:
         _WithoutTensors(io.BytesIO()).dump(batch)
     except Exception as error:  # of the user's classes: any kind
-        return Failure(
+        return LoadFailure(
             f"a batch of the {name} samples cannot be sent to the rank ({typed(error)}); return "
             "tensors, numbers and texts from the dataset's collate_fn, or write "
             "dataset.num_workers=0",

@@ -1,4 +1,4 @@
-"""GPUs, cores and memory of a machine, found without torch if NVIDIA's: errors come at once."""
+"""GPUs and other accelerators, cores and memory of this machine; NVIDIA GPUs without torch."""
 
 import ctypes
 import os
@@ -9,11 +9,62 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from ddp_runner.host.accelerators import BACKENDS, CUDA, Accelerators, known_to_torch
+from ddp_runner.host.processes import import_errors, start_fork_server
+
+CUDA = "cuda"  # NVIDIA's, and AMD's by ROCm
+# The backend of each kind, as of torch.distributed.get_default_backend_for_device. MPS has none.
+BACKENDS = {CUDA: "nccl", "xpu": "xccl", "mps": "gloo"}
+FOR_CPU = ("gloo", "mpi")  # backends that move CPU tensors
+Accelerators = tuple[str, int, str]  # torch's device type, how many, and their backend
+
+
+@cache
+def known_to_torch(*, is_rank: bool) -> Accelerators | str:
+    """Return the accelerators that torch sees, or why it cannot say.
+
+    This process stays without torch, unless it `is_rank` and will compute on them.
+    """
+    if is_rank:
+        return _ask()
+    pipe, theirs = Pipe()
+    with pipe, theirs:
+        try:
+            start_fork_server()
+            process = ForkServerProcess(target=_answer, args=(theirs,))
+            process.start()
+            theirs.close()
+            answer: Accelerators | str = pipe.recv()
+            process.join()
+        except (EOFError, OSError):
+            return "the process that asks torch for accelerators has ended; see the lines above"
+    return answer
+
+
+def _answer(pipe: Connection) -> None:
+    pipe.send(_ask())
+
+
+def _ask() -> Accelerators | str:
+    if import_errors:
+        return f"torch cannot say which GPUs it sees ({import_errors[0]}); repair its install"
+    try:
+        import torch
+        import torch.distributed as dist
+
+        if (found := torch.accelerator.current_accelerator(check_available=True)) is None:
+            return CUDA, 0, BACKENDS[CUDA]
+        known = dist.Backend.default_device_backend_map | BACKENDS
+        return found.type, torch.accelerator.device_count(), known.get(found.type, FOR_CPU[0])
+    except Exception as error:  # whatever a broken driver makes torch raise
+        return f"torch cannot say which GPUs it sees ({error!r:.200}); repair its install"
+
 
 CPUS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")

@@ -17,22 +17,26 @@ from ddp_runner.config.schema import Config, has_own_loop
 from ddp_runner.config.secrets import foreign_keys
 from ddp_runner.config.sections import Asked, validate_weights
 from ddp_runner.config.targets import validate_targets
-from ddp_runner.data.build import build_dataset
+from ddp_runner.data.load_dataset import build_dataset
 from ddp_runner.data.splits import Split
 from ddp_runner.data.trees import inputs_of, taking
 from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import is_missing
-from ddp_runner.inference.run_files import logged_at, model_arguments, validate_kept_files
-from ddp_runner.inference.start import open_logger
+from ddp_runner.inference.run_files import (
+    logged_at,
+    model_arguments,
+    open_logger,
+    validate_kept_files,
+)
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.session import Session, note_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.start_block import count_of
-from ddp_runner.train.build import build_work
 from ddp_runner.train.build_model import place_alone, place_model
+from ddp_runner.train.build_state import build_work
 from ddp_runner.train.work import Work, forward
 
 # Groups of a run's config that its model does not need.

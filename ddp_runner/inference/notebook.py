@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ddp_runner.compare.run import Run
+    from ddp_runner.compare.recorded_run import RecordedRun
     from ddp_runner.data.text_tokenizer import TextTokenizer
 
 AnyPath = str | os.PathLike[str]
@@ -76,7 +76,7 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     Raises:
         UserError: a path contains no run, or pandas is not installed.
     """
-    from ddp_runner.compare.runs import read_runs as read
+    from ddp_runner.compare.run_reader import read_runs as read
     from ddp_runner.errors import UserError
 
     try:
@@ -90,7 +90,7 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     return pandas.DataFrame(map(_row, runs), index=index).convert_dtypes()
 
 
-def _row(run: "Run") -> dict[str, Any]:
+def _row(run: "RecordedRun") -> dict[str, Any]:
     plain = {
         name: value
         for name, value in run.record.items()

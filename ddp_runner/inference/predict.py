@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_runner.data.build import build_source
 from ddp_runner.data.dataset import NamedSamples
-from ddp_runner.data.splits import Part, Split
+from ddp_runner.data.load_dataset import build_source
+from ddp_runner.data.splits import EpochShare, Split
 from ddp_runner.distributed import StopVote, broadcast_buffers
 from ddp_runner.errors import UserError
 from ddp_runner.inference.model import TrainedModel, open_model
@@ -124,7 +124,7 @@ def _own_rows(model: TrainedModel, name: str, *, num_rounds: int) -> Iterator[Co
     work, module, split = model.work, model.module.eval(), model.splits[name]
     size, (share, num_shares) = work.config.batch.eval_size, work.layout.eval_share
     is_first = work.env.rank % work.layout.model_ranks == 0  # of those that compute it together
-    num_own, part = 0, Part(size, share, num_shares, work.config.seed)
+    num_own, part = 0, EpochShare(size, share, num_shares, work.config.seed)
     for batch in together(split.in_order(part, takes_turns=True), split, work):
         step, start = forward(work, module, batch), (num_own * num_shares + share) * size
         num_own += 1

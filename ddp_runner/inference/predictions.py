@@ -14,14 +14,14 @@ from torch import Tensor
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, listed, os_errors, typed
 from ddp_runner.files import in_csv, replacing
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 MOST_COLUMNS = 1000  # of one output; beyond it a row has a list, which only Parquet can hold
 Columns = Mapping[str, NDArray[Any]]  # by name: (num_rows,), or (num_rows, size) for lists
 
 
 def columns_of(
-    step: Step, *, split: str, numbers: Sequence[int], num_classes: int | None
+    step: StepOutput, *, split: str, numbers: Sequence[int], num_classes: int | None
 ) -> Columns:
     """Return the rows of a batch by the names of their columns.
 
@@ -59,9 +59,9 @@ def columns_of(
     for name, output in named.items():
         if not _has_rows(output, count):
             raise UserError(
-                f"task=predict needs outputs with a row for each of the {count} samples, and the "
-                f"training step returns {shape_of(output)} as {name}; return Step(outputs=...) "
-                "with a tensor, or a mapping of tensors"
+                f"task=predict needs outputs with a row for each of the {count} samples, and "
+                f"the training step returns {shape_of(output)} as {name}; "
+                "return StepOutput(outputs=...) with a tensor, or a mapping of tensors"
             )
         label = _printable(str(name))
         array = _array(label, output)

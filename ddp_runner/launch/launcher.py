@@ -32,8 +32,8 @@ from ddp_runner.launch.group import OneMachine
 from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.ranks import Ranks
 from ddp_runner.launch.stop_requests import StopRequests, mark_ended
-from ddp_runner.tracking.claim import begin_run
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_folder_claim import begin_run
 from ddp_runner.tracking.run_record import (
     RunError,
     fail_session,
@@ -41,7 +41,7 @@ from ddp_runner.tracking.run_record import (
     read_run_record,
 )
 from ddp_runner.tracking.start_block import starting_lines
-from ddp_runner.tracking.trackers.start import followed
+from ddp_runner.tracking.trackers.start_trackers import followed
 
 
 def launch(job: Job) -> Outcome:

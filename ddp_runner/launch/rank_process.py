@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from ddp_runner.errors import UserError, is_lost_peer
-from ddp_runner.host.load import address_limit
+from ddp_runner.host.machine_load import address_limit
 from ddp_runner.host.processes import (
     die_with_parent,
     ignore_stop_signals,

@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.host.load import oom_kills
+from ddp_runner.host.machine_load import oom_kills
 from ddp_runner.host.processes import (
     children,
     end_descendants,
@@ -21,7 +21,13 @@ from ddp_runner.host.processes import (
     start_fork_server,
 )
 from ddp_runner.job import Failure, Job
-from ddp_runner.launch.blame import Ends, Stack, first_failure, server_was_killed, stayed_suspended
+from ddp_runner.launch.failure_cause import (
+    Ends,
+    Stack,
+    first_failure,
+    server_was_killed,
+    stayed_suspended,
+)
 from ddp_runner.launch.group import OneMachine
 from ddp_runner.launch.rank_process import run_rank
 from ddp_runner.launch.stop_requests import StopRequests

@@ -100,7 +100,7 @@ class Evaluation:
             if outputs is None:
                 raise UserError(
                     f"metrics.{name} needs the outputs of the model, and train.step returns none; "
-                    "return Step(loss_sum, count, outputs=OUTPUTS, targets=TARGETS)"
+                    "return StepOutput(loss_sum, count, outputs=OUTPUTS, targets=TARGETS)"
                 )
             batch = f"outputs {shape_of(outputs)} with targets {shape_of(targets)}"
             with _named(name, metric, f"cannot take {batch}"):
@@ -214,7 +214,7 @@ def _fresh(metric: Metric, device: torch.device) -> Any:
     if not hasattr(metric, "merge"):
         raise UserError(
             "it has no merge(self, other), which makes one metric of those of two ranks; write it, "
-            'or merge = summed("hits", "count") with ddp_runner.metrics.metric.summed'
+            'or merge = summed("hits", "count") with ddp_runner.summed'
         )
     return _unpacked(packed(metric), device)
 

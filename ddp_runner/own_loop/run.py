@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.load_dataset import build_dataset
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.own_loop import build
-from ddp_runner.own_loop.loader import Loader, open_loader
-from ddp_runner.own_loop.records import OwnRecords, number
+from ddp_runner.own_loop import wrapping
+from ddp_runner.own_loop.loop_log import OwnRecords, number
+from ddp_runner.own_loop.rank_batches import Loader, open_loader
 from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, mark_replaced
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session, note_start
@@ -67,7 +67,7 @@ class Run:
             UserError: the keys do not fit the model, or the weights do not.
         """
         self._uses["model"] = arguments
-        return build.build_model(self._session, **arguments)
+        return wrapping.build_model(self._session, **arguments)
 
     def dataset(self) -> Dataset:
         """Return the dataset of the config's group; ``loader`` takes its splits train and eval.
@@ -158,7 +158,7 @@ class Run:
             loader.rewind()
         self._objects = {name: bare(value) for name, value in objects.items()}
         session, folder = self._session, self._session.run_dir.checkpoints
-        self._saver = build.build_saver(session, self._objects)
+        self._saver = wrapping.build_saver(session, self._objects)
         is_resumed = self.config.resume is not None
         found = self._saver.restore(folder, is_resumed=is_resumed, log=session.log)
         step = found and found.step

@@ -1,4 +1,4 @@
-"""Modules under the run's mode of parallelism, in a loop that the runner does not know."""
+"""For a user's own loop: builds objects from config groups, and wraps modules in the run's mode."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ddp_runner.checkpoint.optimizer_state import settings_of
+from ddp_runner.checkpoint.saved_objects import Saver
+from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.errors import UserError
+from ddp_runner.parallelism.single import Single
+from ddp_runner.rank.session import Session
+from ddp_runner.train.build_model import place_model
 
 REPLACED = "_replaced"  # the attribute of a parameter that ``wrap`` has replaced
 
@@ -82,3 +88,30 @@ def validate_objects(objects: Mapping[str, Any]) -> None:
                 f"{name} was made before run.wrap, which has replaced the module's parameters by "
                 "shards of them, so that it would train nothing; make it after run.wrap"
             )
+
+
+def build_model(session: Session, **arguments: Any) -> nn.Module:
+    """Return the config's model on this rank's devices; see ``Run.model``."""
+    config, devices, found = session.config, session.devices, None
+    # ``wrap`` places it; a model of several stages places itself.
+    mode = session.mode if len(devices) > 1 else Single("single")
+    module = place_model(config, mode, {}, devices, **arguments)
+    if config.model.get("weights") is not None:
+        if session.env.is_rank_zero:
+            found = starting_weights(config, session.run_dir.checkpoints, log=session.log)
+        load_weights(module, found)
+    return module
+
+
+def build_saver(session: Session, objects: Mapping[str, Any]) -> Saver:
+    """Return what saves and restores the objects; see ``validate_objects``."""
+    validate_objects(objects)
+    return Saver(
+        objects,
+        settings_of(objects),
+        task=session.config.task,
+        num_shares=session.mode.layout(session.env).num_shares,
+        rank=session.env.rank,
+        num_ranks=session.env.world_size,
+        compares_buffers=True,
+    )

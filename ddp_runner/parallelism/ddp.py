@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.parallelism.mode import by_itself, one_share_each
+from ddp_runner.parallelism.mode import local_engine, one_share_each
 
 ONE_BYTE_MB = 2**-20  # each gradient by itself, as 0 means; torch 2.11 takes no 0
 CommHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
@@ -42,7 +42,7 @@ class DDP:
     sync_batchnorm: bool = False
     comm_hook: str | CommHook | None = None  # bf16, fp16, or the user's own
     layout = staticmethod(one_share_each)
-    engine = staticmethod(by_itself)
+    engine = staticmethod(local_engine)
 
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
         """Build the model on this rank's device, or let it place its stages on several."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_runner.parallelism.mode import by_itself, no_context, one_share_each, place_on_first
+from ddp_runner.parallelism.mode import local_engine, no_context, one_share_each, place_on_first
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class DataParallelMode:
 
     name: str
     layout = staticmethod(one_share_each)
-    engine = staticmethod(by_itself)
+    engine = staticmethod(local_engine)
     place = staticmethod(place_on_first)
     no_sync = staticmethod(no_context)  # backward itself sums the replicas' gradients
 

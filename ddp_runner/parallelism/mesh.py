@@ -1,11 +1,4 @@
-"""Modes that split a model over a mesh of ranks: FSDP2, HSDP, tensor parallelism, and both at once.
-
-The axes of the mesh are, from the outermost: ``replicate``, whose ranks hold equal shards;
-``shard``, whose ranks hold a shard of each parameter; and ``tensor``, whose ranks compute parts of
-the same layer for the same samples. Batches are split over the first two.
-
-Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
-"""
+"""Modes that split a model over a mesh of ranks: FSDP2, HSDP, tensor parallelism, FSDP with TP."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +23,48 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.freed_memory import return_freed_memory
-from ddp_runner.parallelism.gloo import GlooReduceScatter
 from ddp_runner.parallelism.initial_weights import initialise
-from ddp_runner.parallelism.mode import Layout, by_itself, unwrapped
+from ddp_runner.parallelism.mode import Layout, local_engine, unwrapped
 from ddp_runner.parallelism.module_names import blocks_of
 from ddp_runner.parallelism.tensor_parallel import split_layers
+
+
+class GlooReduceScatter:
+    """Sends each rank its part alone, and adds there: half of the bytes of an all-reduce.
+
+    Sums and means, which FSDP2 asks for. Anything else is torch's own reduce-scatter.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer of the given size."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill the output, a vector, with this rank's part of all inputs, reduced by `op`.
+
+        Collective: every rank of the group must call.
+
+        Returns:
+            What to wait for, if `async_op`; else None, and the output is filled.
+        """
+        if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            return dist.reduce_scatter_tensor(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+        return None
+
 
 # A tensor over two axes is put together in two steps. Torch warns that this is slow; it is done to
 # save, and for a norm. The ranks agree: those of an axis have equal results after each step.
@@ -59,7 +89,7 @@ class Mesh:
     blocks: Sequence[str]
     plan: Mapping[str, str]
     wrap = staticmethod(unwrapped)  # ``place`` has split the model already
-    engine = staticmethod(by_itself)
+    engine = staticmethod(local_engine)
 
     def layout(self, env: DistEnv) -> Layout:
         """Return a rank's part; those of one group of tensor parallelism have the same share."""

@@ -113,7 +113,7 @@ def one_share_each(env: DistEnv) -> Layout:
     return Layout(share=env.rank, num_shares=env.world_size, env=env)
 
 
-def by_itself(state: Any, local: Engine) -> Engine:
+def local_engine(state: Any, local: Engine) -> Engine:
     """Return the rank's own engine, for a mode whose backward reduces gradients, or needs not."""
     return local
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ddp_runner.parallelism.mode import (
-    by_itself,
+    local_engine,
     no_context,
     one_share_each,
     place_on_first,
@@ -17,7 +17,7 @@ class Single:
 
     name: str
     layout = staticmethod(one_share_each)
-    engine = staticmethod(by_itself)
+    engine = staticmethod(local_engine)
     place = staticmethod(place_on_first)
     wrap = staticmethod(unwrapped)
     no_sync = staticmethod(no_context)

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from ddp_runner.config.load import find_secrets, to_config
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.config.training import Batch
+from ddp_runner.config.training import ResolvedBatch
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
@@ -44,7 +44,7 @@ def with_config_of_rank_zero(job: Job) -> Job:
     secrets = find_secrets(raw)
     with secrets.hidden_in_errors():
         config = to_config(raw)
-    batch = Batch(**vars(config.batch))
+    batch = ResolvedBatch(**vars(config.batch))
     found = RunConfig(**vars(config) | {"batch": batch, "launch": own.launch})
     if found.backend.name != own.backend.name:
         raise UserError(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ddp_runner.config.sections import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors, validate_rendezvous
 from ddp_runner.errors import UserError
-from ddp_runner.host.accelerators import FOR_CPU
+from ddp_runner.host.hardware import FOR_CPU
 from ddp_runner.host.network import is_here, outer_interface
 from ddp_runner.host.streams import print_line
 

@@ -11,7 +11,7 @@ from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.files import json_safe
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session
-from ddp_runner.tracking.claim import freeze
+from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger
 from ddp_runner.tracking.run_record import RunFields, write_run_record
 from ddp_runner.tracking.start_block import fact_lines, shown_path, word_lines

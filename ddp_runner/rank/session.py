@@ -33,8 +33,13 @@ from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.alive import Heartbeat
-from ddp_runner.tracking.claim import begin_run, claim_run, claimed, own_marks
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_folder_claim import (
+    begin_run,
+    claim_run,
+    claimed,
+    own_launch_ids,
+)
 from ddp_runner.tracking.run_record import (
     RunError,
     RunFields,
@@ -43,7 +48,7 @@ from ddp_runner.tracking.run_record import (
     has_begun,
     read_run_record,
 )
-from ddp_runner.tracking.trackers.start import followed
+from ddp_runner.tracking.trackers.start_trackers import followed
 
 INIT_FILE = "file://"  # the start of a launch.init_method that names a file
 
@@ -89,9 +94,9 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         ensure_own_devices(devices, backend=config.backend.name)
         torch.set_num_threads(config.train.num_threads or _num_threads(env))
         keep_freed_memory()
-        marks_here = own_marks(env, has_agent=job.wire is not None)
-        marks = sorted(set().union(*gather_objects(marks_here)))  # they identify the launch
-        run_dir, size = from_rank_zero(lambda: _claim(job, marks=marks, held=stack))
+        ids_here = own_launch_ids(env, has_agent=job.wire is not None)
+        launch_ids = sorted(set().union(*gather_objects(ids_here)))  # they identify the launch
+        run_dir, size = from_rank_zero(lambda: _claim(job, launch_ids=launch_ids, held=stack))
         if job.wire is not None and env.local_rank == 0:
             job.wire.send("claimed", run_dir.path)
         heartbeat = Heartbeat()
@@ -176,12 +181,12 @@ def note_start(session: Session, *, step: int) -> None:
         )
 
 
-def _claim(job: Job, *, marks: Sequence[str], held: ExitStack) -> tuple[RunDir, int | None]:
+def _claim(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[RunDir, int | None]:
     """Return what ``claim_run`` does; rank 0 claims the run folder unless its launcher has."""
     if job.is_claimed:
         assert job.run_dir is not None
         return RunDir(job.run_dir), None
-    run_dir, global_size = claim_run(job, marks=marks, held=held)
+    run_dir, global_size = claim_run(job, launch_ids=launch_ids, held=held)
     begin_run(claimed(job, run_dir, global_size))
     return run_dir, global_size
 

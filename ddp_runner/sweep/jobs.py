@@ -33,8 +33,8 @@ from ddp_runner.sweep.plan_file import (
     read_plan,
 )
 from ddp_runner.tracking.alive import Standing
-from ddp_runner.tracking.claim import freeze
 from ddp_runner.tracking.run_dir import InUseError, RunDir
+from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
 POLL_S = 0.5  # while all jobs left are run by another launcher
@@ -76,7 +76,7 @@ class SweepJob:
 
 
 @dataclass(frozen=True)
-class Batch:
+class JobBatch:
     """Jobs to run by their id, and the rules of the sweep."""
 
     jobs: Mapping[str, SweepJob]
@@ -127,7 +127,7 @@ def freeze_unheld(job: Job) -> None:
         freeze(job, run_dir, sync=False)
 
 
-def run_left(batch: Batch, *, execute: Callable[[Job], Outcome]) -> dict[str, Outcome]:
+def run_left(batch: JobBatch, *, execute: Callable[[Job], Outcome]) -> dict[str, Outcome]:
     """Run every job that is left; return how each job ended that was reached.
 
     Wait for a job that another launcher runs. A preempted job is the last one. The next start of
@@ -160,7 +160,7 @@ def run_left(batch: Batch, *, execute: Callable[[Job], Outcome]) -> dict[str, Ou
     return outcomes
 
 
-def ended(batch: Batch, one: SweepJob) -> Outcome | None:
+def ended(batch: JobBatch, one: SweepJob) -> Outcome | None:
     """Return how a job has ended, by its folder; None if it is left to run, or runs."""
     found = one.standing
     if found.status == Status.COMPLETED:
@@ -170,7 +170,7 @@ def ended(batch: Batch, one: SweepJob) -> Outcome | None:
     return failure(found, one.run_dir.path)
 
 
-def ended_jobs(batch: Batch) -> dict[str, Outcome]:
+def ended_jobs(batch: JobBatch) -> dict[str, Outcome]:
     """Return how each job has ended that has, by its id."""
     found = {job_id: ended(batch, one) for job_id, one in batch.jobs.items()}
     return {job_id: outcome for job_id, outcome in found.items() if outcome is not None}
@@ -183,7 +183,7 @@ def failure(found: Standing, run_dir: Path) -> Outcome:
     return Outcome(Status.FAILED, exit_code, run_dir, cause)
 
 
-def _take(batch: Batch, one: SweepJob, execute: Callable[[Job], Outcome]) -> Outcome | None:
+def _take(batch: JobBatch, one: SweepJob, execute: Callable[[Job], Outcome]) -> Outcome | None:
     """Run a job; return None if another launcher has it, or had it since the last look."""
     found, run_dir = one.standing, one.run_dir
     if not batch.is_to_run(one, found):

@@ -11,7 +11,7 @@ from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import line_width, print_line, shortened
 from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.launch.launcher import launch
-from ddp_runner.sweep.jobs import Batch, run_left
+from ddp_runner.sweep.jobs import JobBatch, run_left
 from ddp_runner.sweep.layout import JobHardware, NodeLayout
 from ddp_runner.sweep.slots import Slots
 
@@ -41,7 +41,7 @@ class Local:
         """Return one node with all ranks."""
         return NodeLayout(1, config.world_size)
 
-    def run(self, batch: Batch) -> Mapping[str, Outcome]:
+    def run(self, batch: JobBatch) -> Mapping[str, Outcome]:
         """Run what is left of a batch; return how each job ended, by its id.
 
         What ended the whole batch, such as a signal, has a name that no job has.

@@ -21,13 +21,12 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.calibration import calibrations
-from ddp_runner.sweep.edited import changes, kept
-from ddp_runner.sweep.jobs import Batch, SweepJob, freeze_unheld, num_sessions
+from ddp_runner.sweep.jobs import JobBatch, SweepJob, freeze_unheld, num_sessions
 from ddp_runner.sweep.layout import JobHardware
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.plan_file import Plan, PlannedJob, change_plan, extended, read_plan
 from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.sweep_dir import sweep_command
+from ddp_runner.sweep.sweep_dir import changes, kept, sweep_command
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.outputs import job_name
 from ddp_runner.tracking.run_dir import RunDir
@@ -167,7 +166,7 @@ class Planner:
             )
         self._resumed.add(run.resolve())
 
-    def queue(self, drafts: Sequence[Draft], *, num_failed: int) -> Batch:
+    def queue(self, drafts: Sequence[Draft], *, num_failed: int) -> JobBatch:
         """Write the jobs into the plan, freeze the new ones in their folders, and return them.
 
         Raises:
@@ -199,7 +198,7 @@ class Planner:
                 freeze_unheld(named)
             sessions = num_sessions(found) if found.status == Status.FAILED else 0
             queued[job_id] = SweepJob(planned, named, self.folder, sessions)
-        return Batch(queued, self.settings, num_failed)
+        return JobBatch(queued, self.settings, num_failed)
 
     def planned(self, drafts: Sequence[Draft], plan: Plan) -> Plan:
         """Return the plan with the jobs of a batch, without those that the command left out."""

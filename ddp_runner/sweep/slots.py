@@ -35,7 +35,7 @@ from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.launch.stop_requests import StopRequests
-from ddp_runner.sweep.jobs import Batch, ended_jobs, run_left
+from ddp_runner.sweep.jobs import JobBatch, ended_jobs, run_left
 
 SHUTDOWN_GRACE_S = 10.0  # from the end of the work to that of a slot
 POLL_S = 0.05  # between two checks for a request to stop
@@ -56,7 +56,7 @@ class Slots:
             kill_descendants()
             raise
 
-    def run(self, batch: Batch) -> dict[str, Outcome]:
+    def run(self, batch: JobBatch) -> dict[str, Outcome]:
         """Run a batch to its end; return how each job ended, and a signal that stopped it."""
         stop = StopRequests(running=lambda: self._running(batch))
         stop.may_save = True
@@ -93,7 +93,7 @@ class Slots:
             outcomes["slots"] = Outcome(Status.FAILED, EXIT_FAILED)
         return outcomes
 
-    def _running(self, batch: Batch) -> list[Path]:
+    def _running(self, batch: JobBatch) -> list[Path]:
         """Return the folders of the jobs that slots run."""
         slots = {(process.pid, socket.gethostname()) for process in self._slots.values()}
         folders = (one.run_dir for one in batch.jobs.values())

@@ -25,7 +25,7 @@ MIN_BAR, MAX_BAR, MIN_TITLE = 6, 40, 12  # columns
 LINE_WIDTH = 80  # of what is printed without asking the terminal
 
 
-class Progress:
+class ProgressLine:
     """Shows how far a run is: a live line on a terminal that can draw it, else plain lines.
 
     The live line has epoch, step, loss, the last evaluation and samples/s. A plain line is printed
@@ -166,7 +166,7 @@ def end_summary(
                 lines.append(f"  {part}")
         lines += [waiting] if waiting else []
     if status == Status.PREEMPTED and not job.title:  # of a sweep, its command goes on with it
-        words = " ".join([run_dir.resume_argument, *map(_quoted, job.said_again)])
+        words = " ".join([run_dir.resume_argument, *map(_quoted, job.resume_arguments)])
         # Only its agent knows whether a SIGTERM ends the run or comes before a restart.
         again = ", unless its launcher starts it again: the same command with"
         lines.append(f"go on{again if job.wire is None else ': python -m ddp_runner'} {words}")

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp_runner.files import json_safe
-from ddp_runner.host.load import load_record, measure_load
+from ddp_runner.host.machine_load import load_record, measure_load
 from ddp_runner.job import Job, Status
 from ddp_runner.tracking.alive import EVALUATING, Heartbeat
-from ddp_runner.tracking.console import Progress, end_summary
+from ddp_runner.tracking.console import ProgressLine, end_summary
 from ddp_runner.tracking.metric_files import MetricFiles
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
@@ -73,7 +73,7 @@ class RunLogger:
         self._last = RunFields()  # of the last evaluation, for run.json
         self._exported: dict[str, float | None] = {}  # the metrics of that step
         self._files = MetricFiles(run_dir, resume_step=resume_step, has_events=shows_curves)
-        self._progress = Progress(
+        self._progress = ProgressLine(
             max_steps,
             total_epochs=total_epochs,
             initial_step=resume_step or 0,

@@ -64,7 +64,7 @@ class RunFields(TypedDict, total=False):
     num_threads: int
     restarts: int
     warnings: Sequence[str]
-    launches: Sequence[str]  # see ``claim.own_marks``
+    launches: Sequence[str]  # see ``own_launch_ids``
     parallel_jobs: bool  # ran as a parallel job of a sweep
     cores: Sequence[int]
     visible_gpus: Mapping[str, str]

@@ -38,7 +38,7 @@ from ddp_runner.tracking.alive import LOST, standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.trackers.follower import Follower
-from ddp_runner.tracking.trackers.start import (
+from ddp_runner.tracking.trackers.start_trackers import (
     EXIT_REPORTED,
     FAILED_S,
     LAST_S,

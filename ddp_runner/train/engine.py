@@ -16,7 +16,7 @@ WITHOUT_GRADIENT = re.compile(
 )
 
 
-class Local(Engine):
+class LocalEngine(Engine):
     """Computes this rank's share of a step."""
 
     def backward(self, state: TrainState, batch: StepBatch) -> Sums:
@@ -50,5 +50,5 @@ def engage(state: TrainState) -> Status | None:
     Returns:
         How the run ended, if this rank has worked for the loop to its end; None if it runs it.
     """
-    state.engine = state.work.mode.engine(state, Local())
+    state.engine = state.work.mode.engine(state, LocalEngine())
     return state.engine.serve(state)

@@ -7,7 +7,7 @@ from itertools import chain, islice, repeat
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.data.splits import MicroBatch, Part, Split
+from ddp_runner.data.splits import EpochShare, MicroBatch, Split
 from ddp_runner.device import sum_dtype
 from ddp_runner.distributed import (
     add_over_ranks,
@@ -21,7 +21,7 @@ from ddp_runner.metrics.confusion import classification_metrics, confusion_count
 from ddp_runner.metrics.metric import Evaluation
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 from ddp_runner.train.work import Work, forward
 
 
@@ -53,7 +53,7 @@ def evaluate(
     module.eval()
     for split in splits or (work.dataset.eval,):
         share, num_shares = work.layout.eval_share
-        batches = split.in_order(Part(work.config.batch.eval_size, share, num_shares, seed))
+        batches = split.in_order(EpochShare(work.config.batch.eval_size, share, num_shares, seed))
         for index, batch in enumerate(together(islice(batches, most_batches), split, work)):
             # For each batch, since loading one may draw in this process.
             seed_all(seed, "eval", step, share, index)
@@ -98,7 +98,7 @@ class EvalTotals:
         size = self._num_classes + 1
         self._confusion = torch.zeros(size, size, dtype=torch.int64, device=device)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepOutput) -> None:
         """Add what the training step returned for a batch.
 
         Raises:
@@ -147,6 +147,6 @@ class EvalTotals:
         return from_rank_zero(lambda: (results, counts), group=self._work.group)
 
 
-def has_classes(step: Step) -> bool:
+def has_classes(step: StepOutput) -> bool:
     """Return whether a step has what accuracy, precision, recall and F1 are computed from."""
     return isinstance(step.outputs, Tensor) and isinstance(step.targets, Tensor)

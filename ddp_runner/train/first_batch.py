@@ -16,14 +16,21 @@ from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.metric import directions
-from ddp_runner.metrics.trial import Batch, try_metrics
+from ddp_runner.metrics.metric_trial import Batch, try_metrics
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.evaluation import has_classes
 from ddp_runner.train.same_data import agreed_samples, begins_alike
 from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.step import step_of, supervised
-from ddp_runner.train.trial import Trial, loss_of, model_of, sum_form, try_loss, try_step
+from ddp_runner.train.step_trial import (
+    Trial,
+    loss_of,
+    model_of,
+    sum_form,
+    try_loss,
+    try_step,
+)
 from ddp_runner.train.work import Work, forward
 
 

@@ -24,7 +24,6 @@ from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.buffers import share_changing
 from ddp_runner.train.clipping import has_gradient, scale_and_clip, step_unless_overflowed
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.metrics import ensure_known, step_metrics
 from ddp_runner.train.optimizers import refuse_sparse
 from ddp_runner.train.progress import (
     count_evaluation,
@@ -34,6 +33,7 @@ from ddp_runner.train.progress import (
     stop_reason,
 )
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.step_metrics import ensure_known, step_metrics
 from ddp_runner.train.work import forward
 
 

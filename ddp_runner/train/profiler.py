@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
 from ddp_runner.config.training import WARMUP_STEPS, traced_steps
-from ddp_runner.host.accelerators import CUDA
+from ddp_runner.host.hardware import CUDA
 
 NUM_ROWS = 40  # operators in a rank's table
 MOST_ENTRIES = 100_000  # allocations of a GPU that are kept, with their stacks

@@ -23,8 +23,8 @@ from ddp_runner.data.splits import NUM_FIRST
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.errors import UserError, os_errors, typed
 from ddp_runner.files import temp_folder_in
-from ddp_runner.train.build import build_step
 from ddp_runner.train.build_model import place_alone
+from ddp_runner.train.build_state import build_step
 from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_runner.checkpoint.digests import digest_of
+from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import MicroPlan, NumberedSplit, Split
 from ddp_runner.data.trees import inputs_of, shape_of, tensors_of

@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_runner.checkpoint.optimizer_state import set_rates
-from ddp_runner.checkpoint.state import Saver
+from ddp_runner.checkpoint.saved_objects import Saver
 from ddp_runner.train.same_data import RunData
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import modules_of

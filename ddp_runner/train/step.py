@@ -18,7 +18,7 @@ from ddp_runner.errors import UserError
 
 
 @dataclass(frozen=True)
-class Step:
+class StepOutput:
     """What a training step returns for one batch.
 
     The runner divides sums by the count over all micro-batches and ranks, so that every split of a
@@ -33,7 +33,7 @@ class Step:
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-StepFunction = Callable[[nn.Module, Any], Step]
+StepFunction = Callable[[nn.Module, Any], StepOutput]
 
 
 def supervised(
@@ -43,7 +43,7 @@ def supervised(
     loss: Callable[[Any, Any], Tensor],
     targets: str | None = None,
     count: str = "samples",
-) -> Step:
+) -> StepOutput:
     """Return the loss of the model's outputs: the ordinary training step.
 
     Args:
@@ -90,7 +90,7 @@ def supervised(
         raise
     if ignored != IGNORED and isinstance(expected, Tensor):  # the metrics know -100 alone
         expected = expected.masked_fill(expected == ignored, IGNORED)
-    return Step(loss_sum, counted, outputs=outputs, targets=expected)
+    return StepOutput(loss_sum, counted, outputs=outputs, targets=expected)
 
 
 def _ignored_by(loss: Callable[..., Any]) -> int:
@@ -100,7 +100,7 @@ def _ignored_by(loss: Callable[..., Any]) -> int:
     return int(getattr(loss, "ignore_index", IGNORED))
 
 
-def predicted(model: nn.Module, batch: Any, *, targets: str | None = None) -> Step:
+def predicted(model: nn.Module, batch: Any, *, targets: str | None = None) -> StepOutput:
     """Return the ordinary step of task=predict: of a batch without targets all are inputs."""
     is_pair = isinstance(batch, tuple | list) and len(batch) == 2
     has_targets = is_pair if targets is None else isinstance(batch, Mapping) and targets in batch

@@ -13,7 +13,7 @@ from ddp_runner.data.splits import MicroBatch
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metrics.metric import Metric
 from ddp_runner.parallelism.mode import Layout, Mode
-from ddp_runner.train.step import Step, StepFunction
+from ddp_runner.train.step import StepFunction, StepOutput
 
 DTYPES = {  # of matrix products, by train.precision
     **dict.fromkeys(("fp32", "tf32"), torch.float32),
@@ -48,7 +48,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=DTYPES[precision], enabled=is_half)
 
 
-def forward(work: Work, model: nn.Module, batch: MicroBatch) -> Step:
+def forward(work: Work, model: nn.Module, batch: MicroBatch) -> StepOutput:
     """Run the training step on the devices, and return what it returns."""
     device = work.devices[0]
     data = work.dataset.prepare(batch.data, device, randoms=batch.randoms)

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ddp_runner.own_loop import Run
+from ddp_runner import Run
 from examples.coming_from.digits import Digits, Net
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.utils import make_grid
 
-from ddp_runner.own_loop import Run
+from ddp_runner import Run
 
 
 class Generator(nn.Sequential):

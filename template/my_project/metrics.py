@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ddp_runner.metrics.metric import summed
+from ddp_runner import summed
 
 
 class WorstClass:

@@ -24,9 +24,9 @@ from run_folders import record
 from tiers import named, selected
 from train_states import MNIST_NET, build, compose_config
 
-from ddp_runner.check.compare import Finding, differences, largest_difference
+from ddp_runner.check.check_task import run_checks
 from ddp_runner.check.gradients import mean_gradients, wait_for_mean
-from ddp_runner.check.task import run_checks
+from ddp_runner.check.rank_differences import Verdict, differences, largest_difference
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.state import TrainState
 
@@ -153,7 +153,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
 }
 
 
-def check_all(env: DistEnv, names: Sequence[str]) -> dict[str, list[Finding]]:
+def check_all(env: DistEnv, names: Sequence[str]) -> dict[str, list[Verdict]]:
     """Check good and broken states in turn, on ranks that stay."""
     found = {}
     cases = {name: (keys, untouched) for name, keys in GOOD.items()}
@@ -166,24 +166,24 @@ def check_all(env: DistEnv, names: Sequence[str]) -> dict[str, list[Finding]]:
 
 
 @pytest.fixture(scope="module")
-def checked(request: pytest.FixtureRequest) -> dict[str, list[Finding]]:
+def checked(request: pytest.FixtureRequest) -> dict[str, list[Verdict]]:
     """What three ranks found, the same on all of them."""
     names = [*dict.fromkeys([*selected(request, "name"), "toy", "sum"])]
     first, *others = run_ranks(check_all, WORLD_SIZE, names, timeout_s=240)
     assert all(other == first for other in others)
-    found: dict[str, list[Finding]] = first
+    found: dict[str, list[Verdict]] = first
     return found
 
 
 @pytest.mark.parametrize("name", named(GOOD, quick=("toy",)))
-def test_a_good_model_keeps_every_promise(name: str, checked: dict[str, list[Finding]]) -> None:
+def test_a_good_model_keeps_every_promise(name: str, checked: dict[str, list[Verdict]]) -> None:
     """All eleven checks are made, and pass."""
     assert [finding for finding in checked[name] if not finding.ok] == []
     assert len(checked[name]) == 11
 
 
 @pytest.mark.parametrize("name", named(BROKEN, quick=("share", "start", "no sync", "sum")))
-def test_a_broken_promise_is_named(name: str, checked: dict[str, list[Finding]]) -> None:
+def test_a_broken_promise_is_named(name: str, checked: dict[str, list[Verdict]]) -> None:
     """By the check that fails first, with the tensor, the ranks and how far they are apart."""
     _, _, check, detail = BROKEN[name]
     first = next(finding for finding in checked[name] if not finding.ok)
@@ -191,7 +191,7 @@ def test_a_broken_promise_is_named(name: str, checked: dict[str, list[Finding]])
     assert detail in first.detail
 
 
-def test_the_sum_is_reported_from_the_mean(checked: dict[str, list[Finding]]) -> None:
+def test_the_sum_is_reported_from_the_mean(checked: dict[str, list[Verdict]]) -> None:
     """Of the two distances one is rounding: the mean's of a good model, the sum's of a bad one."""
     for name, near, far in (("toy", "mean", "sum"), ("sum", "sum", "mean")):
         (found,) = [one for one in checked[name] if one.name.startswith("gradients are the mean")]
@@ -221,7 +221,7 @@ def test_tensors_of_another_kind_or_size_differ_whatever_they_hold() -> None:
     assert run_ranks(unlike, 2) == [expected] * 2
 
 
-def unsynced_waits(env: DistEnv) -> list[Finding]:
+def unsynced_waits(env: DistEnv) -> list[Verdict]:
     """Measure how a rank that waits for nobody reads its gradients, by samples and by tokens."""
     found = []
     for keys in (TOY, GOOD["own data and step, by tokens"]):

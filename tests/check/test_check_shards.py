@@ -11,8 +11,8 @@ from tiers import only
 from torch.distributed.fsdp import FSDPModule
 from train_states import build, compose_config
 
-from ddp_runner.check.compare import Finding
-from ddp_runner.check.task import run_checks
+from ddp_runner.check.check_task import run_checks
+from ddp_runner.check.rank_differences import Verdict
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.shards import own_part
 from ddp_runner.train.state import TrainState
@@ -77,7 +77,7 @@ ON_FOUR: dict[str, Case] = {
 }
 
 
-def check_all(env: DistEnv, cases: Mapping[str, Case]) -> dict[str, list[Finding]]:
+def check_all(env: DistEnv, cases: Mapping[str, Case]) -> dict[str, list[Verdict]]:
     """Check each state in turn, on ranks that stay."""
     found = {}
     for name, (mode, broken, *_) in cases.items():

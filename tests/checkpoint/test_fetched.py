@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from ddp_runner.checkpoint.fetched import on_every_machine
+from ddp_runner.checkpoint.between_ranks import on_every_machine
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE
 from ddp_runner.dist_env import DistEnv
 

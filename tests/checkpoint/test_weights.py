@@ -24,14 +24,14 @@ from ddp_runner.checkpoint.weights import Weights, starting_weights
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.config.training import CheckpointConfig
-from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import MONITORS
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.toy import ToyModel
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.train.build import build_state, build_work
+from ddp_runner.train.build_state import build_state, build_work
 
 CPU = torch.device("cpu")
 

@@ -103,15 +103,15 @@ def test_a_command_that_goes_on_finds_the_users_own_trackers(
     ):
         for env in (None, under_torchrun):
             job = planned("model=toy", "parallelism=single", own, allowed, *words, env=env)
-            assert job.said_again[:2] == (allowed, own)
-            assert "a secret place" not in str(job.said_again)
-            again = planned("model=toy", "parallelism=single", *job.said_again)
+            assert job.resume_arguments[:2] == (allowed, own)
+            assert "a secret place" not in str(job.resume_arguments)
+            again = planned("model=toy", "parallelism=single", *job.resume_arguments)
             assert again.config.trackers == job.config.trackers
             assert again.config.trackers["mine"]["foo"] == foo
-            third = planned("model=toy", "parallelism=single", *again.said_again)
+            third = planned("model=toy", "parallelism=single", *again.resume_arguments)
             assert third.config.trackers == job.config.trackers
-            assert third.said_again == again.said_again
-    assert planned("model=toy").said_again == ()
+            assert third.resume_arguments == again.resume_arguments
+    assert planned("model=toy").resume_arguments == ()
 
 
 def resume(*arguments: str, env: DistEnv | None = None) -> Config:

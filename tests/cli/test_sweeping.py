@@ -136,13 +136,13 @@ def test_a_job_is_planned_as_its_command_alone(
             composed = of_sweep.compose(task_words, number)
             return of_sweep.plan(composed, lambda _: JobHardware(LAPTOP))
 
-        def by_itself(alone: Invocation = alone, number: int = number) -> Job:
+        def local_engine(alone: Invocation = alone, number: int = number) -> Job:
             composed = compose(alone.command)
             with open_dict(composed):
                 composed.hydra.job.num = number
             return plan(composed, LAPTOP, alone)
 
-        assert _described(by_sweep) == _described(by_itself), job
+        assert _described(by_sweep) == _described(local_engine), job
     assert sweep.warnings == ()
 
 

@@ -9,8 +9,9 @@ from configs import config_error, resolved
 from ranks import run_ranks
 from tiers import first_of
 
+from ddp_runner.collectives.collectives_task import message_sizes, variants
 from ddp_runner.collectives.measurement import (
-    Prepared,
+    PreparedCall,
     WrongResultError,
     prepare,
     summarize,
@@ -18,7 +19,6 @@ from ddp_runner.collectives.measurement import (
     unsupported_reason,
 )
 from ddp_runner.collectives.operations import OPERATIONS, REDUCTIONS, Variant
-from ddp_runner.collectives.task import message_sizes, variants
 from ddp_runner.config.sections import DTYPES, OPS, REDUCE_OPS, BackendConfig, CollectivesConfig
 from ddp_runner.dist_env import DistEnv
 
@@ -87,7 +87,7 @@ def check_on_gpu(env: DistEnv) -> dict[str, str]:
     return check_everything(env, "nccl", list(DTYPES))
 
 
-def verdict(prepared: Prepared) -> str:
+def verdict(prepared: PreparedCall) -> str:
     """Return the message of the verification, or "right"."""
     try:
         prepared.verify()

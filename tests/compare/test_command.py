@@ -21,7 +21,7 @@ from ddp_runner.compare.__main__ import main, run
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.columns import results_table
 from ddp_runner.compare.plots import figures
-from ddp_runner.compare.runs import read_runs, tagged
+from ddp_runner.compare.run_reader import read_runs, tagged
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_record import write_run_record
 

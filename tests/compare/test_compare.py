@@ -11,8 +11,8 @@ from generated_runs import SINGLE, lines_of, write_run
 from ddp_runner.compare.analysis import Comparison, ComparisonRow, compare
 from ddp_runner.compare.formats import as_text
 from ddp_runner.compare.plots import figures
-from ddp_runner.compare.run import Stat, Target
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.recorded_run import Stat, Target
+from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.errors import UserError
 
 STRONG = {1: (64, 64), 2: (64, 32), 4: (64, 16)}  # global batch, batch per rank

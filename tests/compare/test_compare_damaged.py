@@ -12,11 +12,11 @@ import pytest
 from generated_runs import lines_of, write_run
 from rights import unreadable
 
-from ddp_runner.compare import runs
+from ddp_runner.compare import run_reader
 from ddp_runner.compare.__main__ import main, run
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.formats import FORMATS
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.alive import Standing, standing
 from ddp_runner.tracking.run_dir import RunDir
@@ -76,7 +76,7 @@ def test_without_a_run_to_compare_only_the_reasons_are_left(tmp_path: Path) -> N
     (write_run(tmp_path / "run", lines=lines_of([1.0])) / "run.json").write_text("{")
     text = FORMATS["table"](compare(read_runs([tmp_path])))
     headline, empty, title, *reason = text.splitlines()
-    assert (headline, empty, title) == ("0 runs compared", "", "skipped, 1 run:")
+    assert (headline, empty, title) == ("0 run_reader compared", "", "skipped, 1 run:")
     assert "run.json is not valid JSON" in " ".join(" ".join(reason).split())
 
 
@@ -117,14 +117,14 @@ def test_a_run_that_is_somebody_elses_has_a_reason(tmp_path: Path, place: str) -
     write_run(tmp_path / "good", lines=lines_of([1.0, 2.0]))
     private = write_run(tmp_path / "private", lines=lines_of([1.0, 2.0]))
     with unreadable(private / place):
-        runs = read_runs([tmp_path])
+        run_reader = read_runs([tmp_path])
         alone = read_runs([private])
-    comparison = compare(runs)
+    comparison = compare(run_reader)
     assert len(comparison.rows) == 1
     (note,) = comparison.skipped
     assert re.match(r"\S*(run\.json|\.hydra/config\.yaml) cannot be read ", note.sentence)
     assert "Permission denied" in note.sentence
-    assert [len(run.lines) for run in runs] == [2, 2 if place else 0]
+    assert [len(run.lines) for run in run_reader] == [2, 2 if place else 0]
     assert [run.reason for run in alone] == [note.sentence]
 
 
@@ -326,6 +326,6 @@ def test_a_run_that_ends_while_it_is_read_is_compared(
         write_run_record(run_dir, status="completed")
         return standing(run_dir)
 
-    monkeypatch.setattr(runs, "standing", end_then_look)
+    monkeypatch.setattr(run_reader, "standing", end_then_look)
     (run,) = read_runs([folder])
     assert run.reason is None

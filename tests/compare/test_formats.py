@@ -11,7 +11,7 @@ from ddp_runner.compare.__main__ import run
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.formats import as_csv, as_markdown, as_text
 from ddp_runner.compare.report import html
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.run_reader import read_runs
 
 RATE = 0.013898129
 DEEP = "a-folder-of-experiments-with-a-name-that-alone-fills-a-line-of-a-terminal"

@@ -12,7 +12,7 @@ from generated_runs import SINGLE, lines_of, write_run
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.formats import as_text
 from ddp_runner.compare.parity import Parity
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.run_reader import read_runs
 
 NUM_STEPS = 60
 LOSSES = [2.3 / (1 + step / 20) for step in range(NUM_STEPS)]

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.compare.analysis import Comparison, ComparisonRow, compare
 from ddp_runner.compare.formats import as_text
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.compare.speedup import Prediction, num_buckets
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.ddp import DDP

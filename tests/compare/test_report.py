@@ -20,9 +20,9 @@ from html_pages import Element, read_page
 from ddp_runner.compare import report as report_page
 from ddp_runner.compare.__main__ import run
 from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.cards import SIZE, curves, thinned
 from ddp_runner.compare.columns import results_table
-from ddp_runner.compare.curves import SIZE, curves, thinned
-from ddp_runner.compare.runs import read_run, read_runs
+from ddp_runner.compare.run_reader import read_run, read_runs
 from ddp_runner.tracking.alive import LOST, standing
 from ddp_runner.tracking.run_dir import RunDir
 

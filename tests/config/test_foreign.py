@@ -119,7 +119,7 @@ def test_the_attack_works_once_the_user_says_so(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_variable_or_an_address_must_be_said_again(key: str, value: Any, tmp_path: Path) -> None:
+def test_a_variable_or_an_address_must_be_repeated(key: str, value: Any, tmp_path: Path) -> None:
     """In any group, nested, in lists; through any resolver; of any scheme."""
     sentence = config_error(f"resume={foreign_run(tmp_path, {key: value})}")
     assert sentence.startswith(key)
@@ -168,25 +168,25 @@ def test_a_command_that_goes_on_with_ones_own_run_is_complete(tmp_path: Path) ->
     """What the end of a run prints, and what a job of Slurm runs, says it all again."""
     own = ("+user.token='${oc.env:AWS_SECRET_ACCESS_KEY}'", "+user.at=['http://a b','c']")
     job = planned(*TOY, *own)
-    assert job.said_again == (
+    assert job.resume_arguments == (
         '++user.token="${oc.env:AWS_SECRET_ACCESS_KEY}"',
         '++user.at=["http://a b","c"]',
     )
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     run.freeze(job.secrets.written(job.config), overrides=own, choices=job.choices)
-    again = planned(f"resume={run}", *job.said_again)
+    again = planned(f"resume={run}", *job.resume_arguments)
     assert again.config.user == job.config.user
     assert again.config.user["token"] == SECRET
-    assert again.said_again == job.said_again
+    assert again.resume_arguments == job.resume_arguments
     with pytest.raises(UserError, match=r"user\.token .* '\+\+user\.token="):
-        planned(f"resume={run}", job.said_again[1])
+        planned(f"resume={run}", job.resume_arguments[1])
     other = "+user.more='${oc.env:AWS_SECRET_ACCESS_KEY}'"  # says nothing of this key
     with pytest.raises(UserError, match=r"^user\.token"):
-        planned(f"resume={run}", job.said_again[1], other)
+        planned(f"resume={run}", job.resume_arguments[1], other)
 
 
-def test_what_ones_own_yaml_reads_need_not_be_said_again(
+def test_what_ones_own_yaml_reads_need_not_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder of --config-dir is as trusted as the command line."""

@@ -16,7 +16,7 @@ from tiers import first_of, named
 from ddp_runner.config.identity import config_hash
 from ddp_runner.config.instantiate import find, make
 from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, mode_needs
-from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.data.splits import MicroPlan
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError

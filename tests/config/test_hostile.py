@@ -30,8 +30,8 @@ from ddp_runner.inference.notebook import load, read_runs
 from ddp_runner.job import Job
 from ddp_runner.models import toy
 from ddp_runner.rank.session import open_session
-from ddp_runner.status.look import look, survey
 from ddp_runner.sweep.plan_file import PLAN
+from ddp_runner.sweep.survey import look, survey
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -209,7 +209,7 @@ FOREIGN = (
         "ddp_runner.tracking.run_record.subprocess.run",
         "ddp_runner.data.sources.shared.files_digest",
     ),
-    *("ddp_runner.data.sources.shared.os.system", "ddp_runner.data.cache.FileLock"),
+    *("ddp_runner.data.sources.shared.os.system", "ddp_runner.data.load_dataset.FileLock"),
     *("ddp_runner.models.bert.import_module", "ddp_runner.models.bert._pretrained"),
     *(
         "ddp_runner.models.torchvision_models.Mapping",

@@ -14,7 +14,7 @@ from ddp_runner.config.fields import walk
 from ddp_runner.config.identity import UNCOUNTED, config_hash, only_used
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import LIST_GROUPS, Config
-from ddp_runner.data.build import build_source
+from ddp_runner.data.load_dataset import build_source
 from ddp_runner.data.sources.torch_dataset import TorchDataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError

@@ -23,10 +23,9 @@ from train_states import (
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
-from ddp_runner.data.augmentation import FlipAndCrop
-from ddp_runner.data.build import build_source
-from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import TensorSource
+from ddp_runner.data.load_dataset import build_source, load_dataset
+from ddp_runner.data.pictures import FlipAndCrop
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 

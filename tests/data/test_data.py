@@ -18,12 +18,12 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.data import batches as batching
-from ddp_runner.data import cache as prepared
+from ddp_runner.data import load_dataset as prepared
 from ddp_runner.data.batches import NumberedBatches, StepBatch
-from ddp_runner.data.cache import FORMAT_VERSION, load_dataset
 from ddp_runner.data.dataset import Dataset, splits
+from ddp_runner.data.load_dataset import FORMAT_VERSION, load_dataset
 from ddp_runner.data.sources.offline import FakeImages
-from ddp_runner.data.splits import MicroBatch, Part, TensorSplit
+from ddp_runner.data.splits import EpochShare, MicroBatch, TensorSplit
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
 
@@ -232,7 +232,7 @@ def test_evaluation_counts_each_sample_once(world_size: int, num_samples: int) -
     seen: list[MicroBatch] = []
     for rank in range(world_size):
         ours = numbered(num_samples)
-        seen += ours.in_order(Part(4, rank, world_size, seed=0))
+        seen += ours.in_order(EpochShare(4, rank, world_size, seed=0))
     assert torch.cat([batch.data[1] for batch in seen]).tolist() == list(range(num_samples))
     assert all(1 <= len(batch.data[0]) <= 4 and batch.weight == 1.0 for batch in seen)
 
@@ -447,7 +447,7 @@ def test_a_cache_that_only_others_may_write_to_serves(
     def reject(self: object, *args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("ddp_runner.data.cache.locked", reject)  # root may write
+    monkeypatch.setattr("ddp_runner.data.load_dataset.locked", reject)  # root may write
     data = load_dataset(Counting("c"), data_root=tmp_path, log=pytest.fail)
     assert data.train.targets.tolist() == list(range(1000))
     flip_a_byte(folder)

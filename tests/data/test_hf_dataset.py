@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp_runner.cli.preflight import validate_files
-from ddp_runner.data.build import build_source
-from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.load_dataset import build_source, load_dataset
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.sources.torch_dataset import TorchDataset
-from ddp_runner.data.splits import MicroPlan, Part, TensorSplit
+from ddp_runner.data.splits import EpochShare, MicroPlan, TensorSplit
 from ddp_runner.data.stream import StreamSplit
 from ddp_runner.errors import UserError
 
@@ -170,7 +169,7 @@ def test_rows_are_a_stream(kind: str, num_workers: int, data_root: Path) -> None
     found = [
         int(number)
         for rank in range(2)
-        for batch in split.open(Part(3, share=rank, num_shares=2, seed=0))
+        for batch in split.open(EpochShare(3, share=rank, num_shares=2, seed=0))
         for number in batch.data[1]
     ]
     assert sorted(found) == list(range(SIZE))
@@ -184,7 +183,7 @@ def test_a_stream_of_rows_goes_on_from_each_state(
     """By the library's own state of its files, also where it reads many rows at once."""
     split = opened(data_root, kind, streaming=True, columns=["number", "x"], shuffle_buffer=4).train
     assert isinstance(split, StreamSplit)
-    assert_goes_on(split, Part(2, share=num_ranks - 1, num_shares=num_ranks, seed=0, epoch=1))
+    assert_goes_on(split, EpochShare(2, share=num_ranks - 1, num_shares=num_ranks, seed=0, epoch=1))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -199,14 +198,16 @@ def test_a_stream_of_tar_shards_goes_on_from_each_state(
     found = [
         key
         for rank in range(num_ranks)
-        for batch in assert_goes_on(split.train, Part(2, share=rank, num_shares=num_ranks, seed=0))
+        for batch in assert_goes_on(
+            split.train, EpochShare(2, share=rank, num_shares=num_ranks, seed=0)
+        )
         for key in batch
     ]
     assert sorted(found) == [f"{number:06d}" for number in range(23)]
     assert not any(offline.rglob("*.arrow"))
 
 
-def assert_goes_on(split: StreamSplit, part: Part) -> list[list[Any]]:
+def assert_goes_on(split: StreamSplit, part: EpochShare) -> list[list[Any]]:
     """Assert that a rank's stream goes on from each place; return its batches' first column."""
     whole = [first_column(batch.data) for batch in split.open(part)]
     for taken in range(len(whole) + 1):

@@ -13,8 +13,8 @@ from pictures import write_folders
 from PIL import Image
 from torch import Tensor
 
-from ddp_runner.data.build import build_dataset, build_source
 from ddp_runner.data.dataset import Dataset, NamedSamples
+from ddp_runner.data.load_dataset import build_dataset, build_source
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import MicroPlan
 from ddp_runner.errors import UserError

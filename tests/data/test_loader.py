@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from ddp_runner.data.batches import NumberedBatches, StepBatch
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.splits import MicroPlan, Part, TensorSplit
+from ddp_runner.data.splits import EpochShare, MicroPlan, TensorSplit
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import GENERATORS
 
@@ -140,7 +140,7 @@ def test_batches_are_those_of_tensors_in_memory(num_workers: int) -> None:
                 for micro in found.micro_batches:
                     numbers = (micro.data[0][:, 0, 0] / 6).long()
                     seen.index_add_(0, numbers, torch.full((len(numbers),), micro.weight))
-            of_eval = Part(4, share, num_shares, seed=0)
+            of_eval = EpochShare(4, share, num_shares, seed=0)
             for one, other in zip(split.in_order(of_eval), whole.in_order(of_eval), strict=True):
                 assert all(map(torch.equal, one.data, other.data))
         assert torch.equal(seen, torch.ones(NUM_SAMPLES))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.sources.torch_dataset import TorchDataset
-from ddp_runner.data.splits import Part
+from ddp_runner.data.splits import EpochShare
 from ddp_runner.data.stream import StreamSplit
 from ddp_runner.errors import UserError
 
@@ -39,7 +39,7 @@ STREAMS = {
 
 def read(split: StreamSplit, *, rank: int = 0, num_ranks: int = 1, **keys: Any) -> list[Any]:
     """Return one rank's batches of an epoch."""
-    return list(split.open(Part(BATCH, share=rank, num_shares=num_ranks, seed=7, **keys)))
+    return list(split.open(EpochShare(BATCH, share=rank, num_shares=num_ranks, seed=7, **keys)))
 
 
 def numbers(batches: list[Any]) -> list[int]:
@@ -79,7 +79,7 @@ def test_a_reader_goes_on_from_each_state(kind: str, num_workers: int, shuffle_b
         num_workers=num_workers,
         shuffle_buffer=shuffle_buffer,
     )
-    part = Part(BATCH, share=1, num_shares=2, seed=7, epoch=2)
+    part = EpochShare(BATCH, share=1, num_shares=2, seed=7, epoch=2)
     whole = list(split.open(part))
     # With workers each state is tried once; one in three is enough of the slow ones.
     for taken in range(0, len(whole) + 1, 3 if num_workers else 1):
@@ -94,7 +94,7 @@ def test_a_reader_goes_on_from_each_state(kind: str, num_workers: int, shuffle_b
 def test_a_worker_whose_shard_has_ended_gives_nothing_twice() -> None:
     """Its three samples are whole batches, and the other worker goes on."""
     split = StreamSplit("train", Sharded([3, 15]), num_workers=2)
-    part = Part(BATCH, share=0, num_shares=1, seed=7)
+    part = EpochShare(BATCH, share=0, num_shares=1, seed=7)
     stream = split.open(part)
     before = [next(stream) for _ in range(3)]
     after = list(split.open(part, state=stream.state()))
@@ -104,7 +104,10 @@ def test_a_worker_whose_shard_has_ended_gives_nothing_twice() -> None:
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_reader_is_resumed_again_and_again(kind: str) -> None:
     """After each batch, within a block of three and beyond; a state is never used up."""
-    split, part = StreamSplit("train", STREAMS[kind], shuffle_buffer=9), Part(BATCH, 0, 1, seed=7)
+    split, part = (
+        StreamSplit("train", STREAMS[kind], shuffle_buffer=9),
+        EpochShare(BATCH, 0, 1, seed=7),
+    )
     found, state = list[Any](), None
     while batch := next(stream := split.open(part, state=state), None):
         found.append(batch)
@@ -121,7 +124,10 @@ def noisy(sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def test_a_state_after_the_end_begins_nothing_anew() -> None:
     """A rank whose part ended first has nothing left when the run is resumed."""
     split = StreamSplit("train", Plain(SIZE))
-    stream, part = split.open(Part(BATCH, share=0, num_shares=1, seed=7)), Part(BATCH, 0, 1, seed=7)
+    stream, part = (
+        split.open(EpochShare(BATCH, share=0, num_shares=1, seed=7)),
+        EpochShare(BATCH, 0, 1, seed=7),
+    )
     assert len(list(stream)) == 8
     assert list(split.open(part, state=stream.state())) == []
 
@@ -130,9 +136,9 @@ def test_epochs_seeds_and_readers_draw_other_numbers() -> None:
     """The same samples come with other noise."""
     split = StreamSplit("train", Plain(SIZE))
     parts = [
-        Part(BATCH, share=0, num_shares=1, seed=7),
-        Part(BATCH, share=0, num_shares=1, seed=8),
-        Part(BATCH, share=0, num_shares=1, seed=7, epoch=1),
+        EpochShare(BATCH, share=0, num_shares=1, seed=7),
+        EpochShare(BATCH, share=0, num_shares=1, seed=8),
+        EpochShare(BATCH, share=0, num_shares=1, seed=7, epoch=1),
     ]
     firsts = [next(split.open(part)).data[0] for part in parts]
     assert not torch.equal(firsts[0], firsts[1])
@@ -186,7 +192,7 @@ def test_an_evaluation_reads_each_sample_once() -> None:
         found = [
             int(number)
             for rank in range(2)
-            for batch in split.in_order(Part(4, rank, 2, seed=0))
+            for batch in split.in_order(EpochShare(4, rank, 2, seed=0))
             for number in batch.data[1]
         ]
         assert sorted(found) == list(range(SIZE))
@@ -196,7 +202,7 @@ def test_an_evaluation_reads_each_sample_once() -> None:
 def test_an_error_in_a_stream_is_one_line(num_workers: int) -> None:
     """With the exception and where it was; the samples before it come first."""
     stream = StreamSplit("train", Broken(5), num_workers=num_workers).open(
-        Part(2, share=0, num_shares=1, seed=0)
+        EpochShare(2, share=0, num_shares=1, seed=0)
     )
     next(stream)
     next(stream)

@@ -14,8 +14,8 @@ from texts import BAD, GOOD, csv_error, csv_text, load_csv, write_reviews
 
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.data.batches import NumberedBatches
-from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.data.sources.csv_text import encode
 from ddp_runner.data.tokenizer import SPECIAL_TOKENS, build_tokenizer, load_tokenizer
 from ddp_runner.dist_env import DistEnv

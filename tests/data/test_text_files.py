@@ -13,8 +13,8 @@ from torch import Tensor
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.data import text_tokenizer
-from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.data.sources.text import bundled_text
 from ddp_runner.data.splits import MicroPlan, Split, TokenSplit
 from ddp_runner.data.text_tokenizer import (

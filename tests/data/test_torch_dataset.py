@@ -16,8 +16,7 @@ from real_data import idx_images, idx_labels, require, write_tiny_mnist
 from torch import Tensor
 
 from ddp_runner.cli.preflight import validate_files
-from ddp_runner.data.build import build_dataset, build_source
-from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.load_dataset import build_dataset, build_source, load_dataset
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.sources import torch_dataset
 from ddp_runner.data.sources.torch_dataset import TorchDataset
@@ -30,7 +29,7 @@ MNIST_FILES = [
     for split in ("train", "t10k")
     for kind in ("images-idx3", "labels-idx1")
 ]
-FLIP = "{_target_:ddp_runner.data.augmentation.FlipAndCrop,horizontal_flip:true,crop_padding:1}"
+FLIP = "{_target_:ddp_runner.data.pictures.FlipAndCrop,horizontal_flip:true,crop_padding:1}"
 CODE = """import random
 
 import torch

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_runner.data.cache import load_dataset
 from ddp_runner.data.dataset import KEYS, Dataset, splits
+from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.errors import UserError
 
 GOOD = {

@@ -15,7 +15,7 @@ from run_folders import rank_log, record
 from texts import HEADER, TINY_BERT, write_reviews, write_rows
 from tiers import first_of
 
-from ddp_runner.data.cache import FORMAT_VERSION
+from ddp_runner.data.load_dataset import FORMAT_VERSION
 
 IMAGES = ("model=mnist_net", "train.num_threads=1", "train.max_steps=1", "batch.global_size=2")
 IDX = (*IMAGES, "dataset=mnist", "data_root=data", "world_size=2")

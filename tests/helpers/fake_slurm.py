@@ -7,15 +7,15 @@ import pytest
 from sweeps import batch_of, planned
 
 from ddp_runner.errors import UserError
-from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.jobs import JobBatch
 from ddp_runner.sweep.slurm import executor as slurm
 from ddp_runner.sweep.slurm import watch as slurm_watch
-from ddp_runner.sweep.slurm.settings import SlurmSettings
+from ddp_runner.sweep.slurm.slurm_settings import SlurmSettings
 
 SETTINGS = SlurmSettings(gpus_per_node=0, cpus_per_node=4)
 
 
-def three_jobs(sweep: Path) -> Batch:
+def three_jobs(sweep: Path) -> JobBatch:
     """Return three queued jobs with their folders, of a sweep in a new folder."""
     (sweep / "slurm").mkdir(parents=True)
     planned(sweep, *"abc")

@@ -183,7 +183,7 @@ def counted() -> dict[str, list[Target]]:
     from ddp_runner.own_loop import run
     from ddp_runner.parallelism.parameter_server import Trainer
     from ddp_runner.tracking import metric_files
-    from ddp_runner.train import loop, task
+    from ddp_runner.train import loop, train_task
 
     files = metric_files.MetricFiles
     return {
@@ -192,7 +192,7 @@ def counted() -> dict[str, list[Target]]:
         "own step": [(run.Run, run.Run.should_stop)],
         "evaluation": [(loop, loop.evaluate)],
         "log": [(files, files._add)],
-        "end": [(task, task.export_best)],  # once, on each rank, after the last step
+        "end": [(train_task, train_task.export_best)],  # once, on each rank, after the last step
     }
 
 

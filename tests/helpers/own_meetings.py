@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ddp_runner.data.sources.offline import RandomRegression
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 INPUTS, TARGETS, NUM_WORDS = 10, 5, 12
 NUM_EVAL = 11
@@ -78,7 +78,7 @@ def _errors(model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor, Tensor]:
     return (outputs - targets).square().mean(dim=1), outputs, targets
 
 
-def counted(model: nn.Module, batch: Sample) -> Step:
+def counted(model: nn.Module, batch: Sample) -> StepOutput:
     """Return the squared errors, and scalars that tell which samples were in the batch."""
     errors, outputs, targets = _errors(model, batch)
     first = batch[0][:, 0].double()
@@ -87,22 +87,24 @@ def counted(model: nn.Module, batch: Sample) -> Step:
         "first": first.sum(),
         "squared": first.square().sum(),
     }
-    return Step(errors.sum(), len(errors), outputs, targets, scalars)
+    return StepOutput(errors.sum(), len(errors), outputs, targets, scalars)
 
 
-def weighed(model: nn.Module, batch: Sample) -> Step:
+def weighed(model: nn.Module, batch: Sample) -> StepOutput:
     """Return a loss that is summed over 1 to 7 tokens of each sample, and their number."""
     errors, outputs, targets = _errors(model, batch)
     tokens = 1 + (batch[0][:, 2].abs() * 100).long() % 7
-    return Step((errors * tokens).sum(), tokens.sum(), outputs, targets, {"tokens": tokens.sum()})
+    return StepOutput(
+        (errors * tokens).sum(), tokens.sum(), outputs, targets, {"tokens": tokens.sum()}
+    )
 
 
-def named_by_data(model: nn.Module, batch: Sample) -> Step:
+def named_by_data(model: nn.Module, batch: Sample) -> StepOutput:
     """Return a scalar that only batches with a rare sample have."""
     errors, outputs, targets = _errors(model, batch)
     is_rare = batch[0][:, 0] > RARE
     scalars = {"rare": is_rare.double().sum()} if is_rare.any() else {}
-    return Step(errors.sum(), len(errors), outputs, targets, scalars)
+    return StepOutput(errors.sum(), len(errors), outputs, targets, scalars)
 
 
 def rows(size: int) -> tuple[list[Sample], list[Sample]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ddp_runner.metrics.metric import summed
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 
 class Summed:
@@ -252,16 +252,16 @@ def segmenter() -> nn.Module:
     return nn.Conv2d(1, 2, 3, padding=1)
 
 
-def without_outputs(model: nn.Module, batch: Any) -> Step:
+def without_outputs(model: nn.Module, batch: Any) -> StepOutput:
     """Return a loss and nothing for metrics."""
-    return Step((model(batch[0]) - batch[1]).square().sum(), len(batch[0]))
+    return StepOutput((model(batch[0]) - batch[1]).square().sum(), len(batch[0]))
 
 
-def with_scalar(model: nn.Module, batch: Any) -> Step:
+def with_scalar(model: nn.Module, batch: Any) -> StepOutput:
     """Return a scalar under the name of a metric."""
     outputs = model(batch[0])
     loss = (outputs - batch[1]).square().sum()
-    return Step(loss, len(outputs), outputs, batch[1], scalars={"mae": loss.detach()})
+    return StepOutput(loss, len(outputs), outputs, batch[1], scalars={"mae": loss.detach()})
 
 
 class Demanding(Summed):

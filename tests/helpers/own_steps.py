@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 NUM_WORDS = 12
 # The command line of a model that classifies each word.
@@ -64,22 +64,22 @@ class Tagger(nn.Module):
         return scores
 
 
-def tag(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+def tag(model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
     """Sum the cross-entropy over the words, and count them."""
     words, classes = batch
     scores = model(words)
     is_word = classes != -100
     hits = (scores.argmax(dim=1) == classes)[is_word].sum()
     loss = F.cross_entropy(scores, classes, reduction="sum")
-    return Step(loss, is_word.sum(), scalars={"hits": hits.float()})
+    return StepOutput(loss, is_word.sum(), scalars={"hits": hits.float()})
 
 
-def squares(model: nn.Module, batch: Any, *, factor: float = 1.0) -> Step:
+def squares(model: nn.Module, batch: Any, *, factor: float = 1.0) -> StepOutput:
     """Sum the squared errors over the samples, times a factor."""
     outputs, targets = model(batch[0]), batch[1]
     errors = (outputs - targets).square().mean(dim=1)
     scalars = {"worst": errors.detach().max() * len(errors), "mean_error": errors.detach().sum()}
-    return Step(factor * errors.sum(), len(errors), outputs, targets, scalars)
+    return StepOutput(factor * errors.sum(), len(errors), outputs, targets, scalars)
 
 
 class Squares(nn.Module):
@@ -89,35 +89,35 @@ class Squares(nn.Module):
         super().__init__()
         self.loss, self.factor = loss, nn.Parameter(torch.tensor(factor))
 
-    def forward(self, model: nn.Module, batch: Any) -> Step:
+    def forward(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return the loss of the config, times the factor."""
         outputs = model(batch[0])
-        return Step(self.factor.detach() * self.loss(outputs, batch[1]), len(outputs))
+        return StepOutput(self.factor.detach() * self.loss(outputs, batch[1]), len(outputs))
 
 
-def by_sign(model: nn.Module, batch: Any) -> Step:
+def by_sign(model: nn.Module, batch: Any) -> StepOutput:
     """Count the samples under a name that depends on the first of them."""
     step = squares(model, batch)
     name = "high" if batch[0][0, 0] > 0 else "low"
-    return Step(step.loss_sum, step.count, scalars={name: torch.tensor(float(step.count))})
+    return StepOutput(step.loss_sum, step.count, scalars={name: torch.tensor(float(step.count))})
 
 
-def mean(model: nn.Module, batch: Any) -> Step:
+def mean(model: nn.Module, batch: Any) -> StepOutput:
     """Return a mean in place of a sum."""
     step = squares(model, batch)
-    return Step(step.loss_sum / step.count, step.count)
+    return StepOutput(step.loss_sum / step.count, step.count)
 
 
-def of_pairs(model: nn.Module, batch: Any) -> Step:
+def of_pairs(model: nn.Module, batch: Any) -> StepOutput:
     """Return a loss that depends on which samples are in a batch."""
     outputs = model(batch[0])
-    return Step((outputs @ outputs.T).square().sum(), len(outputs))
+    return StepOutput((outputs @ outputs.T).square().sum(), len(outputs))
 
 
-def random(model: nn.Module, batch: Any) -> Step:
+def random(model: nn.Module, batch: Any) -> StepOutput:
     """Return a sum that draws random numbers."""
     step = squares(model, batch)
-    return Step(step.loss_sum * torch.rand(()), step.count)
+    return StepOutput(step.loss_sum * torch.rand(()), step.count)
 
 
 def a_tensor(model: nn.Module, batch: Any) -> Tensor:
@@ -125,38 +125,38 @@ def a_tensor(model: nn.Module, batch: Any) -> Tensor:
     return squares(model, batch).loss_sum
 
 
-def each_sample(model: nn.Module, batch: Any) -> Step:
+def each_sample(model: nn.Module, batch: Any) -> StepOutput:
     """Return a loss for each sample."""
-    return Step(model(batch[0]).square().mean(dim=1), len(batch[0]))
+    return StepOutput(model(batch[0]).square().mean(dim=1), len(batch[0]))
 
 
-def detached(model: nn.Module, batch: Any) -> Step:
+def detached(model: nn.Module, batch: Any) -> StepOutput:
     """Return a loss without its graph."""
-    return Step(squares(model, batch).loss_sum.detach(), len(batch[0]))
+    return StepOutput(squares(model, batch).loss_sum.detach(), len(batch[0]))
 
 
-def in_training(model: nn.Module, batch: Any) -> Step:
+def in_training(model: nn.Module, batch: Any) -> StepOutput:
     """Return a loss in training mode only, as torchvision's detectors compute it."""
     step = squares(model, batch)
-    return step if model.training else Step(torch.zeros(()), step.count)
+    return step if model.training else StepOutput(torch.zeros(()), step.count)
 
 
-def of_elements(model: nn.Module, batch: Any) -> Step:
+def of_elements(model: nn.Module, batch: Any) -> StepOutput:
     """Count elements."""
-    return Step(squares(model, batch).loss_sum, batch[1].numel())
+    return StepOutput(squares(model, batch).loss_sum, batch[1].numel())
 
 
-def of_one(model: nn.Module, batch: Any) -> Step:
+def of_one(model: nn.Module, batch: Any) -> StepOutput:
     """Count batches."""
-    return Step(squares(model, batch).loss_sum, 1)
+    return StepOutput(squares(model, batch).loss_sum, 1)
 
 
-def number_as_scalar(model: nn.Module, batch: Any) -> Step:
+def number_as_scalar(model: nn.Module, batch: Any) -> StepOutput:
     """Return a Python number among the scalars."""
-    return Step(squares(model, batch).loss_sum, len(batch[0]), scalars={"one": 1.0})
+    return StepOutput(squares(model, batch).loss_sum, len(batch[0]), scalars={"one": 1.0})
 
 
-def failing(model: nn.Module, batch: Any) -> Step:
+def failing(model: nn.Module, batch: Any) -> StepOutput:
     """Raise what a bug raises."""
     raise KeyError("image")
 

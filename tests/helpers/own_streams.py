@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 FEATURES = 4
 Sample = tuple[Tensor, Tensor]
@@ -176,9 +176,9 @@ class NotCopied(Plain):
         self.lock = threading.Lock()
 
 
-def numbered(model: nn.Module, batch: Sample) -> Step:
+def numbered(model: nn.Module, batch: Sample) -> StepOutput:
     """Return the squared outputs, and as scalars what tells which samples were in the batch."""
     features, numbers = batch
     outputs = model(features)
     scalars = {"numbers": numbers.double().sum(), "squares": numbers.double().square().sum()}
-    return Step(outputs.square().sum(), len(numbers), outputs, numbers, scalars)
+    return StepOutput(outputs.square().sum(), len(numbers), outputs, numbers, scalars)

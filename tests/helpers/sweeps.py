@@ -13,7 +13,7 @@ from run_folders import last_step
 from ddp_runner.config.sections import SweepConfig
 from ddp_runner.host import hardware
 from ddp_runner.job import Job
-from ddp_runner.sweep.jobs import Batch, SweepJob, num_sessions
+from ddp_runner.sweep.jobs import JobBatch, SweepJob, num_sessions
 from ddp_runner.sweep.plan_file import PLAN, PlannedJob, begun, change_plan, extended, read_plan
 
 POLL_S = 0.2  # more often would take too much of the cores
@@ -42,7 +42,7 @@ def planned(sweep: Path, *names: str, command: Sequence[str] = ("mine",)) -> Non
         (sweep / name).mkdir(exist_ok=True)
 
 
-def batch_of(sweep: Path, *names: str, world_size: int = 1, **settings: Any) -> Batch:
+def batch_of(sweep: Path, *names: str, world_size: int = 1, **settings: Any) -> JobBatch:
     """Return the jobs of these names, which are in the plan, as a command has queued them."""
     config, _ = resolved("model=toy", f"world_size={world_size}")
     plan, jobs = read_plan(sweep), dict[str, SweepJob]()
@@ -51,7 +51,7 @@ def batch_of(sweep: Path, *names: str, world_size: int = 1, **settings: Any) -> 
         found = plan.jobs[name].standing(sweep)
         sessions = num_sessions(found) if found.status == "failed" else 0
         jobs[name] = SweepJob(plan.jobs[name], job, sweep, sessions)
-    return Batch(jobs, SweepConfig(**settings))
+    return JobBatch(jobs, SweepConfig(**settings))
 
 
 def table_row(stdout: str, job: str) -> list[str]:

@@ -17,8 +17,8 @@ from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.training import CheckpointConfig
-from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.load_dataset import build_dataset
 from ddp_runner.data.splits import Split, TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -27,15 +27,15 @@ from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.parallelism.shards import whole
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.train.build import build_state, build_work
+from ddp_runner.train.build_state import build_state, build_work
 from ddp_runner.train.engine import engage
 from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.loop import train, train_step
-from ddp_runner.train.metrics import global_loss
 from ddp_runner.train.progress import Progress
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import supervised
+from ddp_runner.train.step_metrics import global_loss
 
 # 27 samples in batches of 8: an epoch has three full batches, and a last one of three samples.
 SMALL = ("dataset.num_samples=27", "batch.global_size=8", "optimizer.lr=0.05")

@@ -13,8 +13,8 @@ import torch
 from ddp_runner.device import open_devices
 from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
-from ddp_runner.host.accelerators import Accelerators
 from ddp_runner.host.hardware import (
+    Accelerators,
     binds_gpus,
     detect,
     memory_bytes,
@@ -226,7 +226,7 @@ def test_other_kinds_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) 
 def test_torch_is_asked_in_another_process() -> None:
     """The answer comes, and this process has not imported torch."""
     code = (
-        "import sys; from ddp_runner.host.accelerators import known_to_torch; "
+        "import sys; from ddp_runner.host.hardware import known_to_torch; "
         "print(known_to_torch(is_rank=False)); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.host import hardware, load, processes
-from ddp_runner.host.load import Load, load_record, measure_load, oom_kills
+from ddp_runner.host import hardware, machine_load, processes
+from ddp_runner.host.machine_load import (
+    Load,
+    load_record,
+    measure_load,
+    oom_kills,
+)
 
 
 def write_proc(folder: Path, cores: dict[int, list[int]], processes: dict[int, list[int]]) -> None:
@@ -31,7 +36,7 @@ def test_shares_are_of_the_cores_that_a_run_may_use(
 
     The rank that ends meanwhile is counted with its parent.
     """
-    for module in (load, processes):
+    for module in (machine_load, processes):
         monkeypatch.setattr(module, "PROC", tmp_path / "proc")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
     monkeypatch.setattr(os, "getppid", lambda: 7)

@@ -11,12 +11,12 @@ import torch
 
 from ddp_runner.errors import UserError
 from ddp_runner.inference.predictions import columns_of, joined, write_table
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 
 def columns(outputs: Any, targets: Any = None, *, num_classes: int | None = None) -> dict[str, Any]:
     """Return the columns of two samples, as lists."""
-    step = Step(torch.zeros(()), 2, outputs=outputs, targets=targets)
+    step = StepOutput(torch.zeros(()), 2, outputs=outputs, targets=targets)
     found = columns_of(step, split="eval", numbers=range(4, 6), num_classes=num_classes)
     return {name: values.tolist() for name, values in found.items()}
 

@@ -13,7 +13,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Failure, Job
-from ddp_runner.launch.blame import Ends, Stack, first_failure
+from ddp_runner.launch.failure_cause import Ends, Stack, first_failure
 from ddp_runner.launch.rank_process import failure_of
 from ddp_runner.parallelism.single import Single
 from ddp_runner.rank.session import Session, note_start

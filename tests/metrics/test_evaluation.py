@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import Evaluation, Metric, directions, summed
+from ddp_runner.metrics.metric_trial import try_metrics
 from ddp_runner.metrics.shipped import MAE, Perplexity, TopKAccuracy
-from ddp_runner.metrics.trial import try_metrics
 
 
 def test_the_direction_is_asked_of_the_class() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import Evaluation, directions
-from ddp_runner.metrics.trial import try_metrics
+from ddp_runner.metrics.metric_trial import try_metrics
 
 # Made in a test: the library takes two seconds to import.
 THEIRS: dict[str, tuple[Callable[[Any], Any], Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_runner.errors import UserError
-from ddp_runner.own_loop.task import place_noted, validate_arguments
+from ddp_runner.own_loop.own_task import place_noted, validate_arguments
 from ddp_runner.tracking.start_block import shown_path
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.errors import UserError
-from ddp_runner.own_loop.loader import Loader
+from ddp_runner.own_loop.rank_batches import Loader
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 13  # with batches of 6: the last one has a single sample

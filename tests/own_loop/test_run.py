@@ -13,7 +13,7 @@ from PIL import Image
 from run_folders import checkpoint_dir, checkpoint_steps, metrics, record
 from safetensors.torch import load_file
 
-from ddp_runner.own_loop.records import number
+from ddp_runner.own_loop.loop_log import number
 
 
 @pytest.mark.full
@@ -98,7 +98,7 @@ def test_a_wrong_call_is_one_line(tmp_path: Path) -> None:
 
     import torch
 
-    from ddp_runner.own_loop import Run
+    from ddp_runner import Run
 
     def train(run):
         lines = []

@@ -11,13 +11,12 @@ from ranks import run_ranks
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
-from ddp_runner.checkpoint.state import Saver
+from ddp_runner.checkpoint.saved_objects import Saver
 from ddp_runner.checkpoint.store import save_checkpoint
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.own_loop.build import build_saver
-from ddp_runner.own_loop.wrapping import validate_objects
+from ddp_runner.own_loop.wrapping import build_saver, validate_objects
 from ddp_runner.parallelism.mode import one_share_each
 from ddp_runner.tracking.run_dir import RunDir
 

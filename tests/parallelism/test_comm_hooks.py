@@ -19,7 +19,7 @@ from train_states import MNIST_NET, NO_DROPOUT, Trace, build, compose_config, ta
 
 from ddp_runner.check.gradients import mean_gradients, own_gradients, synced_gradients
 from ddp_runner.compare.parity import promises_parity
-from ddp_runner.compare.run import Run
+from ddp_runner.compare.recorded_run import RecordedRun
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 
@@ -141,7 +141,7 @@ def test_a_comparison_promises_no_parity_of_inexact_steps(
     key: str, value: str | None, is_promised: bool, tmp_path: Path
 ) -> None:
     """Their losses may differ, which is no fault; and they are no reference."""
-    run = Run(tmp_path, config={f"parallelism.{key}": value})
+    run = RecordedRun(tmp_path, config={f"parallelism.{key}": value})
     assert promises_parity(run) is is_promised
 
 

@@ -15,7 +15,7 @@ from train_states import build, compose_config
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.gloo import GlooReduceScatter
+from ddp_runner.parallelism.mesh import GlooReduceScatter
 
 NUM_BLOCKS = 3
 GPT = (

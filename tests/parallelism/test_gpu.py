@@ -22,11 +22,11 @@ from train_states import MNIST_NET, NO_DROPOUT, compose_config, evaluated, take_
 
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
-from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.build import build_state, build_work
+from ddp_runner.train.build_state import build_state, build_work
 from ddp_runner.train.loop import train_step
-from ddp_runner.train.metrics import global_loss
+from ddp_runner.train.step_metrics import global_loss
 
 NUM_GPUS = torch.cuda.device_count()
 NUM_STEPS = 6

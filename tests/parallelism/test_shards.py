@@ -21,7 +21,7 @@ from ddp_runner.parallelism import mesh
 from ddp_runner.parallelism.initial_weights import build_by_modules
 from ddp_runner.parallelism.module_names import matched
 from ddp_runner.parallelism.shards import gathered, is_shard, like, own_part, whole
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 GPT = ("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2")
 ODD = ("model=toy", "+model.hidden_size=7", *TOY[1:])
@@ -140,7 +140,7 @@ def differently_rounded(env: DistEnv, config: Config) -> float:
     """Return an evaluation's loss, of which rank 1 computes the last digits otherwise."""
     state = build(env, config)
 
-    def step(model: nn.Module, batch: Any) -> Step:
+    def step(model: nn.Module, batch: Any) -> StepOutput:
         found = state.work.step_fn(model, batch)
         return replace(found, loss_sum=found.loss_sum.double() + 1e-9 * env.rank)
 

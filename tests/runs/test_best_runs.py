@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from tiers import runs_full
 
 from ddp_runner.checkpoint.manifest import read_manifest
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.metric_names import MONITORS
 from ddp_runner.sweep.plan_file import read_plan
-from ddp_runner.sweep.table import objective_of
+from ddp_runner.sweep.sweep_table import objective_of
 
 TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
 # Few samples for the model's 165 parameters: it overfits after two epochs.

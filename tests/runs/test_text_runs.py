@@ -21,7 +21,7 @@ from texts import TINY_BERT, write_reviews, write_rows
 
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.instantiate import make
-from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.errors import UserError
 from ddp_runner.train.build_model import model_factory
 

@@ -19,8 +19,8 @@ from sweeps import planned
 from trainings import LONG
 
 from ddp_runner.errors import UserError, duration
-from ddp_runner.status.__main__ import run
-from ddp_runner.status.look import folder_time
+from ddp_runner.status import run
+from ddp_runner.sweep.survey import folder_time
 from ddp_runner.tracking.run_dir import RunDir
 
 STATUS = (*RUNNER[:-1], "ddp_runner.status")
@@ -183,7 +183,7 @@ def test_a_thousand_runs_are_read_without_a_slow_import(tmp_path: Path) -> None:
     for number in range(5):
         write_run(tmp_path / str(number))
     program = (
-        "import sys; from ddp_runner.status.__main__ import run; run(sys.argv[1:]); "
+        "import sys; from ddp_runner.status import run; run(sys.argv[1:]); "
         "print(*sorted(sys.modules), file=sys.stderr)"
     )
     command = [sys.executable, "-c", program, str(tmp_path), "--all"]

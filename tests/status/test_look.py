@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from generated_runs import lines_of, write_run
 
-from ddp_runner.status.look import RunStatus, look
+from ddp_runner.sweep.survey import RunStatus, look
 from ddp_runner.tracking.run_dir import RunDir
 
 HERE = socket.gethostname()

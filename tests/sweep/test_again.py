@@ -18,13 +18,13 @@ from ddp_runner.cli.command import parse
 from ddp_runner.cli.plan import Invocation, compose
 from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.compare.analysis import compare
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.config.identity import config_hash
 from ddp_runner.config.schema import Config
 from ddp_runner.job import Job
-from ddp_runner.status.look import look
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.planner import Planner, SweepCommand
+from ddp_runner.sweep.survey import look
 from ddp_runner.tracking.run_record import write_run_record
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")

@@ -13,7 +13,7 @@ from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import jobs as module
 from ddp_runner.sweep.jobs import failure, run_left
 from ddp_runner.sweep.plan_file import change_plan, read_plan
-from ddp_runner.sweep.table import sweep_table
+from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import begin_session, fail_session, write_run_record

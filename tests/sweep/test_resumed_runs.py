@@ -11,7 +11,7 @@ from sweeps import only_sweep, statuses
 from tiers import first_of
 
 from ddp_runner.cli.command import quoted_runs
-from ddp_runner.sweep.table import sweep_table
+from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 

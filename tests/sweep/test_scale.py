@@ -13,11 +13,11 @@ from ddp_runner.cli.command import parse
 from ddp_runner.cli.plan import compose
 from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.sweep import planner
-from ddp_runner.sweep.jobs import Batch, run_left
+from ddp_runner.sweep.jobs import JobBatch, run_left
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.planner import SweepCommand
 from ddp_runner.sweep.slurm.watch import poll_interval
-from ddp_runner.sweep.table import sweep_table
+from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.run_record import write_run_record
 
 COUNTERS = Path("/proc/self/io")
@@ -37,7 +37,7 @@ def num_bytes_moved(work: Callable[[], object]) -> int:
     return moved() - before
 
 
-def queued(folder: Path, num_jobs: int) -> Batch:
+def queued(folder: Path, num_jobs: int) -> JobBatch:
     """Return jobs of a new sweep, each with its folder."""
     names = [f"{number:05}" for number in range(num_jobs)]
     planned(folder, *names)

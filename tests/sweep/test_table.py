@@ -6,7 +6,7 @@ import pytest
 from sweeps import planned
 
 from ddp_runner.errors import UserError
-from ddp_runner.sweep.table import objective_of, sweep_table
+from ddp_runner.sweep.sweep_table import objective_of, sweep_table
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record

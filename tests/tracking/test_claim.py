@@ -15,14 +15,14 @@ from ddp_runner.config.secrets import Secrets
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.tracking.claim import (
+from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_folder_claim import (
     begin_run,
     claim_run,
     claimed,
     freeze,
-    own_marks,
+    own_launch_ids,
 )
-from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
 OURS, THEIRS = ["agent here 1"], ["agent here 2"]
@@ -44,11 +44,11 @@ def job(*overrides: str, run_dir: Path | None = None, ranks: int = 2) -> Job:
 
 
 def attempt(
-    planned: Job, marks: list[str], *, status: str | None = None, error: object = None
+    planned: Job, launch_ids: list[str], *, status: str | None = None, error: object = None
 ) -> RunDir:
     """Claim and freeze a run as one attempt of a launch does, which then ends with a status."""
     with ExitStack() as held:
-        run_dir, global_size = claim_run(planned, marks=marks, held=held)
+        run_dir, global_size = claim_run(planned, launch_ids=launch_ids, held=held)
         begin_run(claimed(planned, run_dir, global_size))
         if status is not None:
             write_run_record(run_dir, status=status, error=error)
@@ -61,10 +61,10 @@ def test_a_restart_goes_on_in_its_own_folder_alone(stack: ExitStack, status: str
     own = attempt(job(), OURS, status=status)
     other = attempt(job(), THEIRS, status=status)
     assert other != own
-    again = claim_run(job(), marks=[*OURS, "agent there 3"], held=stack)
+    again = claim_run(job(), launch_ids=[*OURS, "agent there 3"], held=stack)
     assert again == (own, 40)
     assert record(own.path)["launches"] == [*OURS, "agent there 3"]
-    third, _ = claim_run(job(), marks=["agent here 9"], held=stack)
+    third, _ = claim_run(job(), launch_ids=["agent here 9"], held=stack)
     assert third not in (own, other)
 
 
@@ -72,7 +72,7 @@ def test_a_restart_on_fewer_machines_keeps_folder_and_global_batch(stack: ExitSt
     """The number of ranks is no part of a run's identity; 2 x 20 samples become 1 x 40."""
     own = attempt(job(ranks=2), OURS)
     alone = job(ranks=1)
-    again = claim_run(alone, marks=OURS, held=stack)
+    again = claim_run(alone, launch_ids=OURS, held=stack)
     assert again == (own, 40)
     batch = claimed(alone, *again).config.batch
     assert (batch.global_size, batch.per_rank) == (40, 40)
@@ -95,7 +95,7 @@ def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -
     assert held.wait(60)
     timer = threading.Timer(0.2, let_go.set)
     timer.start()
-    assert claim_run(job(), marks=OURS, held=stack)[0] == own
+    assert claim_run(job(), launch_ids=OURS, held=stack)[0] == own
     earlier.join()
     timer.join()
 
@@ -105,8 +105,8 @@ def test_each_command_of_a_requeued_job_takes_one_of_the_jobs_runs(stack: ExitSt
     first, second = (attempt(job(), ["slurm x 7 start 0"]) for _ in range(2))
     assert first != second
     other = attempt(job(), ["slurm x 8 start 0"])
-    marks = ["slurm x 7 start 1"]
-    again = [claim_run(job(), marks=marks, held=stack)[0] for _ in range(3)]
+    launch_ids = ["slurm x 7 start 1"]
+    again = [claim_run(job(), launch_ids=launch_ids, held=stack)[0] for _ in range(3)]
     assert again[:2] == [first, second]
     assert again[2] not in (first, second, other)
     assert record(first.path)["launches"] == ["slurm x 7 start 0", "slurm x 7 start 1"]
@@ -116,7 +116,7 @@ def test_a_command_passes_over_the_run_that_an_equal_command_is_taking(stack: Ex
     """The other one holds the folder, and writes its mark a moment later."""
     first, second = (attempt(job(), ["slurm x 7 start 0"]) for _ in range(2))
     with first.locked():
-        again, _ = claim_run(job(), marks=["slurm x 7 start 1"], held=stack)
+        again, _ = claim_run(job(), launch_ids=["slurm x 7 start 1"], held=stack)
     assert again == second
 
 
@@ -126,13 +126,13 @@ def test_a_run_is_known_by_all_of_its_launches(stack: ExitStack) -> None:
     again = attempt(job(), ["slurm 7.0", *THEIRS])
     assert again == own
     assert record(own.path)["launches"] == [*OURS, *THEIRS, "slurm 7.0"]
-    assert claim_run(job(), marks=OURS, held=stack)[0] == own
+    assert claim_run(job(), launch_ids=OURS, held=stack)[0] == own
 
 
 def test_another_config_under_the_same_agent_is_another_run(stack: ExitStack) -> None:
     """A script may run one command after another under one torchrun."""
     own = attempt(job("name=both"), OURS)
-    assert claim_run(job("name=both", "seed=1"), marks=OURS, held=stack)[0] != own
+    assert claim_run(job("name=both", "seed=1"), launch_ids=OURS, held=stack)[0] != own
 
 
 def test_a_folder_that_holds_a_run_is_rejected_unless_it_is_resumed(
@@ -142,11 +142,11 @@ def test_a_folder_that_holds_a_run_is_rejected_unless_it_is_resumed(
     folder = tmp_path / "mine"
     attempt(job(run_dir=folder), THEIRS, status="completed")
     with pytest.raises(UserError, match=rf"^{folder} already holds a run.*resume={folder}"):
-        claim_run(job(run_dir=folder), marks=OURS, held=stack)
+        claim_run(job(run_dir=folder), launch_ids=OURS, held=stack)
     resumed = job(run_dir=folder)
     resumed = replace(resumed, config=replace(resumed.config, resume=str(folder)))
     with ExitStack() as held:  # its config has what it resumes
-        assert claim_run(resumed, marks=OURS, held=held) == (RunDir(folder), None)
+        assert claim_run(resumed, launch_ids=OURS, held=held) == (RunDir(folder), None)
     assert attempt(job(run_dir=folder), OURS) == RunDir(folder)
 
 
@@ -160,22 +160,22 @@ def test_resume_auto_names_the_keys_of_another_config_in_the_folder(
     freeze(replace(planned, secrets=Secrets({("name",): "${oc.env:X}"})), RunDir(folder))
     other = job("resume=auto", "seed=2", "optimizer.lr=0.5", run_dir=folder, ranks=4)
     with pytest.raises(UserError) as caught:
-        claim_run(other, marks=OURS, held=stack)
+        claim_run(other, launch_ids=OURS, held=stack)
     assert str(caught.value) == (
         f"{folder} holds a run whose config differs (seed, optimizer.lr), and resume=auto "
         "continues an equal one only; give another hydra.run.dir"
     )
     (folder / ".hydra" / "config.yaml").write_text("{")
     with pytest.raises(UserError, match=r"config\.yaml is damaged"):
-        claim_run(other, marks=OURS, held=stack)
+        claim_run(other, launch_ids=OURS, held=stack)
 
 
 def test_two_launches_never_hold_one_folder(tmp_path: Path, stack: ExitStack) -> None:
     """The second learns who has it."""
     planned = job("resume=auto", run_dir=tmp_path / "mine")
-    claim_run(planned, marks=OURS, held=stack)
+    claim_run(planned, launch_ids=OURS, held=stack)
     with pytest.raises(UserError, match=r"mine is in use by process \d+"):
-        claim_run(planned, marks=THEIRS, held=stack)
+        claim_run(planned, launch_ids=THEIRS, held=stack)
 
 
 def test_resume_auto_takes_this_configs_newest_unfinished_run(stack: ExitStack) -> None:
@@ -187,9 +187,9 @@ def test_resume_auto_takes_this_configs_newest_unfinished_run(stack: ExitStack) 
     attempt(job("optimizer.lr=0.5"), THEIRS, status="preempted")
     stack.enter_context(held.locked())
     with ExitStack() as moment:
-        assert claim_run(job("resume=auto"), marks=OURS, held=moment) == (oldest, 40)
+        assert claim_run(job("resume=auto"), launch_ids=OURS, held=moment) == (oldest, 40)
     write_run_record(oldest, status="completed")
-    new, global_size = claim_run(job("resume=auto"), marks=["agent here 4"], held=stack)
+    new, global_size = claim_run(job("resume=auto"), launch_ids=["agent here 4"], held=stack)
     assert new not in (oldest, held, done)
     assert global_size is None
 
@@ -198,7 +198,7 @@ def test_a_damaged_run_is_nobodys_to_resume(stack: ExitStack) -> None:
     """Auto passes over it, and begins a new run."""
     damaged = attempt(job(), OURS, status="preempted")
     damaged.record.write_text("{")
-    new, _ = claim_run(job("resume=auto"), marks=THEIRS, held=stack)
+    new, _ = claim_run(job("resume=auto"), launch_ids=THEIRS, held=stack)
     assert new != damaged
     assert damaged.record.read_text() == "{"
 
@@ -207,24 +207,24 @@ def test_what_may_pass_is_restarted(stack: ExitStack) -> None:
     """A crash, or a rank that was killed, is what restarts are for."""
     error = {"rank": 0, "kind": "crash", "sentence": "rank 0 raised OSError"}
     own = attempt(job(), OURS, status="failed", error=error)
-    assert claim_run(job(), marks=OURS, held=stack)[0] == own
+    assert claim_run(job(), launch_ids=OURS, held=stack)[0] == own
 
 
 def test_a_job_that_was_queued_again_after_a_mistake_goes_on(stack: ExitStack) -> None:
     """Between two starts by the scheduler somebody may have mended it."""
     error = {"rank": 0, "kind": "user", "sentence": "the disk is full"}
     own = attempt(job(), ["slurm 7.0"], status="failed", error=error)
-    assert claim_run(job(), marks=["slurm 7.0"], held=stack)[0] == own
+    assert claim_run(job(), launch_ids=["slurm 7.0"], held=stack)[0] == own
 
 
 def test_only_a_launcher_that_restarts_ranks_marks_them() -> None:
     """The parent of ranks that somebody starts by hand is a shell, which starts other runs too."""
     env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    (mark,) = own_marks(replace(env, launcher="torchrun"), has_agent=False)
-    assert own_marks(env, has_agent=True) == [mark]
-    assert own_marks(env, has_agent=False) == []
+    (mark,) = own_launch_ids(replace(env, launcher="torchrun"), has_agent=False)
+    assert own_launch_ids(env, has_agent=True) == [mark]
+    assert own_launch_ids(env, has_agent=False) == []
     srun = replace(env, launcher="srun", launch_id="slurm 7.0")
-    assert own_marks(srun, has_agent=False) == ["slurm 7.0"]
+    assert own_launch_ids(srun, has_agent=False) == ["slurm 7.0"]
 
 
 def test_work_is_the_same_on_any_number_of_ranks() -> None:

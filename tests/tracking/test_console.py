@@ -14,7 +14,7 @@ from terminals import terminal
 
 from ddp_runner.job import Job
 from ddp_runner.metric_names import METRICS as LISTED
-from ddp_runner.tracking.console import Progress, end_summary
+from ddp_runner.tracking.console import ProgressLine, end_summary
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import waiting_line
 
@@ -47,7 +47,7 @@ def drawn(
 ) -> list[str]:
     """Return the frames of a run that is shown at one step and closed."""
     with terminal(columns=columns) as (stream, shown):
-        line = Progress(600, total_epochs=10, initial_step=100, stream=stream, title=title)
+        line = ProgressLine(600, total_epochs=10, initial_step=100, stream=stream, title=title)
         line._drawn_at = -1.0  # the next step is shown, however soon it comes
         line.update(300, epoch=5, metrics=metrics)
         line.close()
@@ -57,7 +57,7 @@ def drawn(
 def test_plain_lines_where_there_is_no_terminal() -> None:
     """One line for each step that has metrics, none for the others."""
     stream = io.StringIO()
-    lines = Progress(600, total_epochs=10, initial_step=100, stream=stream)
+    lines = ProgressLine(600, total_epochs=10, initial_step=100, stream=stream)
     lines.update(119, epoch=2, metrics={})
     lines.update(120, epoch=2, metrics={"train/loss": 0.12341, "perf/samples_per_s": 1234.4})
     lines.update(120, epoch=2, metrics={"eval/accuracy": 0.97})
@@ -105,7 +105,7 @@ def test_a_terminal_that_cannot_draw_shows_plain_lines(
     if term:
         monkeypatch.setenv("TERM", term)
     with terminal(lines=lines, columns=columns) as (stream, shown):
-        line = Progress(600, total_epochs=10, initial_step=0, stream=stream)
+        line = ProgressLine(600, total_epochs=10, initial_step=0, stream=stream)
         line.update(1, epoch=1, metrics={})
         line.close()
     assert not shown
@@ -114,7 +114,7 @@ def test_a_terminal_that_cannot_draw_shows_plain_lines(
 def test_the_line_is_drawn_ten_times_a_second_at_most() -> None:
     """However fast the steps are; and the cursor is never hidden: a killed rank leaves it so."""
     with terminal() as (stream, shown):
-        line = Progress(10**6, total_epochs=1, initial_step=0, stream=stream)
+        line = ProgressLine(10**6, total_epochs=1, initial_step=0, stream=stream)
         for step in range(1000):
             line.update(step, epoch=1, metrics=METRICS)
         drawn_at = line._drawn_at
@@ -134,7 +134,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(monkeypatch: pytest.Monk
         raise OSError(5, "Input/output error")
 
     with terminal() as (stream, shown):
-        line = Progress(10, total_epochs=1, initial_step=0, stream=stream)
+        line = ProgressLine(10, total_epochs=1, initial_step=0, stream=stream)
         monkeypatch.setattr("os.get_terminal_size", gone)
         line._drawn_at = -1.0
         line.update(5, epoch=1, metrics=METRICS)
@@ -146,7 +146,7 @@ def test_own_metrics_are_shown_with_the_evaluation() -> None:
     """On the lines of a file, and at the end; a training step's scalars are not."""
     metrics = {"eval/loss": 0.25, "eval/mine": 0.5, "train/part": 0.75}
     lines = io.StringIO()
-    line = Progress(9, total_epochs=1, initial_step=0, stream=lines)
+    line = ProgressLine(9, total_epochs=1, initial_step=0, stream=lines)
     line.update(9, epoch=1, metrics=metrics)
     assert lines.getvalue() == "epoch 1/1  step 9/9  eval/loss 0.2500  eval/mine 0.5000\n"
     text = summary("completed", metrics)
@@ -210,7 +210,7 @@ def test_the_end_names_results_and_a_command_that_shows_the_runs_name(tmp_path: 
 def test_a_loop_of_ones_own_shows_its_own_names() -> None:
     """In each line, and at the end; those of the machine stay out, but for the speed."""
     stream = io.StringIO()
-    lines = Progress(None, total_epochs=0, initial_step=0, stream=stream)
+    lines = ProgressLine(None, total_epochs=0, initial_step=0, stream=stream)
     speed = {"perf/step_time_ms": 2.0, "perf/samples_per_s": 1234.4}
     lines.update(3, epoch=1, metrics={})
     lines.update(3, epoch=1, metrics={"d/loss": 0.5, **speed})
@@ -226,7 +226,7 @@ def test_the_command_that_goes_on_says_again_what_the_run_was_told(tmp_path: Pat
     """A resumed run allows nothing by itself; a shell reads the words as they were."""
     words = ("allowed_targets=[mine,theirs]", "--config-dir=/my $conf", "+trackers.a.b='c d'")
     ours: Any = object()
-    text = summary("preempted", {}, run_dir=tmp_path, said_again=words, wire=ours)
+    text = summary("preempted", {}, run_dir=tmp_path, resume_arguments=words, wire=ours)
     assert f'resume={tmp_path} "allowed_targets=[mine,theirs]"' in text
     assert shlex.split(text.splitlines()[1])[5:] == [f"resume={tmp_path}", *words]
 

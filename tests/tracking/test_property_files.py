@@ -27,17 +27,17 @@ from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.resume import resumed_overrides, with_resumed
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.formats import FORMATS
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config
 from ddp_runner.config.training import CheckpointConfig
-from ddp_runner.data.cache import load_dataset
+from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.data.sources.offline import FakeImages
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.plan_file import PLAN, PlannedJob, begun, change_plan, extended, read_plan
 from ddp_runner.sweep.sweep_dir import unfinished_sweep
-from ddp_runner.sweep.table import sweep_table
+from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record

@@ -17,7 +17,7 @@ from run_folders import record
 from train_states import TOY, compose_config
 
 from ddp_runner.compare.analysis import compare
-from ddp_runner.compare.runs import read_runs
+from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError

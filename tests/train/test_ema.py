@@ -34,8 +34,8 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.train.best_model import export_best
 from ddp_runner.train.ema import Ema
-from ddp_runner.train.export import export_best
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.snapshot import snapshot
 

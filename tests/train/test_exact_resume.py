@@ -49,7 +49,7 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.snapshot import rehearse
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 
 class Tiny(nn.Module):
@@ -98,7 +98,7 @@ class Counting(torch.optim.SGD):
             group["lr"] = rate
 
 
-def mixed(model: nn.Module, batch: Any) -> Step:
+def mixed(model: nn.Module, batch: Any) -> StepOutput:
     """A step with mixup, whose pairs and shares come from NumPy and Python."""
     images, targets = batch
     order = torch.from_numpy(np.random.permutation(len(images)))
@@ -106,7 +106,7 @@ def mixed(model: nn.Module, batch: Any) -> Step:
     outputs = model(kept * images + (1 - kept) * images[order])
     loss = kept * F.nll_loss(outputs, targets, reduction="sum")
     loss = loss + (1 - kept) * F.nll_loss(outputs, targets[order], reduction="sum")
-    return Step(loss, len(images), outputs=outputs, targets=targets)
+    return StepOutput(loss, len(images), outputs=outputs, targets=targets)
 
 
 # An epoch is a batch of 12 and one of a single sample, of which most ranks get none.

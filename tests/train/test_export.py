@@ -18,7 +18,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.train.export import export_best
+from ddp_runner.train.best_model import export_best
 from ddp_runner.train.snapshot import snapshot
 
 LOSSES = {1: 0.2, 2: 0.1, 3: 0.3, 4: 0.4}  # of each checkpoint: step 2 is the best, 4 the last

@@ -18,13 +18,12 @@ from train_states import TOY, Trace, build, compose_config, run_loop, with_work
 from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train import flops
-from ddp_runner.train import metrics as step_metrics
+from ddp_runner.train import flops, step_metrics
 from ddp_runner.train.first_batch import try_first_batch
 from ddp_runner.train.flops import flops_per_sample, matmul_flops_per_s
-from ddp_runner.train.metrics import MEMORY
 from ddp_runner.train.profiler import NullProfiler
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
+from ddp_runner.train.step_metrics import MEMORY
 
 CPU, LINEAR = torch.device("cpu"), 2 * 5 * 3 * 4  # a product of (5, 3) and (3, 4)
 IMAGES = ("dataset=fake_images", "dataset.num_samples=80", "batch.global_size=8")
@@ -39,11 +38,11 @@ CONV = partial(nn.Conv2d, kernel_size=3, padding=1)
 class Teaching(nn.Linear):
     """A step with weights of its own, which it changes."""
 
-    def forward(self, model: nn.Module, data: Tensor) -> Step:
+    def forward(self, model: nn.Module, data: Tensor) -> StepOutput:
         """Compute what both models do."""
         loss = (model(data) - super().forward(data)).sum()
         self.bias.data.add_(1.0)
-        return Step(loss, 2)
+        return StepOutput(loss, 2)
 
 
 class Remembering(nn.Linear):
@@ -57,9 +56,9 @@ class Remembering(nn.Linear):
         return super().forward(inputs * self.kept.setdefault(len(inputs), ones))
 
 
-def summed(model: nn.Module, data: Tensor) -> Step:
+def summed(model: nn.Module, data: Tensor) -> StepOutput:
     """Return the sum of the outputs."""
-    return Step(model(data).sum(), 2)
+    return StepOutput(model(data).sum(), 2)
 
 
 class Whole(TensorSplit):

@@ -16,7 +16,7 @@ from train_states import MNIST_NET, Trace, at, build, compose_config, evaluated,
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.seeds import GENERATORS, generator_states, moved, seed_all, seed_generators
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 # Six steps of dropout, and of a step that draws from each generator.
 DRAWING = (
@@ -31,7 +31,7 @@ DRAWING = (
 SOURCES = ("python", "numpy", "torch")
 
 
-def drawing(model: nn.Module, batch: Any) -> Step:
+def drawing(model: nn.Module, batch: Any) -> StepOutput:
     """Return a loss with noise of each generator, and the noise."""
     inputs, targets = batch
     drawn = {
@@ -43,7 +43,7 @@ def drawing(model: nn.Module, batch: Any) -> Step:
     outputs = model(inputs + 0.1 * sum(drawn.values()))
     loss = F.nll_loss(outputs, targets, reduction="sum")
     scalars = {name: count * value for name, value in drawn.items()}
-    return Step(loss, count, outputs=outputs, targets=targets, scalars=scalars)
+    return StepOutput(loss, count, outputs=outputs, targets=targets, scalars=scalars)
 
 
 def loop(

@@ -24,7 +24,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.train.first_batch import warnings_of
 from ddp_runner.train.same_data import agreed_samples
 from ddp_runner.train.snapshot import restore, snapshot
-from ddp_runner.train.trial import Trial
+from ddp_runner.train.step_trial import Trial
 
 SIZE = 80
 

@@ -30,7 +30,7 @@ from train_states import (
     with_work,
 )
 
-from ddp_runner.checkpoint.state import PARTS
+from ddp_runner.checkpoint.saved_objects import PARTS
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.config.schema import Config
 from ddp_runner.config.training import CheckpointConfig

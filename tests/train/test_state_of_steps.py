@@ -15,7 +15,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.train.buffers import find_changing
-from ddp_runner.train.step import Step
+from ddp_runner.train.step import StepOutput
 
 BASE = (
     *TOY,
@@ -35,7 +35,7 @@ class Normalising(nn.Module):
         self.register_buffer("mean", torch.zeros(5))
         self.teacher = nn.Parameter(torch.zeros(5), requires_grad=False)
 
-    def forward(self, model: nn.Module, batch: Any) -> Step:
+    def forward(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return squared errors of targets that are centred by all batches so far."""
         inputs, targets = batch
         outputs = model(inputs)
@@ -43,7 +43,7 @@ class Normalising(nn.Module):
             self.mean = self.mean.lerp(targets.mean(dim=0), 0.5)  # assigned anew
             self.teacher.data.lerp_(self.mean, 0.1)
         loss = F.mse_loss(outputs - self.teacher, targets - self.mean, reduction="sum")
-        return Step(loss, len(targets), outputs=outputs, targets=targets)
+        return StepOutput(loss, len(targets), outputs=outputs, targets=targets)
 
 
 class Counted(nn.Module):
@@ -74,14 +74,14 @@ class Queue:
         """Take a memory."""
         self.last = state["last"]
 
-    def __call__(self, model: nn.Module, batch: Any) -> Step:
+    def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return errors that depend on how many batches there were."""
         inputs, targets = batch
         outputs = model(inputs)
         if model.training:
             self.last = self.last / 2 + 1.0
         loss = F.mse_loss(outputs, targets, reduction="sum") * (1 + self.last)
-        return Step(loss, len(targets), outputs=outputs, targets=targets)
+        return StepOutput(loss, len(targets), outputs=outputs, targets=targets)
 
 
 class Codebook(nn.Module):
@@ -123,7 +123,7 @@ class Teacher(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(5)
 
-    def forward(self, model: Any, batch: Any) -> Step:
+    def forward(self, model: Any, batch: Any) -> StepOutput:
         """Return errors beside the teacher's targets."""
         inputs, targets = batch
         outputs = model(inputs)
@@ -133,7 +133,7 @@ class Teacher(nn.Module):
             self.norm.running_var.copy_(bare.norm.running_var)
         with torch.no_grad():
             wanted = self.norm.eval()(targets)
-        return Step(F.mse_loss(outputs, wanted, reduction="sum"), len(targets))
+        return StepOutput(F.mse_loss(outputs, wanted, reduction="sum"), len(targets))
 
 
 CASES = {
@@ -274,13 +274,13 @@ def test_a_buffer_of_the_size_of_the_batch_is_one_line() -> None:
         assert answer.startswith("the buffer model.last is (2,) of float32 for 2 samples and (3,)")
 
 
-def in_pairs(model: nn.Module, batch: Any) -> Step:
+def in_pairs(model: nn.Module, batch: Any) -> StepOutput:
     """Return the loss of a batch in two halves, as a contrastive step needs them."""
     inputs, targets = batch
     if len(inputs) % 2:
         raise ValueError("an odd batch")
     outputs = model(inputs)
-    return Step(F.mse_loss(outputs, targets, reduction="sum"), len(targets))
+    return StepOutput(F.mse_loss(outputs, targets, reduction="sum"), len(targets))
 
 
 def test_a_step_of_even_batches_sends_no_buffer_that_stays() -> None:

@@ -91,7 +91,7 @@ def test_the_ordinary_step_says_what_a_batch_must_be(
 # what is wrong: the step, and what the sentence says of it
 INVALID = {
     "mean": ["train.step=own_steps.mean returns a mean over the samples, not a sum"],
-    "a_tensor": ["returns a Tensor; return a ddp_runner.train.step.Step(loss_sum, count)"],
+    "a_tensor": ["returns a Tensor; return a ddp_runner.StepOutput(loss_sum, count)"],
     "each_sample": ["returns (2,) of float32 as loss_sum; return a tensor without dims"],
     "detached": ["returns a loss_sum that depends on no parameter"],
     "in_training": [

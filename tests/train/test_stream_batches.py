@@ -9,7 +9,7 @@ from orders import steps_of
 from ranks import run_ranks
 from train_states import TOLERANCES, Trace, build, compose_config, run_loop
 
-from ddp_runner.check.task import run_checks
+from ddp_runner.check.check_task import run_checks
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError

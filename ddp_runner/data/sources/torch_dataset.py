@@ -16,10 +16,11 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 
 from ddp_runner.data.dataset import Augmentation, Dataset
 from ddp_runner.data.loader import Collate, LoaderSplit
-from ddp_runner.data.sources.prepared import first_batch, prepared
 from ddp_runner.data.sources.shared import (
     files_digest,
+    first_batch,
     image_dataset,
+    prepared,
     shuffled_split,
     with_facts,
 )

@@ -16,11 +16,11 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
 from ddp_runner.files import READER_S, locked
 from ddp_runner.job import Outcome, Status
-from ddp_runner.sweep.jobs import Batch, SweepJob, ended, ended_jobs
+from ddp_runner.sweep.jobs import JobBatch, SweepJob, ended, ended_jobs
 from ddp_runner.sweep.layout import JobHardware, NodeLayout
 from ddp_runner.sweep.slurm.queue import LOGS, job_standing, queued_states, submitted_as
 from ddp_runner.sweep.slurm.script import submit, write_sbatch_file
-from ddp_runner.sweep.slurm.settings import (
+from ddp_runner.sweep.slurm.slurm_settings import (
     Options,
     SlurmSettings,
     job_layout,
@@ -84,7 +84,7 @@ class Slurm:
         """Return the nodes that a job takes."""
         return job_layout(config, self._node, self._settings)
 
-    def run(self, batch: Batch) -> Mapping[str, Outcome]:
+    def run(self, batch: JobBatch) -> Mapping[str, Outcome]:
         """Submit what is left of a batch and wait for its end; see ``Local.run``."""
         (self._folder / LOGS).mkdir(exist_ok=True)
         if not self._settings.submit:
@@ -111,7 +111,7 @@ class Slurm:
             ) from None
         self._is_held = True
 
-    def _submitted(self, batch: Batch) -> dict[str, str]:
+    def _submitted(self, batch: JobBatch) -> dict[str, str]:
         """Return the name in Slurm of each job whose end nobody has seen, after submitting more.
 
         What is neither there nor done is submitted.
@@ -156,7 +156,7 @@ class Slurm:
             for first in range(0, len(alike), MOST_ELEMENTS):
                 yield options, alike[first : first + MOST_ELEMENTS]
 
-    def _write(self, batch: Batch) -> dict[str, Outcome]:
+    def _write(self, batch: JobBatch) -> dict[str, Outcome]:
         """Write the arrays of what is left as scripts for sbatch; return how the others ended."""
         outcomes = ended_jobs(batch)
         left = [one for one in batch.jobs.values() if batch.is_to_run(one, one.standing)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from ddp_runner.files import replace_file
 from ddp_runner.job import Job, Status
 from ddp_runner.sweep.slurm.queue import LOGS, RECORD, run_slurm
-from ddp_runner.sweep.slurm.settings import Options, SlurmSettings
+from ddp_runner.sweep.slurm.slurm_settings import Options, SlurmSettings
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
@@ -61,7 +61,7 @@ def resuming_words(job: Job) -> list[str]:
     """Return the words by which each rank of a job finds its frozen config, and what it lacks."""
     assert job.run_dir is not None
     (override,) = shlex.split(RunDir(job.run_dir.absolute()).resume_argument)
-    return [override, *job.said_again]
+    return [override, *job.resume_arguments]
 
 
 def write_sbatch_file(

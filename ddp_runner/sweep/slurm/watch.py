@@ -16,7 +16,7 @@ from ddp_runner.host.streams import print_line
 from ddp_runner.job import EXIT_COMPLETED, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
-from ddp_runner.sweep.jobs import Batch, ended_jobs, failure
+from ddp_runner.sweep.jobs import JobBatch, ended_jobs, failure
 from ddp_runner.sweep.slurm.queue import cancel, job_standing, note_end, queued_states
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.start_block import shown_path
@@ -53,7 +53,7 @@ class Watch:
     """
 
     def __init__(
-        self, batch: Batch, names: Mapping[str, str], *, folder: Path, signals: Signals
+        self, batch: JobBatch, names: Mapping[str, str], *, folder: Path, signals: Signals
     ) -> None:
         self._batch, self._left, self._signals = batch, dict(names), signals
         self._folder, self._num_failed = folder, 0

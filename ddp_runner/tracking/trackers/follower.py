@@ -20,7 +20,7 @@ BLOCK_BYTES = 2**16  # of metrics.jsonl, sent in one call
 
 
 @dataclass
-class Progress:
+class SentMetrics:
     """What the tracker has of the run: trackers/NAME.json."""
 
     id: str | None = None
@@ -46,7 +46,7 @@ class Follower:
     ) -> None:
         self._run_dir, self._name, self._settings = run_dir, name, settings
         self._allowed, self._progress_file = allowed, run_dir.trackers / f"{name}.json"
-        self._progress, self._earlier = Progress(), dict[str, int]()
+        self._progress, self._earlier = SentMetrics(), dict[str, int]()
         self._loaded: Mapping[str, Any] = {}  # see ``RunFields``
         self._tracker: Tracker | None = None
         self._has_begun, self._offset = False, 0
@@ -166,9 +166,9 @@ def files_to_keep(run_dir: RunDir, status: str) -> list[Path]:
     return [path for path in files if path.exists()]
 
 
-def _read_progress(path: Path) -> Progress:
+def _read_progress(path: Path) -> SentMetrics:
     """Return what an earlier session has sent; nothing if its file is missing or damaged."""
     try:
-        return Progress(**json.loads(path.read_bytes()))
+        return SentMetrics(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
-        return Progress()
+        return SentMetrics()

@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 
 from ddp_runner.data import dataset
 from ddp_runner.data.splits import TensorSplit
-from ddp_runner.train.step import Step, supervised
+from ddp_runner.train.step import StepOutput, supervised
 
 
-def step(model: nn.Module, batch: Any, *, loss: Any, count: str) -> Step:
+def step(model: nn.Module, batch: Any, *, loss: Any, count: str) -> StepOutput:
     """Return the ordinary step, and note the waits before it where a test asks for them."""
     if path := os.environ.get("COUNTED_WAITS"):
         import simgpu

@@ -12,7 +12,7 @@ from sweeps import batch_of, statuses
 
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.jobs import JobBatch
 from ddp_runner.sweep.slurm import executor as slurm
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.queue import RECORD
@@ -21,13 +21,13 @@ from ddp_runner.tracking.run_record import write_run_record
 
 
 @pytest.fixture
-def batch(tmp_path: Path) -> Batch:
+def batch(tmp_path: Path) -> JobBatch:
     """Three queued jobs."""
     return three_jobs(tmp_path / "sweep")
 
 
 def test_a_start_submits_only_what_is_neither_there_nor_done(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch
+    batch: JobBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One job is in the queue, one was completed meanwhile, one was cancelled."""
     sweep, submitted = batch.jobs["a"].sweep, list[str]()
@@ -59,7 +59,7 @@ def test_a_start_submits_only_what_is_neither_there_nor_done(
 
 
 def test_a_failed_job_is_submitted_again_only_if_asked(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch
+    batch: JobBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It failed while nobody watched."""
     sweep, submitted = batch.jobs["a"].sweep, list[str]()
@@ -85,7 +85,7 @@ def test_a_failed_job_is_submitted_again_only_if_asked(
 
 
 def test_two_commands_never_submit_the_same_sweep(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch
+    batch: JobBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does a command submit a job that runs elsewhere."""
     Queue(monkeypatch, {})

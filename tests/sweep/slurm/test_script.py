@@ -13,20 +13,20 @@ from fake_slurm import SETTINGS, program, three_jobs
 from sweeps import statuses, table_row
 
 from ddp_runner.errors import UserError
-from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.jobs import JobBatch
 from ddp_runner.sweep.slurm import queue as slurm_queue
 from ddp_runner.sweep.slurm.queue import submitted_as
 from ddp_runner.sweep.slurm.script import resuming_words, submit, write_sbatch_file
 
 
 @pytest.fixture
-def batch(tmp_path: Path) -> Batch:
+def batch(tmp_path: Path) -> JobBatch:
     """Three queued jobs."""
     return three_jobs(tmp_path / "sweep")
 
 
 def test_a_submission_is_an_array_that_resumes_frozen_runs(
-    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: JobBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run's folder names its job; sbatch sees no job around it."""
     programs = tmp_path / "bin"
@@ -61,12 +61,12 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
     assert "SLURM_MEM_PER_CPU" not in seen
 
 
-def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: Batch, tmp_path: Path) -> None:
+def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: JobBatch, tmp_path: Path) -> None:
     """Its trackers above all, each job its own: in the script for sbatch."""
     said = {"a": (), "b": ("--config-dir=/my $conf", "+trackers.x.y='it\"s'", "tags=[c, d]")}
-    jobs = [replace(batch.jobs[name].job, said_again=words) for name, words in said.items()]
+    jobs = [replace(batch.jobs[name].job, resume_arguments=words) for name, words in said.items()]
     options = {"cpus_per_task": 1}
-    words = [[f"resume={job.run_dir}", *job.said_again] for job in jobs]
+    words = [[f"resume={job.run_dir}", *job.resume_arguments] for job in jobs]
     assert [resuming_words(job) for job in jobs] == words
     script = tmp_path / "sweep.sbatch"
     write_sbatch_file(script, jobs, folder=tmp_path, options=options, settings=SETTINGS)
@@ -93,7 +93,7 @@ def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: Batch, tmp_path:
     ],
 )  # fmt: skip
 def test_what_slurm_rejects_is_one_line(
-    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, sentence: str
+    batch: JobBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, sentence: str
 ) -> None:
     """With what sbatch printed. The next start looks for the jobs by their names."""
     monkeypatch.setattr(slurm_queue, "LIMIT_S", 0.3 if "sleep" in sbatch else 60.0)
@@ -118,7 +118,7 @@ def test_what_slurm_rejects_is_one_line(
     ],
 )
 def test_a_job_that_its_time_limit_stops_is_queued_again(
-    batch: Batch, tmp_path: Path, code: int, state: str, restarts: str, *, is_requeued: bool
+    batch: JobBatch, tmp_path: Path, code: int, state: str, restarts: str, *, is_requeued: bool
 ) -> None:
     """Not after scancel, a failure, or too many times; the exit code stays.
 

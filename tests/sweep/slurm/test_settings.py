@@ -14,9 +14,9 @@ from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.sweep.slurm import settings as slurm_settings
+from ddp_runner.sweep.slurm import slurm_settings
 from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.slurm.settings import (
+from ddp_runner.sweep.slurm.slurm_settings import (
     LOCAL,
     OURS,
     SlurmSettings,
@@ -24,7 +24,7 @@ from ddp_runner.sweep.slurm.settings import (
     node_hardware,
     sbatch_options,
 )
-from ddp_runner.sweep.slurm.settings import slurm_settings as read_settings
+from ddp_runner.sweep.slurm.slurm_settings import slurm_settings as read_settings
 from ddp_runner.sweep.sweep_dir import sweep_command
 
 GPU_NODE, CPU_NODE = Hardware(num_gpus=8, num_cores=96), Hardware(num_gpus=0, num_cores=16)

@@ -10,20 +10,20 @@ from fake_slurm import Queue, three_jobs
 from sweeps import statuses, table_row
 
 from ddp_runner.config.sections import SweepConfig
-from ddp_runner.sweep.jobs import Batch
+from ddp_runner.sweep.jobs import JobBatch
 from ddp_runner.sweep.slurm import watch as slurm_watch
-from ddp_runner.sweep.table import sweep_table
+from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.run_record import write_run_record
 
 
 @pytest.fixture
-def batch(tmp_path: Path) -> Batch:
+def batch(tmp_path: Path) -> JobBatch:
     """Three queued jobs."""
     return three_jobs(tmp_path / "sweep")
 
 
 def watch(
-    batch: Batch, signals: slurm_watch.Signals | None = None, **names: str
+    batch: JobBatch, signals: slurm_watch.Signals | None = None, **names: str
 ) -> slurm_watch.Watch:
     """Return what watches the jobs, given the name of each in the queue."""
     folder, kept = batch.jobs["a"].sweep, signals or slurm_watch.Signals()
@@ -37,7 +37,7 @@ def record_failure(run_dir: Path) -> None:
 
 
 def test_a_command_follows_the_queue_to_the_end_of_each_job(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    batch: JobBatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also of one that was cancelled, and of one that Slurm has forgotten."""
     sweep = batch.jobs["a"].sweep
@@ -75,7 +75,9 @@ def test_a_command_follows_the_queue_to_the_end_of_each_job(
     assert table_row(sweep_table(sweep), "b")[1] == "completed"
 
 
-def test_too_many_failures_cancel_the_rest(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_failures_cancel_the_rest(
+    batch: JobBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is cancelled then can go on later, and does not decide the exit code."""
     sweep = batch.jobs["a"].sweep
     queue = Queue(monkeypatch, {"x_0": "FAILED", "x_1": "RUNNING", "x_2": "PENDING"})
@@ -88,7 +90,7 @@ def test_too_many_failures_cancel_the_rest(batch: Batch, monkeypatch: pytest.Mon
 
 
 def test_the_first_ctrl_c_leaves_the_jobs_and_the_second_cancels_them(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    batch: JobBatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SIGTERM leaves them at once."""
     queue = Queue(monkeypatch, {"x_0": "RUNNING", "x_1": "PENDING", "x_2": "PENDING"})
@@ -119,7 +121,7 @@ def test_the_first_ctrl_c_leaves_the_jobs_and_the_second_cancels_them(
 
 
 def test_a_failure_after_ctrl_c_is_left_to_the_next_command(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch
+    batch: JobBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The jobs were left to Slurm; a failure noted here would not count for that command."""
     sweep, strict = batch.jobs["a"].sweep, replace(batch, settings=SweepConfig(fail_fast=True))
@@ -146,7 +148,7 @@ def test_a_failure_after_ctrl_c_is_left_to_the_next_command(
 
 
 def test_ctrl_c_leaves_jobs_that_are_being_cancelled(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    batch: JobBatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At once, without the offer to cancel them."""
     Queue(monkeypatch, {"x_0": "FAILED", "x_1": "RUNNING", "x_2": "RUNNING"})

@@ -24,8 +24,8 @@ from ddp_runner.host.processes import children
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
-from ddp_runner.tracking.trackers import start as start_module
-from ddp_runner.tracking.trackers.start import followed
+from ddp_runner.tracking.trackers import start_trackers as start_module
+from ddp_runner.tracking.trackers.start_trackers import followed
 
 LINE = '{"step": 1, "epoch": 1, "time_s": 0.5, "train/loss": 0.25}\n'
 LOADED = {"started_at": 5.0, "resume_step": None, "clock": 0.0}
@@ -214,7 +214,7 @@ from configs import resolved
 from ddp_runner.host.processes import children
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.trackers.start import followed
+from ddp_runner.tracking.trackers.start_trackers import followed
 folder, name, path, has_child = sys.argv[1:]
 config = replace(
     resolved("model=toy")[0],

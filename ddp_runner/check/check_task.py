@@ -16,7 +16,6 @@ from ddp_runner.check.checks import (
     same_data,
     train_samples,
 )
-from ddp_runner.check.compare import Finding
 from ddp_runner.check.gradients import (
     equal_gradients,
     mean_gradients,
@@ -24,6 +23,7 @@ from ddp_runner.check.gradients import (
     synced_gradients,
     wait_for_mean,
 )
+from ddp_runner.check.rank_differences import Verdict
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
@@ -31,7 +31,7 @@ from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.session import Session, note_start
 from ddp_runner.tracking.run_record import begin_anew, end_session, write_run_record
 from ddp_runner.train.buffers import find_changing
-from ddp_runner.train.build import build_session_state
+from ddp_runner.train.build_state import build_session_state
 from ddp_runner.train.first_batch import try_first_batch
 from ddp_runner.train.state import TrainState
 
@@ -58,7 +58,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
         f"{state.work.devices[0].type}, run {session.run_dir}"
     )
     session.heartbeat.note(Status.RUNNING)
-    status, findings = Status.COMPLETED, list[Finding]()
+    status, findings = Status.COMPLETED, list[Verdict]()
     for finding in run_checks(state):
         findings.append(finding)
         log(f"{'ok    ' if finding.ok else 'FAILED'}  {finding.name}: {finding.detail}")
@@ -79,7 +79,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
     return status
 
 
-def run_checks(state: TrainState) -> Iterator[Finding]:
+def run_checks(state: TrainState) -> Iterator[Verdict]:
     """Yield the finding of each check, in the order in which a fault shows first.
 
     Collective: every rank must call, and take all findings.
@@ -95,9 +95,9 @@ def run_checks(state: TrainState) -> Iterator[Finding]:
     yield eval_samples(state)
     trials = gather_objects(try_first_batch(state))
     trial = next((trial for trial in trials if trial.kind != "sum"), trials[0])
-    yield Finding("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
+    yield Verdict("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
     if state.work.env.world_size == 1:
-        yield Finding("what ranks have in common", True, "nothing to compare: one rank")
+        yield Verdict("what ranks have in common", True, "nothing to compare: one rank")
         return
     find_changing(state)
     yield same_data(state)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_runner.checkpoint.digests import digest_of
+from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.trees import shape_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
@@ -21,7 +21,7 @@ ABSENT = ("none", "")  # the mark of a tensor that a rank does not have
 
 
 @dataclass(frozen=True)
-class Finding:
+class Verdict:
     """The result of a check."""
 
     name: str  # the guarantee
@@ -35,10 +35,10 @@ def equality(
     detail: str,
     *,
     expected: Mapping[str, Tensor] | None = None,
-) -> Finding:
+) -> Verdict:
     """Check that there are no ``differences``; `detail` describes the tensors then. Collective."""
     sentences = differences(tensors, expected)
-    return Finding(name, not sentences, listed(sentences, separator="; ") or detail)
+    return Verdict(name, not sentences, listed(sentences, separator="; ") or detail)
 
 
 def differences(

@@ -13,9 +13,9 @@ from ddp_runner.tracking.alive import ENDING
 from ddp_runner.tracking.run_dir import RunDir, keep_files
 from ddp_runner.tracking.run_record import RunFields, add_warning
 from ddp_runner.tracking.start_block import sizes, training_facts
-from ddp_runner.train.build import build_session_state
+from ddp_runner.train.best_model import export_best
+from ddp_runner.train.build_state import build_session_state
 from ddp_runner.train.engine import engage
-from ddp_runner.train.export import export_best
 from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import train
 from ddp_runner.train.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace

@@ -13,7 +13,7 @@ from ddp_runner.device import peak_memory_gib
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import LINE_FIELDS
-from ddp_runner.own_loop.loader import Loader
+from ddp_runner.own_loop.rank_batches import Loader
 from ddp_runner.rank.records import Records
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_record import RunFields

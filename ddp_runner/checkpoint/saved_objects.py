@@ -24,8 +24,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ddp_runner.checkpoint.digests import digest_of, on_cpu
-from ddp_runner.checkpoint.fetched import on_every_machine
+from ddp_runner.checkpoint.between_ranks import digest_of, on_cpu, on_every_machine
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.model_file import fitting_tensors
 from ddp_runner.checkpoint.optimizer_state import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner import __version__
-from ddp_runner.compare.run import Run, best_step, is_finite
+from ddp_runner.compare.recorded_run import RecordedRun, best_step, is_finite
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.sections import WITHOUT_METRICS
 from ddp_runner.errors import UserError, duration, listed, one_line
@@ -34,7 +34,7 @@ SHOWN = (  # by a comparison or a report
 OUT_OF_MEMORY = re.compile(r"(?i)out ?of ?memory|allocate memory|took more memory|MemoryError")
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
     """Return the runs in and below folders, each once, even if the paths overlap.
 
     A copy of a run, recognised by its config hash and the time of its last start, is left out.
@@ -42,7 +42,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: one of the paths contains no run.
     """
-    runs: dict[object, Run] = {}
+    runs: dict[object, RecordedRun] = {}
     seen: set[Path] = set()
     for path in paths:
         folders = sorted(_run_folders(path))
@@ -61,7 +61,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return list(runs.values())
 
 
-def tagged(runs: Sequence[Run], tags: Sequence[str]) -> list[Run]:
+def tagged(runs: Sequence[RecordedRun], tags: Sequence[str]) -> list[RecordedRun]:
     """Return the runs that have all of these tags; all runs for no tags.
 
     Raises:
@@ -75,7 +75,7 @@ def tagged(runs: Sequence[Run], tags: Sequence[str]) -> list[Run]:
     return chosen
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """Return one run; one that is damaged, not completed or of another format has a reason."""
     reasons: list[str] = []
 
@@ -91,7 +91,7 @@ def read_run(folder: Path) -> Run:
 
     if link := read(RUN_RECORD, _link_beside, None):
         reason = f"{link} is a link, which may lead to any file; put the file itself there"
-        return Run(folder, reason=reason)
+        return RecordedRun(folder, reason=reason)
     record = read(RUN_RECORD, _read_record, {})
     if record.get("status") == Status.RUNNING:
         found = standing(RunDir(folder))
@@ -102,7 +102,7 @@ def read_run(folder: Path) -> Run:
         reasons.append(problem)
     config = read(CONFIG_FILE, _read_config, {})
     lines, num_damaged = read(METRICS_FILE, _read_lines, ([], 0))
-    run = Run(folder, record, config, tuple(lines))
+    run = RecordedRun(folder, record, config, tuple(lines))
     if reasons:
         return replace(run, reason=reasons[0], ran_out=_ran_out(record) if config else None)
     return replace(run, notes=tuple(_notes(run, num_damaged)))
@@ -226,7 +226,7 @@ def _ran_out(record: Mapping[str, Any]) -> str | None:
     return "out of memory" if OUT_OF_MEMORY.search(sentence) else None
 
 
-def _notes(run: Run, num_damaged: int) -> Iterator[str]:
+def _notes(run: RecordedRun, num_damaged: int) -> Iterator[str]:
     """Yield what a reader must know about a run that is in a row."""
     theirs = run.field("versions", "ddp_runner")
     if theirs != __version__:

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.compare.run import best_step, is_finite
+from ddp_runner.compare.recorded_run import best_step, is_finite
 from ddp_runner.errors import UserError, nearest, printable
 from ddp_runner.host.streams import shortened, wrapped
 from ddp_runner.job import Outcome, Status
@@ -120,7 +120,7 @@ def print_report(folder: Path) -> None:
     from ddp_runner.compare.__main__ import write_all
     from ddp_runner.compare.analysis import compare
     from ddp_runner.compare.formats import FORMATS
-    from ddp_runner.compare.runs import read_runs
+    from ddp_runner.compare.run_reader import read_runs
 
     jobs = read_plan(folder).jobs.values()
     completed = [one for one in jobs if one.standing(folder).status == Status.COMPLETED]

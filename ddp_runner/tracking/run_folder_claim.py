@@ -1,7 +1,7 @@
 """Which folder a run takes: its own, if it was begun before, else a new one. Torch-free.
 
 On one machine our launcher claims the folder and holds its lock. Under torchrun, srun and mpirun,
-and on several machines, rank 0 does. Each finds the folder of a restarted launch by its marks: the
+and on several machines, rank 0 does. Each finds the folder of a restarted launch by its ids: the
 agents that watch the ranks (torchrun's, or our own launcher), and the scheduler's name for the job.
 run.json keeps both. Two equal commands never share an agent.
 """
@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 
 from ddp_runner.config.identity import OF_RANKS, flatten, leaves, work_hash
 from ddp_runner.config.load import frozen_config
-from ddp_runner.config.ranks import resolve_batch
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.sections import AUTO
+from ddp_runner.config.world_size import resolve_batch
 from ddp_runner.dist_env import DistEnv, continues
 from ddp_runner.errors import UserError, listed
 from ddp_runner.job import Job, Status
@@ -41,12 +41,12 @@ UNFINISHED = (Status.RUNNING, Status.PREEMPTED, Status.FAILED)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def claim_run(job: Job, *, marks: Sequence[str], held: ExitStack) -> tuple[RunDir, int | None]:
+def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[RunDir, int | None]:
     """Lock the folder of this run; by the launcher, or by rank 0 of another one.
 
     Args:
         job: its `run_dir` is the folder that the user names.
-        marks: of this launch, see ``own_marks``.
+        launch_ids: of this launch, see ``own_launch_ids``.
         held: holds the lock from now on.
 
     Returns:
@@ -61,12 +61,12 @@ def claim_run(job: Job, *, marks: Sequence[str], held: ExitStack) -> tuple[RunDi
 
     def is_own(record: Mapping[str, Any]) -> bool:
         left = _marks_in(record)
-        return record.get("work_hash") == work and any(continues(mark, left) for mark in marks)
+        return record.get("work_hash") == work and any(continues(mark, left) for mark in launch_ids)
 
     def is_unfinished(record: Mapping[str, Any]) -> bool:
         return record.get("work_hash") == work and record.get("status") in UNFINISHED
 
-    if marks:  # a job's commands began in the order of their folders
+    if launch_ids:  # a job's commands began in the order of their folders
         runs = [asked] if asked else sibling_runs(config)[::-1]
         run_dir = _take(runs, is_own, held, wait_s=PATIENCE_S)
     if run_dir is None and asked is None and config.resume == AUTO:
@@ -87,8 +87,8 @@ def claim_run(job: Job, *, marks: Sequence[str], held: ExitStack) -> tuple[RunDi
             run_dir.discard_unused()  # it may have been made just now
             raise
     earlier = read_run_record(run_dir, missing_ok=True)
-    if marks:
-        fields = RunFields(launches=sorted({*_marks_in(earlier), *marks}))
+    if launch_ids:
+        fields = RunFields(launches=sorted({*_marks_in(earlier), *launch_ids}))
         if not has_begun(earlier):
             fields |= RunFields(status=Status.RUNNING, work_hash=work)
         write_run_record(run_dir, **fields)
@@ -193,10 +193,10 @@ def freeze(job: Job, run_dir: RunDir, *, sync: bool = True) -> None:
     run_dir.freeze(written, overrides=job.overrides, choices=job.choices, sync=sync)
 
 
-def own_marks(env: DistEnv, *, has_agent: bool) -> list[str]:
-    """Return this rank's marks, of an agent only if one watches it: torchrun's or our launcher."""
-    marks = [_agent()] if has_agent or env.launcher == "torchrun" else []
-    return marks + ([env.launch_id] if env.launch_id else [])
+def own_launch_ids(env: DistEnv, *, has_agent: bool) -> list[str]:
+    """Return this rank's launch ids; an agent's only if it watches the rank."""
+    launch_ids = [_agent()] if has_agent or env.launcher == "torchrun" else []
+    return launch_ids + ([env.launch_id] if env.launch_id else [])
 
 
 def _agent() -> str:
@@ -212,9 +212,9 @@ def _agent() -> str:
 
 
 def _marks_in(record: Mapping[str, Any]) -> list[str]:
-    """Return the marks of all launches of a run, from its run.json."""
-    marks = record.get("launches")
-    return [str(one) for one in marks] if isinstance(marks, list) else []
+    """Return the ids of all launches of a run, from its run.json."""
+    launch_ids = record.get("launches")
+    return [str(one) for one in launch_ids] if isinstance(launch_ids, list) else []
 
 
 def _record(run_dir: RunDir) -> dict[str, Any]:

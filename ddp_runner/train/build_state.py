@@ -15,11 +15,10 @@ from ddp_runner.config.rules import validate_num_samples
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import TrainConfig
 from ddp_runner.data.batches import Batches, NumberedBatches
-from ddp_runner.data.build import build_dataset
 from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.load_dataset import build_dataset
 from ddp_runner.data.splits import AbsentSplit, NumberedSplit, Split
-from ddp_runner.data.stream import StreamSplit
-from ddp_runner.data.stream_batches import StreamBatches
+from ddp_runner.data.stream import StreamBatches, StreamSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
 from ddp_runner.errors import UserError
@@ -30,7 +29,7 @@ from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_model import build_module, place_model
 from ddp_runner.train.ema import Ema
-from ddp_runner.train.engine import Local
+from ddp_runner.train.engine import LocalEngine
 from ddp_runner.train.optimizers import build_optimizer
 from ddp_runner.train.schedules import build_schedule
 from ddp_runner.train.snapshot import saved_objects
@@ -197,7 +196,7 @@ def build_state(work: Work, *, weights: Weights | None = None) -> TrainState:
         schedule=schedule,
         scaler=torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16"),
         batches=batches,
-        engine=Local(),
+        engine=LocalEngine(),
         timer=timer,
         ema=ema,
     )

@@ -16,7 +16,7 @@ MAX_NUMBER = 1e150
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One run folder."""
 
     folder: Path  # the path that the user gave, or a folder below it
@@ -158,7 +158,7 @@ class Target:
     metric: str
     value: float
 
-    def time_s(self, run: Run) -> float | None:
+    def time_s(self, run: RecordedRun) -> float | None:
         """Return when a run first reached it, without its start-up; None if it never did."""
         sign = -1 if is_lower_better(self.metric, run.directions) else 1
         for line in run.lines:

@@ -17,7 +17,7 @@ from ddp_runner.data.trees import shape_of, taking
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step import Step, step_of
+from ddp_runner.train.step import StepOutput, step_of
 from ddp_runner.train.work import forward
 
 NEGLIGIBLE = 1e-6  # a smaller loss is only rounding
@@ -49,7 +49,7 @@ def try_loss(state: TrainState, batch: MicroBatch) -> Trial:
             trials.append(_try_outputs(outputs, targets, state))
         return torch.zeros(())
 
-    probing = partial(cast("partial[Step]", state.work.step_fn), loss=probe)
+    probing = partial(cast("partial[StepOutput]", state.work.step_fn), loss=probe)
     forward(replace(state.work, step_fn=probing), state.module, batch)
     return trials[0] if trials else try_step(state, batch)  # only a tensor can be given twice
 
@@ -72,7 +72,7 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
             f"dataset={dataset.name} with {classes} classes; return a score for each class: "
             f"{(len(targets), classes, *places)}"
         )
-    loss = cast("partial[Step]", state.work.step_fn).keywords["loss"]
+    loss = cast("partial[StepOutput]", state.work.step_fn).keywords["loss"]
     outputs = outputs.detach().requires_grad_(outputs.is_floating_point() or outputs.is_complex())
     what = (
         f"{named} cannot take the outputs of {model}, {shape_of(outputs)}, with the targets of "
@@ -107,7 +107,7 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
 @torch.enable_grad()
 def try_step(state: TrainState, batch: MicroBatch) -> Trial:
     """Compare what a training step returns for samples once, once more, and given twice."""
-    config, name, steps = state.work.config, step_of(state.work.config), list[Step]()
+    config, name, steps = state.work.config, step_of(state.work.config), list[StepOutput]()
     twice_batch = state.first([*range(NUM_FIRST)] * 2)
     for data, seed in ((batch, 0), (batch, 1), (twice_batch, 0)):
         seed_all(seed)
@@ -136,10 +136,10 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
 
 
 def _validate_step(step: object, name: str) -> None:
-    if not isinstance(step, Step):
+    if not isinstance(step, StepOutput):
         raise UserError(
             f"{name} returns a {type(step).__name__}; return a "
-            "ddp_runner.train.step.Step(loss_sum, count)"
+            "ddp_runner.StepOutput(loss_sum, count)"
         )
     loss = step.loss_sum
     if not isinstance(loss, Tensor) or loss.ndim:

@@ -16,7 +16,7 @@ from ddp_runner.errors import counted, duration, exit_with, printable
 from ddp_runner.files import json_safe
 from ddp_runner.host.streams import line_width, wrapped
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
-from ddp_runner.status.look import RunStatus, SweepStatus, survey
+from ddp_runner.sweep.survey import RunStatus, SweepStatus, survey
 from ddp_runner.tracking.alive import LOST
 from ddp_runner.tracking.outputs import OUTPUTS
 from ddp_runner.tracking.start_block import shown_path

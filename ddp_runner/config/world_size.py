@@ -5,11 +5,10 @@ from dataclasses import replace
 
 from ddp_runner.config.schema import Config, mode_needs, num_shares
 from ddp_runner.config.sections import BackendConfig
-from ddp_runner.config.training import Batch
+from ddp_runner.config.training import ResolvedBatch
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
-from ddp_runner.host.accelerators import BACKENDS, CUDA, FOR_CPU
-from ddp_runner.host.hardware import Hardware
+from ddp_runner.host.hardware import BACKENDS, CUDA, FOR_CPU, Hardware
 
 ON_CPU = "backend=gloo backend.device=cpu"
 MOST_RANKS_A_CORE = 64  # a rank takes some 100 MiB, and a collective waits for the slowest rank
@@ -69,7 +68,7 @@ def num_local_ranks(config: Config, hardware: Hardware, ranks: int) -> int:
     return nproc
 
 
-def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> Batch:
+def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> ResolvedBatch:
     """Return the batch sizes with both filled in.
 
     Raises:
@@ -93,7 +92,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
         if per_rank is None:
             raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
         total = per_rank * parts
-        return Batch(**vars(config.batch) | {"global_size": total, "per_rank": per_rank})
+        return ResolvedBatch(**vars(config.batch) | {"global_size": total, "per_rank": per_rank})
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
@@ -102,7 +101,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> B
         if num_micro_steps > 1:
             divisor += f" x train.grad_accum_steps ({num_micro_steps})"
         raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")
-    return Batch(**vars(config.batch) | {"global_size": total, "per_rank": total // parts})
+    return ResolvedBatch(**vars(config.batch) | {"global_size": total, "per_rank": total // parts})
 
 
 def resolve_backend(

@@ -12,7 +12,7 @@ from ddp_runner.config.signatures import ANY, unknown_key
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.own_loop.run import Run, finish
-from ddp_runner.parallelism.mode import by_itself
+from ddp_runner.parallelism.mode import local_engine
 from ddp_runner.rank.records import log_start
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
@@ -32,7 +32,7 @@ def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status
         Exception: whatever else the function raised, with the place of its own code as a note.
     """
     config = session.config
-    if session.mode.engine is not by_itself:
+    if session.mode.engine is not local_engine:
         raise UserError(
             f"parallelism={config.parallelism.get('name')} computes its steps by an engine, and a "
             "loop of your own computes them itself; write parallelism=ddp"

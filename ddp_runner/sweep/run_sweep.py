@@ -23,9 +23,15 @@ from ddp_runner.sweep.plan_file import PLAN, begun, change_plan, read_plan
 from ddp_runner.sweep.planner import Draft, Planner, SweepCommand, validate_resumed
 from ddp_runner.sweep.search import Search
 from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.slurm.settings import slurm_settings
+from ddp_runner.sweep.slurm.slurm_settings import slurm_settings
 from ddp_runner.sweep.sweep_dir import sweep_command, sweep_dir
-from ddp_runner.sweep.table import aligned, failed_jobs, objective_of, print_report, sweep_table
+from ddp_runner.sweep.sweep_table import (
+    aligned,
+    failed_jobs,
+    objective_of,
+    print_report,
+    sweep_table,
+)
 from ddp_runner.tracking.start_block import shown_path
 
 DRY_COLUMNS = ("job", "nodes", "ranks", "computes on", "steps")  # of sweep.dry_run=true
