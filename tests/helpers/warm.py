@@ -34,7 +34,8 @@ MODULES = ("ddp_runner", "ddp_runner.compare", "ddp_runner.status")
 PRELOAD = (
     "ddp_runner.launch.preload",
     "ddp_runner.cli.app",
-    *(f"{name}.__main__" for name in MODULES[1:]),
+    "ddp_runner.compare.__main__",
+    "ddp_runner.status",
 )
 HELPERS = Path(__file__).parent
 FIRST_FREE = 200  # no descriptor from here on is in use
