@@ -71,12 +71,13 @@ def reached(file: str, name: str) -> set[str]:
 
 
 def knows(file: str, other: str, name: str) -> bool:
-    """Return whether a file imports a function of another, or names it in a string."""
+    """Return whether a file imports a function of another, or is given it by name."""
     module = f"ddp_runner.{other.removesuffix('.py').replace('/', '.')}"
     tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     imported = {(node.module, alias.name) for node in imports for alias in node.names}
-    return file == other or (module, name) in imported or f"{module}.{name}" in ast.unparse(tree)
+    parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    return file == other or (module, name) in imported or name in parameters
 
 
 def callers() -> dict[tuple[str, str], tuple[str, str] | None]:
