@@ -1,4 +1,4 @@
-"""``python -m ddp_runner``: see ``cli.app``; with the word ``new``: ``new``."""
+"""``python -m ddp_runner``: runs ``cli.app``, or with the argument ``new`` the module ``new``."""
 
 import signal
 import sys
@@ -7,14 +7,14 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     # Ctrl-C during the imports below ends the process without a traceback, as in a C program.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-if sys.argv[1:2] == ["new"]:  # it needs neither Hydra nor what a run imports
+if sys.argv[1:2] == ["new"]:  # it needs none of the imports of a run
     from ddp_runner.new import main
 else:
     from ddp_runner.cli.app import main
 
 
 def script() -> None:
-    """Run the command ``ddp-runner``, which finds the packages in this folder as ``-m`` does."""
+    """Run the command ``ddp-runner``, which imports from the current folder, as ``-m`` does."""
     sys.path.insert(0, "")
     main()
 

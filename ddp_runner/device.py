@@ -1,4 +1,4 @@
-"""The accelerators of a rank, of any kind that torch knows; docs/accelerators.md says which."""
+"""A rank's accelerators, of any kind that torch supports: see docs/accelerators.md."""
 
 import resource
 import sys
@@ -12,14 +12,14 @@ from torch import Tensor
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import CUDA, GET_TORCH
 
-MPS = "mps"  # Apple's, without streams, pinned memory, a peak of its memory, and float64
+MPS = "mps"  # Apple's: no streams, pinned memory, peak memory or float64
 
 
 def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
     """Initialise this rank's accelerators and make the first one current; do nothing on a CPU.
 
-    Products of fp32 are computed as such, also in cuDNN's convolutions, where torch's own default
-    is TF32: its peak is several times as high, so ``perf/mfu`` would compare unlike things.
+    fp32 products are computed in fp32, in cuDNN's convolutions too, where torch's default is TF32:
+    its peak is several times higher, so ``perf/mfu`` would compare different things.
 
     Raises:
         UserError: torch cannot use the accelerators, or one of them lacks the precision.
@@ -57,24 +57,24 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what the maker calls a device; its kind if torch does not say."""
+    """Return the maker's name of a device; its kind if torch does not know the name."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if name is None else str(name(device))
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """Return the number that no other device in the world has; None if torch does not say."""
+    """Return the UUID of a device; None if torch does not know it."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return str(properties.uuid) if hasattr(properties, "uuid") else None
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether a device computes in streams, beside copies from pinned memory."""
+    """Return whether a device has streams, and so can copy while it computes."""
     return device.type not in ("cpu", "meta", MPS)
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until devices have done all their work; a CPU always has."""
+    """Wait until all work of the devices is done; a CPU needs no wait."""
     for device in set(devices):
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
@@ -86,16 +86,16 @@ def _copy_stream(device: torch.device) -> torch.Stream:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the CPU without waiting, beside what the device computes.
+    """Copy a tensor from the CPU without waiting, while the device computes.
 
-    It goes by way of pinned memory, which torch uses again once the copy is done. The values of a
-    tensor that is pinned already must not change until then.
+    It is copied through pinned memory, which torch reuses once the copy is done. A tensor that is
+    pinned already must not change until then.
     """
     is_dense = tensor.layout == torch.strided and not tensor.is_nested
     if tensor.device == device or not has_streams(device) or not is_dense or not tensor.numel():
         return tensor.to(device)
     stream, current = _copy_stream(device), torch.accelerator.current_stream(device)
-    if not tensor.is_pinned():  # its own method would keep gaps, of which CUDA makes no such copy
+    if not tensor.is_pinned():  # pin_memory() keeps gaps, which CUDA cannot copy asynchronously
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     with stream:
         copied = tensor.to(device, non_blocking=True)
@@ -105,18 +105,20 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def values_of(scalars: Sequence[Tensor]) -> list[float]:
-    """Return the values of scalars, perhaps of several devices; the host waits once."""
-    place = scalars[-1].device if scalars else None
-    return torch.cat([one.reshape(1).to(place) for one in scalars]).tolist() if scalars else []
+    """Return the values of scalars, also from several devices; the host waits once."""
+    if not scalars:
+        return []
+    device = scalars[-1].device
+    return torch.cat([scalar.reshape(1).to(device) for scalar in scalars]).tolist()
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which many numbers are summed up: float64, which MPS has not."""
+    """Return the dtype for sums of many numbers: float64, or float32 on MPS, which lacks it."""
     return torch.float32 if device.type == MPS else torch.float64
 
 
 def seed_devices(seed: int) -> None:
-    """Seed the generators of all accelerators that this process has used."""
+    """Seed the generators of all accelerators that this process uses."""
     if (kind := torch.accelerator.current_accelerator()) is not None:
         module = torch.get_device_module(kind)
         if kind.type == MPS or module.is_initialized():
@@ -124,10 +126,10 @@ def seed_devices(seed: int) -> None:
 
 
 def peak_memory_gib() -> float:
-    """Return this process's peak memory: what torch allocated on its fullest GPU, else RAM."""
+    """Return this process's peak memory: torch's allocations on its fullest GPU, else RAM."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or not has_streams(kind) or not torch.get_device_module(kind).is_initialized():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
         return peak / (2**30 if sys.platform == "darwin" else 2**20)
-    of_devices = range(torch.accelerator.device_count())
-    return max(map(torch.accelerator.max_memory_allocated, of_devices)) / 2**30
+    devices = range(torch.accelerator.device_count())
+    return max(map(torch.accelerator.max_memory_allocated, devices)) / 2**30

@@ -1,4 +1,4 @@
-"""Rank facts: this process's place among the ranks, read from the launcher's variables. Torch-free.
+"""This process's rank, world size and so on, from the launcher's variables. Torch-free.
 
 Only this module reads RANK, WORLD_SIZE and the like of torchrun, Slurm, Open MPI and MPICH.
 """
@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 
 from ddp_runner.errors import UserError
 
-# From here on Slurm numbers what is not an srun step: a batch script, an interactive shell.
+# Slurm numbers batch scripts and interactive shells from here on; smaller numbers are srun steps.
 # https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h.in (SLURM_MAX_NORMAL_STEP_ID)
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 FIRST_PORT, NUM_PORTS = 20_000, 10_000  # below the ports that the kernel gives to clients
 FROM_ENVIRONMENT = "env://"
-# The variables for rank, local rank, world size and local world size. Open MPI's NODE_RANK is no
-# rank of a node: it counts ranks within a machine.
+# Variables for rank, local rank, world size and local world size. Open MPI's NODE_RANK does not
+# number nodes: it counts ranks within a machine.
 OPEN_MPI = [f"OMPI_COMM_WORLD_{fact}" for fact in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")]
 MPICH = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
 RANKS = ("RANK", OPEN_MPI[0], "SLURM_PROCID", MPICH[0])
-START = " start "  # between a job's name and how often a scheduler has started it before
+START = " start "  # separates a job's name from the number of its earlier starts
 
 
 @dataclass(frozen=True)
 class DistEnv:
-    """One rank's place among all ranks, in torchrun's words."""
+    """A rank's place among all ranks, in torchrun's words."""
 
     rank: int
     local_rank: int
@@ -36,7 +36,7 @@ class DistEnv:
     restart_count: int = 0
     launcher: str = "environment"  # torchrun, srun, mpirun; environment: variables set by hand
     init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: unknown
-    launch_id: str | None = None  # from a scheduler, see ``launch_id``
+    launch_id: str | None = None  # see ``launch_id``
 
     @property
     def is_rank_zero(self) -> bool:
@@ -50,7 +50,7 @@ class DistEnv:
 
 
 def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
-    """Return this process's rank facts; None if no launcher started it as a worker.
+    """Return this process's place among the ranks; None if no launcher started it as a worker.
 
     Raises:
         UserError: a variable is missing or not a number, or the machines run different numbers of
@@ -66,11 +66,11 @@ def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
 
 
 def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return a scheduler's name for what it has started, and how often; None without a scheduler.
+    """Return the scheduler's job and its number of earlier starts; None without a scheduler.
 
-    For Slurm it is the job. A requeued job keeps its number, and each task of a job array has its
-    own. The number of a step says nothing: a script may skip what the start before has done.
-    A retry of TorchX has the name of its job; a torchrun that the job starts by hand has not.
+    A requeued Slurm job keeps its number, and each task of a job array has its own. The number of a
+    step cannot identify a run: a restarted script may skip steps that are done. A retry of TorchX
+    keeps the name of its job; a torchrun started by hand within the job does not have it.
     """
     environ = os.environ if environ is None else environ
     job = environ.get("TORCHX_JOB_ID", "")
@@ -82,15 +82,15 @@ def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
     return f"{job}{START}{_integer(environ, 'SLURM_RESTART_COUNT', '0')}"
 
 
-def continues(own: str, earlier: Collection[str]) -> bool:
-    """Return whether a launch of this name goes on with a run that launches of these names had.
+def continues(launch: str, earlier: Collection[str]) -> bool:
+    """Return whether a launch continues a run that the earlier launches worked on.
 
-    A job may have several equal commands. So each takes a run of an earlier start that no other
+    A job may contain several equal commands: each continues a run of an earlier start that no other
     command of this start has taken.
     """
-    job, _, start = own.rpartition(START)
+    job, _, start = launch.rpartition(START)
     if not job:
-        return own in earlier
+        return launch in earlier
     starts = [
         name.removeprefix(f"{job}{START}") for name in earlier if name.startswith(f"{job}{START}")
     ]
@@ -98,47 +98,47 @@ def continues(own: str, earlier: Collection[str]) -> bool:
 
 
 def starts_our_launchers(env: DistEnv, *, nnodes: int) -> bool:
-    """Return whether srun's tasks are launchers, one on each machine, that start the ranks there.
+    """Return whether srun started one launcher per machine, each of which starts the ranks there.
 
     Args:
-        env: what srun's variables make of this process.
-        nnodes: launch.nnodes; srun's own ranks have no use for it.
+        env: this process's place, from srun's variables.
+        nnodes: launch.nnodes; 1 where srun starts the ranks themselves.
     """
     return env.launcher == "srun" and env.local_world_size == 1 and nnodes > 1
 
 
 def prints_errors(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process prints an error that the ranks beside it have, too."""
+    """Return whether this process prints an error that the machine's other ranks also meet."""
     environ = os.environ if environ is None else environ
     try:
         env = dist_env(environ)
-    except UserError:  # the facts are wrong, for all ranks of all machines
+    except UserError:  # the variables are wrong, on all ranks of all machines
         rank = next((environ[name] for name in RANKS if name in environ), "")
         return not rank.isdigit() or int(rank) == 0
     return env is None or env.local_rank == 0
 
 
 def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> None:
-    """Reject ranks that do not know where to meet; under backend=mpi they know it already.
+    """Reject ranks without an address to meet at; backend=mpi needs no address.
 
     Raises:
         UserError: neither the launcher nor the config gives an address.
     """
     if env.init_method is not None or init_method is not None or backend == "mpi":
         return
-    ways = {
+    hints = {
         "mpirun": " for every rank (Open MPI: -x NAME=VALUE, MPICH: -genv NAME VALUE)",
         "srun": " before srun",
     }
-    who = f"{env.launcher} started" if env.launcher in ways else "RANK and WORLD_SIZE describe"
+    who = f"{env.launcher} started" if env.launcher in hints else "RANK and WORLD_SIZE describe"
     raise UserError(
         f"{who} {env.world_size} ranks and nothing says where they meet; set MASTER_ADDR and "
-        f"MASTER_PORT{ways.get(env.launcher, '')}, or give launch.init_method=tcp://HOST:PORT"
+        f"MASTER_PORT{hints.get(env.launcher, '')}, or give launch.init_method=tcp://HOST:PORT"
     )
 
 
 def _from_variables(environ: Mapping[str, str]) -> DistEnv | None:
-    """Read torchrun's variables, which may also have been set by hand."""
+    """Read torchrun's variables, which may also be set by hand."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     world_size = _integer(environ, "WORLD_SIZE")
@@ -159,12 +159,12 @@ def _from_open_mpi(environ: Mapping[str, str]) -> DistEnv | None:
 
 
 def _from_mpich(environ: Mapping[str, str]) -> DistEnv | None:
-    """Read the variables of MPICH's and Intel MPI's mpirun; a single rank is no worker group.
+    """Read the variables of MPICH's and Intel MPI's mpirun; None if it started a single rank.
 
-    Another program's PMI, such as Slurm's own, has no MPI_LOCALRANKID.
+    Slurm's PMI has no MPI_LOCALRANKID.
     """
-    is_theirs = {"PMI_RANK", "MPI_LOCALRANKID"} <= environ.keys()
-    is_group = is_theirs and _integer(environ, "PMI_SIZE", "1") > 1
+    is_mpich = {"PMI_RANK", "MPI_LOCALRANKID"} <= environ.keys()
+    is_group = is_mpich and _integer(environ, "PMI_SIZE", "1") > 1
     return _from_mpi(environ, MPICH) if is_group else None
 
 
@@ -183,10 +183,10 @@ def _from_mpi(environ: Mapping[str, str], names: Sequence[str]) -> DistEnv:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
-    """Read the variables of a srun step.
+    """Read the variables of an srun step; None elsewhere, where our own launcher starts the ranks.
 
-    A batch script and a shell of salloc have most of them too, but no step of their own. There, and
-    in a step of one task, our own launcher starts the ranks.
+    A batch script and a shell of salloc have most of the variables but no step; a step of a single
+    task is not a worker group.
     """
     step = _slurm_step(environ)
     if step is None or "SLURM_PROCID" not in environ:
@@ -198,7 +198,7 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
     if len(set(tasks)) > 1:
         raise UserError(
             f"srun started {', '.join(map(str, tasks))} tasks on its {len(tasks)} machines and "
-            "each must run as many; give srun --ntasks-per-node=N"
+            "each must run the same number; give srun --ntasks-per-node=N"
         )
     nodes = environ.get("SLURM_STEP_NODELIST", "")
     host = "127.0.0.1" if len(tasks) == 1 else _first_host(nodes)
@@ -214,7 +214,7 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
 
 
 def _slurm_step(environ: Mapping[str, str]) -> str | None:
-    """Return the name of the srun step that this process belongs to; None outside of a step."""
+    """Return the name of this process's srun step; None outside of a step."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     if not step.isdigit() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_JOB_ID" not in environ:
         return None
@@ -241,7 +241,7 @@ def _first_host(nodes: str) -> str:
 
 
 def _port(name: str) -> int:
-    """Return a port that all ranks of a launch derive alike; another launch rarely gets it."""
+    """Return the port of a launch: equal on all its ranks, rarely equal to another launch's."""
     return FIRST_PORT + zlib.crc32(name.encode()) % NUM_PORTS
 
 
@@ -251,6 +251,6 @@ def _integer(environ: Mapping[str, str], key: str, default: str | None = None) -
         return int(value or "")
     except ValueError:
         raise UserError(
-            f"{key} ({value}) must be a whole number where a launcher has set up a rank; "
+            f"{key} ({value}) must be a whole number in a launcher's rank; "
             "unset RANK and WORLD_SIZE to let the runner start its own workers"
         ) from None

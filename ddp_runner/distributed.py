@@ -1,4 +1,4 @@
-"""The few collectives that tasks need, and how ranks agree; over gloo, on the CPU."""
+"""Collectives that tasks use, and agreement between ranks; over gloo, on the CPU."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
-    """Return the group of the loop's ranks; None: all ranks, or not this one. Collective."""
+    """Return the group of the loop's ranks; None if it has all ranks, or not this. Collective."""
     flags = gather_objects(takes_part)
     if all(flags):
         return None
@@ -25,19 +25,19 @@ def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
 
 
 def share_group(model_ranks: int, *, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group of this rank and one rank of each other share. Collective.
+    """Return the group with this rank and its counterpart in every other share. Collective.
 
     Args:
-        model_ranks: so many neighbouring ranks compute one share together.
+        model_ranks: number of neighbouring ranks that compute a share together.
         group: the ranks of the loop, all of them if ``model_ranks`` is not 1; None: all.
     """
     if model_ranks == 1:
         return group
-    of_ranks = range(dist.get_world_size())
-    groups = [list(of_ranks[first::model_ranks]) for first in range(model_ranks)]
-    own, _ = dist.new_subgroups_by_enumeration(groups)
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    ranks = range(dist.get_world_size())
+    groups = [list(ranks[first::model_ranks]) for first in range(model_ranks)]
+    subgroup, _ = dist.new_subgroups_by_enumeration(groups)
+    assert isinstance(subgroup, dist.ProcessGroup)
+    return subgroup
 
 
 def sum_over_ranks(
@@ -56,7 +56,7 @@ def add_over_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the value of each of the group's ranks on all of them; None: all ranks. Collective."""
+    """Return the values of all the group's ranks on each rank; None: all ranks. Collective."""
     box: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(box, value, group=group)
     return box
@@ -69,19 +69,20 @@ def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = No
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Copy rank 0's tensors into those of the group's ranks, all of a dtype at once. Collective."""
+    """Copy rank 0's tensors to the group's ranks, a broadcast per dtype and device. Collective."""
     by_kind = defaultdict[object, list[Tensor]](list)
     for tensor in tensors:
         by_kind[tensor.device, tensor.dtype].append(tensor)
-    for same in by_kind.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+    for group_of_kind in by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in group_of_kind])
         dist.broadcast(flat.view(torch.uint8), src=0, group=group)
-        for tensor, part in zip(same, flat.split([one.numel() for one in same]), strict=True):
+        sizes = [tensor.numel() for tensor in group_of_kind]
+        for tensor, part in zip(group_of_kind, flat.split(sizes), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 
 def from_rank_zero(compute: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Return on the group's ranks what rank 0, one of them, computes; None: all ranks. Collective.
+    """Return rank 0's result on all the group's ranks; None: all ranks. Collective.
 
     Raises:
         UserError: on every rank, if rank 0 raised it.
@@ -101,30 +102,30 @@ def from_rank_zero(compute: Callable[[], T], *, group: dist.ProcessGroup | None 
 def ensure_agreement(
     facts: Mapping[str, object], *, optional: Mapping[str, object] | None = None
 ) -> None:
-    """Compare what must be equal on every rank. Collective: every rank must call.
+    """Check that facts are equal on every rank. Collective: every rank must call.
 
     Args:
-        facts: of this rank.
-        optional: more facts, named last; a rank with None agrees with any value.
+        facts: this rank's values by name.
+        optional: more facts, reported last; None agrees with any value.
 
     Raises:
         UserError: on every rank, naming the first key that differs, its values and their ranks.
     """
     optional = optional or {}
-    known = {key: value for key, value in optional.items() if value is not None}
-    by_rank = gather_objects({**facts, **known})
+    present = {key: value for key, value in optional.items() if value is not None}
+    by_rank = gather_objects({**facts, **present})
     for key in sorted(set().union(*by_rank), key=lambda key: (key in optional, key)):
         values = {
-            rank: str(own.get(key))
-            for rank, own in enumerate(by_rank)
-            if key in own or key not in optional
+            rank: str(values_of_rank.get(key))
+            for rank, values_of_rank in enumerate(by_rank)
+            if key in values_of_rank or key not in optional
         }
         first = min(values)
-        for other, value in values.items():
+        for rank, value in values.items():
             if value != values[first]:
                 raise UserError(
                     f"ranks were launched differently: {key} is {values[first]} on rank {first} "
-                    f"and {value} on rank {other}; start every rank with the same command and code"
+                    f"and {value} on rank {rank}; start every rank with the same command and code"
                 )
 
 
@@ -137,9 +138,9 @@ def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None
     if backend in FOR_CPU:
         return
     owners: dict[str, int] = {}
-    own = [uuid for uuid in map(device_uuid, devices) if uuid is not None]
-    for rank, uuids in enumerate(gather_objects(own)):
-        for uuid in set(uuids):
+    uuids = [uuid for uuid in map(device_uuid, devices) if uuid is not None]
+    for rank, uuids_of_rank in enumerate(gather_objects(uuids)):
+        for uuid in set(uuids_of_rank):
             if owners.setdefault(uuid, rank) != rank:
                 raise UserError(
                     f"ranks {owners[uuid]} and {rank} both have GPU {uuid}, which backend="
@@ -151,8 +152,7 @@ def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None
 class StopVote:
     """Lets all ranks stop at the same step.
 
-    The vote of a step is counted in the next one, so the collective overlaps with the step's
-    computation and costs almost nothing.
+    A vote is counted at the next step, so the collective overlaps with the step's computation.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -161,7 +161,7 @@ class StopVote:
         self._pending: dist.Work | None = None
 
     def agreed(self, want_stop: bool) -> bool:
-        """Return True on all ranks once any wants to stop. Collective: every rank, every step."""
+        """Return True on all ranks once any rank wants to stop. Collective, at every step."""
         if dist.get_world_size(self._group) == 1:
             return want_stop
         if self._pending is not None:
@@ -175,6 +175,6 @@ class StopVote:
         return False
 
     def settle(self) -> None:
-        """Wait for the last vote, so that no collective stays open. Collective: every rank."""
+        """Wait for the last vote, so that no collective is left running. Collective: every rank."""
         if self._pending is not None:
             self._pending.wait()

@@ -1,4 +1,4 @@
-"""The one exception for what a user can cause, and what its messages are made of."""
+"""The exception for a user's mistakes, and helpers that word its messages. Torch-free."""
 
 import difflib
 import errno
@@ -8,23 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-MOST_NAMES = 3  # that a message lists
-# What gloo, NCCL and the store of a group report when another rank is gone or late.
+MOST_NAMES = 3  # a message lists at most this many
+# In the errors of gloo, NCCL and the store when another rank is gone or late.
 PEER_SIGNS = ("gloo", "NCCL", "Connection", "store", "pair closure")
 
 
 def printable(line: str) -> str:
-    """Return a line with its line ends, and what steers a terminal, as their escapes.
-
-    A value in it may come from anybody's file.
-    """
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
+    """Return a line with its control characters escaped: a value may come from anybody's file."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
 
 
 class UserError(ValueError):
-    """A fault of the input, not of the program: printed as one plain line, without a traceback.
+    """A user's mistake, printed as one plain line without a traceback.
 
-    The message is one line, whatever a value in it holds: the rule, the values, the fix, as in
+    The message has the rule, the values and the fix:
     ``batch.global_size (100) is not divisible by world_size (3); use 99 or 102``.
     """
 
@@ -33,20 +30,20 @@ class UserError(ValueError):
 
 
 @contextmanager
-def os_errors(what: str, *, fix: str = "free space or make the folder writable") -> Iterator[None]:
-    """Turn an OSError of the block into a ``UserError``: what failed, the reason, what helps."""
+def os_errors(rule: str, *, fix: str = "free space or make the folder writable") -> Iterator[None]:
+    """Turn an OSError of the block into a ``UserError``: what failed, the reason, the fix."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what} ({error.strerror or error}); {fix}") from error
+        raise UserError(f"{rule} ({error.strerror or error}); {fix}") from error
 
 
 def os_sentence(error: OSError) -> str:
-    """Return the line to print for an error of the system that nobody has foreseen, with a fix."""
+    """Return the line to print, with a fix, for an OSError that no other code handles."""
     reason = error.strerror or str(error) or type(error).__name__
     where = f"{error.filename}: " if error.filename is not None else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{where}{reason}; free some, also in the folder for temporary files (TMPDIR)"
+        return f"{where}{reason}; free some space, also in the temporary folder (TMPDIR)"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"{where}{reason}; raise the limit, as in ulimit -n 4096"
     if isinstance(error, PermissionError):
@@ -57,7 +54,7 @@ def os_sentence(error: OSError) -> str:
 
 
 def exit_with(run: Callable[[Sequence[str]], int | None]) -> None:
-    """Run a command with this process's arguments; exit with 2 and a line for a mistake in it."""
+    """Run a command with this process's arguments; a user's mistake exits with 2 and one line."""
     try:
         if code := run(sys.argv[1:]):
             sys.exit(code)
@@ -70,19 +67,19 @@ def exit_with(run: Callable[[Sequence[str]], int | None]) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's text in one line; the name of its type if it has none."""
+    """Return an exception's text on one line; the name of its type if the text is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def typed(error: BaseException) -> str:
-    """Return an exception's type and text in one line."""
+    """Return an exception's type and text on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether another rank, gone or late, made this one fail in a collective."""
-    is_of_torch = type(error).__module__.startswith("torch.distributed")
-    has_sign = is_of_torch or any(sign in str(error) for sign in PEER_SIGNS)
+    """Return whether a collective failed because another rank is gone or late."""
+    from_torch = type(error).__module__.startswith("torch.distributed")
+    has_sign = from_torch or any(sign in str(error) for sign in PEER_SIGNS)
     return has_sign and isinstance(error, RuntimeError)
 
 
@@ -106,15 +103,12 @@ def duration(seconds: float) -> str:
 
 
 def in_yaml(value: Any) -> str:
-    """Return a value as a config writes it: null, true and false; other values as Python does."""
+    """Return a value as YAML writes it: null, true, false; other values as Python writes them."""
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)
 
 
-def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known word that is most like a mistyped word; None if none is near.
-
-    `cutoff` is the least likeness, from 0 (any word will do) to 1.
-    """
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the word most similar to a mistyped word; None if no similarity reaches `cutoff`."""
+    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)), None)

@@ -1,7 +1,7 @@
-"""Files: their names in a folder, checksums, writing them whole, and reading anybody's. Torch-free.
+"""Files: atomic writes, locks, checksums, and safe reading of anybody's files. Torch-free.
 
-A run folder may come from anybody. A pipe in it would wait for ever, and a few lines of YAML may
-stand for gigabytes.
+A run folder may come from anybody. Reading a pipe in it would block forever, and a few lines of
+YAML may expand to gigabytes.
 """
 
 import errno
@@ -23,10 +23,10 @@ from typing import Any
 
 import yaml
 
-# PyYAML's own parser takes ten times as long as libyaml, which most builds of it carry.
+# PyYAML's own parser takes ten times as long as libyaml, which most builds include.
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DUMPER: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-MOST_YAML_KIB, MOST_YAML_VALUES = 1024, 20_000  # of a run's config, which has ten, and hundreds
+MOST_YAML_KIB, MOST_YAML_VALUES = 1024, 20_000  # a run's config has 10 KiB, hundreds of values
 MAX_NAME_BYTES = 200  # file systems allow 255
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # a link could lead out of a run folder
 LOCK_POLL_S = 0.02
@@ -34,7 +34,7 @@ READER_S = 0.1  # a reader, such as the status command, holds a lock for an inst
 
 
 class FileIn:
-    """An attribute of a class with a `path`: the path of the file of this name in that folder."""
+    """An attribute of a class with a `path`: the file of this name in that folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -46,7 +46,7 @@ class FileIn:
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True) -> None:
     """Write a file in full beside the old one, then rename it into the old one's place.
 
-    Without `sync` a kill leaves one of the two whole, but not a loss of power.
+    Without `sync`, a kill leaves the old or the new file whole; a power loss may not.
     """
     with replacing(path, sync=sync) as temp:
         temp.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -54,10 +54,10 @@ def replace_file(path: Path, content: str | bytes, *, sync: bool = True) -> None
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """Give the path of a new file; rename it to `path` after the block, once it is on the disk."""
+    """Yield the path of a temporary file; rename it to `path` after the block, synced to disk."""
     temp = path.with_name(f".{path.name}.tmp")
     try:
-        temp.unlink(missing_ok=True)  # in somebody else's folder it may be a link that leads out
+        temp.unlink(missing_ok=True)  # in somebody else's folder it may be a link to another place
         yield temp
         if sync:
             with temp.open("rb") as file:
@@ -71,9 +71,9 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def temp_folder_in(parent: Path, *, prefix: str) -> Iterator[Path]:
-    """Give a new folder, and remove it afterwards with those that killed processes have left.
+    """Yield a new folder and remove it afterwards; also remove those that killed processes left.
 
-    Its name is new, so that a rank that lives longer than its launcher writes into none of these.
+    Each name is new: a rank that outlives its launcher cannot write into a later folder.
     """
     for path in parent.glob(f"{prefix}*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -83,14 +83,14 @@ def temp_folder_in(parent: Path, *, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, *, wait_s: float = math.inf) -> Iterator[None]:
-    """Hold the lock of a file, which is made if need be, for the block; a killed process lets go.
+    """Hold a file's lock for the block; create the file if needed. A kill releases the lock.
 
     Args:
-        path: of the file.
-        wait_s: how long to wait for another holder, of this process or another.
+        path: the file.
+        wait_s: seconds to wait for another holder, in this process or another.
 
     Raises:
-        TimeoutError: another still holds it.
+        TimeoutError: another holder still has the lock.
         OSError: the file cannot be opened, or its file system has no locks.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NOFOLLOW
@@ -113,10 +113,10 @@ def locked(path: Path, *, wait_s: float = math.inf) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file; None: nobody can tell here.
+    """Return whether a process holds a file's lock; None if that cannot be known here.
 
-    The lock is tried shared and in a file that is only read: two readers do not disturb each other,
-    and a reader may lack the right to write.
+    A shared lock on a file opened for reading: two readers do not disturb each other, and a reader
+    may lack the right to write.
     """
     try:
         with open_file(path) as file:
@@ -131,10 +131,10 @@ def is_locked(path: Path) -> bool | None:
 
 
 def is_missing(path: Path) -> bool:
-    """Return whether there is certainly no such file or folder.
+    """Return whether a file or folder certainly does not exist.
 
-    ``Path.exists`` raises an error where it may not look. Here such a file is not missing, and
-    reading it says what is wrong.
+    ``Path.exists`` raises where it lacks permission. This returns False there: reading the file
+    then says what is wrong.
     """
     try:
         path.stat()
@@ -146,7 +146,7 @@ def is_missing(path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk: fsync of a file does not cover its name."""
+    """Flush the file names of a folder to disk: fsync of a file does not cover its name."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -155,7 +155,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file to read it; an OSError if it is a pipe, a device or a folder."""
+    """Open a file for reading. Raise OSError if it is a pipe, a device or a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -171,9 +171,9 @@ def read_file(path: Path) -> bytes:
 
 
 def yaml_text(path: Path) -> str:
-    """Return the text of a YAML that a run has written; a ValueError if no run writes such a one.
+    """Return the text of a run's YAML. Raise ValueError if it is too large or has aliases.
 
-    A few aliases that name each other stand for more values than any memory holds.
+    A few aliases that refer to each other can expand to more values than fit into memory.
     """
     with open_file(path) as file:
         text = file.read(1024 * MOST_YAML_KIB + 1).decode()
@@ -187,12 +187,12 @@ def yaml_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a YAML holds; see ``yaml_text``. PyYAML raises errors of any type."""
+    """Return the value of a YAML file; see ``yaml_text``. PyYAML raises errors of any type."""
     return yaml.load(yaml_text(path), Loader=LOADER)  # a safe loader
 
 
 def yaml_dump(value: Any, **options: Any) -> str:
-    """Return plain values as YAML, in their order; for the options see ``yaml.dump``."""
+    """Return plain values as YAML, in their order; options are those of ``yaml.dump``."""
     text: str = yaml.dump(value, Dumper=DUMPER, sort_keys=False, allow_unicode=True, **options)
     return text
 
@@ -214,22 +214,22 @@ def json_safe(value: Any) -> Any:
     return value
 
 
-def leaves(state: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a state's mappings, lists and tuples hold, each with its place: "s['w'][0]"."""
+def leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield each value in nested mappings, lists and tuples with its path: "s['w'][0]"."""
     if not isinstance(state, Mapping | list | tuple):
-        yield place, state
+        yield path, state
         return
     for key, part in state.items() if isinstance(state, Mapping) else enumerate(state):
-        yield from leaves(part, f"{place}[{key!r}]")
+        yield from leaves(part, f"{path}[{key!r}]")
 
 
 def in_markdown(text: str) -> str:
-    """Return anybody's text for Markdown: its markup, links and pipes are plain characters."""
+    """Escape text for Markdown, so that markup, links and pipes are plain characters."""
     return html.escape(re.sub(r"[\\|\[\]`]", r"\\\g<0>", text), quote=False)
 
 
 def in_csv(value: Any) -> Any:
-    """Return a cell; a quote keeps a spreadsheet from computing a text that is not a number."""
+    """Return a CSV cell. A leading quote stops a spreadsheet from running text as a formula."""
     text = str(value)
     if value is None or isinstance(value, float | int) or text[:1] not in tuple("=+-@\t\r\n"):
         return value
@@ -241,10 +241,7 @@ def in_csv(value: Any) -> Any:
 
 
 def safe_name(text: str) -> str:
-    """Return the text as the name of a folder: not too long, and never that of the folder above.
-
-    It has no separators and no control characters.
-    """
+    """Return text as a folder name: short, without separators or control characters, not ``..``."""
     name = re.sub(r"[/\\\x00-\x1f]", "-", text.replace("'", "").replace('"', ""))
     # The cut may leave the first bytes of a character.
     name = os.fsencode(name)[:MAX_NAME_BYTES].decode(errors="ignore")

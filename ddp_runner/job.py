@@ -1,4 +1,4 @@
-"""Job and Outcome: what the launcher sends to the ranks and what it gets back. Torch-free."""
+"""Job and Outcome: the launcher sends a job to its ranks, and gets an outcome back. Torch-free."""
 
 import time
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ddp_runner.config.secrets import Secrets
 if TYPE_CHECKING:
     from ddp_runner.host.wire import Wire
 
-# The exit codes that the README lists; an interrupted run exits with 128 + the signal's number.
+# An interrupted run exits with 128 + the signal's number.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USER_ERROR = 0, 1, 2
 
 
@@ -23,12 +23,12 @@ class Status(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     COMPLETED = "completed"
-    PREEMPTED = "preempted"  # stopped by a signal after a checkpoint: it can go on
+    PREEMPTED = "preempted"  # stopped by a signal after a checkpoint: resume continues it
     FAILED = "failed"
-    SKIPPED = "skipped"  # invalid, and the sweep leaves those out
+    SKIPPED = "skipped"  # invalid, and the sweep skips invalid jobs
 
 
-# In the error of a rank that itself waited too long.
+# In the error of a rank that timed out waiting for a peer.
 TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure", "wait timeout")
 
 
@@ -50,38 +50,38 @@ class Failure:
 
 @dataclass(frozen=True)
 class Slot:
-    """A share of the machine, for one of the parallel jobs of a sweep."""
+    """A share of the machine, for a parallel job of a sweep."""
 
     number: int  # from 1
     cores: tuple[int, ...]
-    gpus: Mapping[str, str]  # the variable that shows it no others; empty where there are none
-    temp: Path  # temporary folder of all slots
+    gpus: Mapping[str, str]  # the variable that hides all other GPUs; empty without GPUs
+    temp: Path  # temporary folder that all slots share
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank receives."""
+    """A run's config and its place: the launcher sends it to every rank."""
 
     config: RunConfig
     started_at: float  # time.time() when the command, or the sweep's job, began
     code: Mapping[str, Any]  # git_revision and versions
     run_dir: Path | None = None  # None: rank 0 claims one
-    lacks_run: bool = False  # the run to resume is on another machine, which tells its config
+    lacks_run: bool = False  # the run to resume, and its config, are on another machine
     # The next two are None under another launcher.
-    temp: Path | None = None  # temporary folder of this worker group only
-    wire: "Wire | None" = None  # to the launcher, in a rank
-    earlier: tuple[tuple[int | None, str], ...] = ()  # of each attempt: first step, why it ended
+    temp: Path | None = None  # temporary folder of this worker group
+    wire: "Wire | None" = None  # a rank's pipe to the launcher
+    earlier: tuple[tuple[int | None, str], ...] = ()  # first step and end of each earlier attempt
     slot: Slot | None = None  # for a parallel job
-    number: int = 1  # its place in the sweep; 0: a calibration
-    title: str = ""  # its name in a sweep
-    shows_header: bool = True  # a sweep shows it once, for the first job that it runs
+    number: int = 1  # position in the sweep; 0: a calibration
+    title: str = ""  # the job's name in a sweep
+    shows_header: bool = True  # False for all but the first job of a sweep
     overrides: tuple[str, ...] = ()
     own_groups: tuple[str, ...] | None = None  # see ``RunFields``
-    # What a command that resumes the run says again, since a resumed run allows, sends and reads
-    # nothing by itself: allowed_targets, the user's own groups, trackers, variables and addresses.
+    # A command that resumes the run must repeat these, because a run's own config may not set them:
+    # allowed_targets, the user's own groups, trackers, variables and addresses.
     resume_arguments: tuple[str, ...] = ()
-    secrets: Secrets = field(default_factory=Secrets)  # what the config took from the environment
-    choices: Mapping[str, str] = field(default_factory=dict)  # the option of each group
+    secrets: Secrets = field(default_factory=Secrets)  # values from environment variables
+    choices: Mapping[str, str] = field(default_factory=dict)  # option by config group
     warnings: tuple[str, ...] = ()
 
     @property
@@ -91,7 +91,7 @@ class Job:
 
     @property
     def line_prefix(self) -> str:
-        """What each line of a parallel job begins with."""
+        """The prefix of each line that a parallel job prints."""
         return f"[{self.number}] " if self.slot else ""
 
 
@@ -106,6 +106,6 @@ class Outcome:
 
     @classmethod
     def invalid(cls, run_dir: Path, sentence: str) -> "Outcome":
-        """Return the outcome of a job that could not start, for a reason that the user can fix."""
+        """Return the outcome of a job that could not start because of a user's mistake."""
         failure = Failure(rank=0, kind="user", sentence=sentence)
         return cls(Status.FAILED, EXIT_USER_ERROR, run_dir, failure)

@@ -1,43 +1,42 @@
-"""Every metric, listed once: its name, whether less is better, where it is shown. Torch-free.
+"""Every built-in metric: its name, whether lower is better, where it is shown. Torch-free.
 
-Metrics that are not listed are the user's own: those of the config's ``metrics``, and the scalars
-of a training step.
+All other metrics are the user's own: the config's ``metrics``, and scalars of a training step.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-LINE_FIELDS = {"step", "epoch", "time_s"}  # of a line of metrics.jsonl, beside its metrics
+LINE_FIELDS = {"step", "epoch", "time_s"}  # fields of metrics.jsonl that are not metrics
 
 
 class StepPart(StrEnum):
-    """The parts of an optimizer step that are timed, in their order."""
+    """The timed parts of an optimizer step, in order."""
 
     DATA = "data"
     FORWARD = "forward"
     BACKWARD = "backward"
-    COMM = "comm"  # the exchange of gradients, as far as no computation hides it
-    WAIT = "wait"  # for ranks that are slower
-    COLLECT = "collect"  # a parameter server waits for its trainers' gradients
+    COMM = "comm"  # exchange of gradients that no computation hides
+    WAIT = "wait"  # for slower ranks
+    COLLECT = "collect"  # a parameter server waits for gradients
     OPTIMIZER = "optimizer"
 
     @property
     def metric(self) -> str:
-        """The name under which its milliseconds are logged."""
+        """The metric that logs its milliseconds."""
         return f"perf/{self}_ms"
 
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """One metric."""
+    """A built-in metric and its properties."""
 
     name: str
     lower_is_better: bool | None  # None: neither
-    is_headline: bool = False  # shown on the terminal, and among a table's first columns
+    is_headline: bool = False  # shown on the terminal and in a table's first columns
     needs_classes: bool = False
-    is_monitor: bool = False  # every checkpoint has it, so that checkpoint.monitor may name it
-    is_quantity: bool = True  # which has a mean; the number of a rank has none
+    is_monitor: bool = False  # in every checkpoint, so checkpoint.monitor may name it
+    is_quantity: bool = True  # False for a rank's number, which has no mean
 
 
 METRICS = (
@@ -70,47 +69,47 @@ METRICS = (
     MetricInfo("ps/num_trainers", None),
 )
 LISTED = {metric.name: metric for metric in METRICS}
-_ALL_REDUCE = tuple(  # of the largest message of task=collectives
+_ALL_REDUCE = tuple(  # for the largest message of task=collectives
     f"collectives/all_reduce_{dtype}_sum/busbw_gb_per_s"
     for dtype in ("float32", "bfloat16", "float16")
 )
 _HEADLINES = (*(metric.name for metric in METRICS if metric.is_headline), *_ALL_REDUCE)
 MONITORS = tuple(metric.name for metric in METRICS if metric.is_monitor)
 CLASS_METRICS = tuple(metric.name for metric in METRICS if metric.needs_classes)
-MOST_OWN = 8  # of the user's numbers among the headlines: one for each class would fill a terminal
-_COSTS = ("loss", "_ms", "_gib", "_share")  # endings of metrics of which less is better
+MOST_OWN = 8  # user metrics in the headlines: a number per class would fill the terminal
+_COSTS = ("loss", "_ms", "_gib", "_share")  # name endings: lower is better
 
 
 def headlines(names: Iterable[str]) -> list[str]:
-    """Return the names that a terminal, or a table at first, shows: those listed, then own ones.
+    """Return the metrics that a terminal or a table shows first: built-in, then the user's own.
 
-    The scalars of a training step are not among them, unless there is nothing else.
+    Scalars of a training step appear only if there is nothing else.
     """
-    given = list(names)
-    own = [name for name in given if name not in LISTED and not name.startswith("collectives/")]
-    first = [name for name in own if not name.startswith("train/")]
-    found = [*(name for name in _HEADLINES if name in given), *first[:MOST_OWN]]
-    return found or own[:MOST_OWN]
+    names = list(names)
+    custom = [name for name in names if name not in LISTED and not name.startswith("collectives/")]
+    evaluated = [name for name in custom if not name.startswith("train/")]
+    shown = [*(name for name in _HEADLINES if name in names), *evaluated[:MOST_OWN]]
+    return shown or custom[:MOST_OWN]
 
 
 def best_end(name: str, directions: Mapping[str, str] | None = None) -> str | None:
-    """Return which value of a metric is best, min or max; None if nobody says.
+    """Return the best value of a metric, min or max; None if unknown.
 
     Args:
-        name: of a metric; one that is not listed may also go by its ending.
-        directions: by the names of the user's metrics, as run.json has them. ``eval/NAME`` counts
-            for ``eval/NAME_KEY`` and for ``best/NAME``, too.
+        name: the metric; if it is not built in, its ending may decide.
+        directions: min or max by user metric, as in run.json. ``eval/NAME`` also covers
+            ``eval/NAME_KEY`` and ``best/NAME``.
     """
     if name in LISTED:
         lower = LISTED[name].lower_is_better
         return None if lower is None else "min" if lower else "max"
     evaluated = name.replace("best/", "eval/")
-    fits = [own for own in directions or () if f"{evaluated}_".startswith(f"{own}_")]
-    if fits:
-        return (directions or {})[max(fits, key=len)]
+    matches = [key for key in directions or () if f"{evaluated}_".startswith(f"{key}_")]
+    if matches:
+        return (directions or {})[max(matches, key=len)]
     return "min" if name.endswith(_COSTS) else None
 
 
 def is_lower_better(name: str, directions: Mapping[str, str] | None = None) -> bool:
-    """Return whether less of a metric is better; see ``best_end``."""
+    """Return whether a lower value is better; see ``best_end``."""
     return best_end(name, directions) == "min"

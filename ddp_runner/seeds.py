@@ -1,8 +1,8 @@
-"""Random numbers: each stream of a run follows from the seed and from what it is for.
+"""Random numbers: each stream of a run is derived from the seed and its purpose.
 
-No state of a generator is ever saved. A training step, a batch of an evaluation and a sample each
-seed what they draw from, so they draw the same numbers whatever was drawn before them: after a
-resume, beside evaluations, with any number of workers.
+Generator states are never saved. Each training step, evaluation batch and sample seeds its own
+generators, so it draws the same numbers whatever was drawn before: after a resume, between
+evaluations, with any number of workers.
 """
 
 import hashlib
@@ -20,21 +20,21 @@ class _Generator(NamedTuple):
     state: Callable[[], Any]
     restore: Callable[[Any], object]
     seed: Callable[[int], object]
-    is_same: Callable[[Any, Any], bool]  # whether two states are the same
+    is_same: Callable[[Any, Any], bool]
 
 
 def _same_numpy(state: Any, other: Any) -> bool:
-    # Name, words, position and a number in reserve. The words change every 624 numbers.
+    # A state is (name, words, position, two cached values). The words change every 624 numbers.
     return state[2:] == other[2:] and bool((state[1] == other[1]).all())
 
 
-# The global generators of a process, those of GPUs aside.
+# The global generators of a process, without those of its GPUs.
 GENERATORS = {
     "random": _Generator(random.getstate, random.setstate, random.seed, lambda a, b: bool(a == b)),
     "torch": _Generator(
         torch.get_rng_state,
         torch.set_rng_state,
-        # torch.manual_seed does more for each kind of device, which takes 70 times as long.
+        # torch.manual_seed also seeds every kind of device, which takes 70 times as long.
         torch.default_generator.manual_seed,
         torch.equal,
     ),
@@ -48,20 +48,20 @@ GENERATORS = {
 
 
 def derive(seed: int, *labels: str | int) -> int:
-    """Return the seed of one stream, in 0 to 2**63 - 1, as torch.Generator takes it.
+    """Return the seed of a stream, in 0 to 2**63 - 1, the range of torch.Generator.
 
-    The labels say what the stream is for, and its epoch, rank or step: ("order", 3). A hash and not
-    a sum: with seed + epoch the second epoch of seed 0 would be the first of seed 1, and runs that
-    differ in their seed alone would not be independent.
+    The labels are the purpose of the stream and its epoch, rank or step: ("order", 3). A hash
+    rather than a sum: with seed + epoch, the second epoch of seed 0 would be the first of seed 1,
+    and runs that differ only in their seed would not be independent.
     """
     text = repr([seed, *labels]).replace("'", '"')
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def seed_all(seed: int, *labels: str | int) -> None:
-    """Seed every generator of this process, those of its GPUs included, for one stream.
+    """Seed every generator of this process and its GPUs for a stream, in about 10 us.
 
-    It takes about 10 us. Without labels the seed itself is used.
+    Without labels the seed itself is used.
     """
     value = derive(seed, *labels) if labels else seed
     seed_generators(value)
@@ -80,7 +80,7 @@ def generator_states(names: Iterable[str] = GENERATORS) -> dict[str, Any]:
 
 
 def moved(before: Mapping[str, Any]) -> set[str]:
-    """Return the generators that have advanced, or have been seeded, since `before`."""
+    """Return the generators that have changed since `before`."""
     return {
         name
         for name, state in before.items()
@@ -89,6 +89,6 @@ def moved(before: Mapping[str, Any]) -> set[str]:
 
 
 def restore_generators(before: Mapping[str, Any]) -> None:
-    """Put generators back into earlier states, in a process that belongs to somebody else."""
+    """Restore the earlier states of generators, in a process that belongs to the user."""
     for name, state in before.items():
         GENERATORS[name].restore(state)

@@ -1,4 +1,4 @@
-"""One rank: opens its session and runs the task; the only place that knows all tasks."""
+"""A rank's work: opens its session and runs the task. Only this module knows all tasks."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from ddp_runner.own_loop.own_task import run_own_loop
 from ddp_runner.rank.session import Session, open_session
 from ddp_runner.train.train_task import run_training
 
-# Each takes the session and whether to stop, and returns completed or preempted.
+# (session, stop_requested) -> completed or preempted.
 TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
     "train": run_training,
     "evaluate": run_evaluation,
@@ -34,10 +34,10 @@ TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
 
 
 def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
-    """Run the job's task as one rank, whose place may come from the environment. Collective.
+    """Run the job's task as one rank; `env` is read from the environment if None. Collective.
 
     Returns:
-        status, run_dir, and the signal that stopped this very rank, or None.
+        status, run_dir, and the signal that stopped this rank, or None.
 
     Raises:
         UserError: the input is invalid: the data, a checkpoint, a loss that became NaN.
@@ -45,7 +45,7 @@ def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
     env = env or dist_env()
     assert env is not None
     stop_requested = StopRequest(job.wire)
-    task = TASKS.get(job.config.task, run_own_loop)  # any other is a function of the user's own
+    task = TASKS.get(job.config.task, run_own_loop)  # any other name is the user's own function
     with open_session(job, env) as session:
         status = task(session, stop_requested)
         signum = stop_requested.received
@@ -56,11 +56,11 @@ def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
 
 
 def run_under_launcher(job: Job, env: DistEnv) -> NoReturn:
-    """Run one rank that torchrun, Slurm or mpirun started, and end the process."""
+    """Run a rank that torchrun, Slurm or mpirun started, and end the process."""
     result = record(work)(job, env) or {"status": Status.COMPLETED}  # None after sys.exit(0)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skips the interpreter's own shutdown, which now and then aborts in gloo's threads while a
-    # peer's connection closes. The ranks of our own launcher end like this, too.
+    # Skip the interpreter's shutdown: it sometimes aborts in gloo's threads while a peer's
+    # connection closes. Ranks of our own launcher end in the same way.
     is_completed = result["status"] == Status.COMPLETED
     os._exit(EXIT_COMPLETED if is_completed else 128 + (result["signal"] or signal.SIGTERM))

@@ -107,7 +107,7 @@ def test_machines_with_different_numbers_of_tasks_are_rejected_in_one_line(
     own = [line for line in stderr.splitlines() if not line.startswith("srun: ")]
     assert (exit_code, stdout) == (2, "")
     assert own == [
-        "error: srun started 2, 1 tasks on its 2 machines and each must run as many; "
+        "error: srun started 2, 1 tasks on its 2 machines and each must run the same number; "
         "give srun --ntasks-per-node=N"
     ]
     assert not run_dirs(tmp_path)
