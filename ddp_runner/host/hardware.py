@@ -137,7 +137,7 @@ def _cuda_driver() -> tuple[int, int]:
 
 
 def torch_build() -> dict[str, str | None]:
-    """Return what the installed torch was built for (cuda, hip, xpu), from its version file."""
+    """Return the cuda, hip and xpu versions that torch was built for, from its version file."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return {}

@@ -189,8 +189,8 @@ def end_descendants(earlier: Collection[int], *, spares_trackers: bool = True) -
     spared = {*earlier, server, _TRACKER._pid}  # either of the last two may be new
     while time.monotonic() < deadline:
         parents = _parents()
-        own = {pid for pid, parent in parents.items() if parent == os.getpid()} - spared
-        roots = {pid for pid in own if not (spares_trackers and _is_tracker(pid))}
+        new = {pid for pid, parent in parents.items() if parent == os.getpid()} - spared
+        roots = {pid for pid in new if not (spares_trackers and _is_tracker(pid))}
         roots |= {pid for pid, parent in parents.items() if parent == server}
         if not roots:
             break

@@ -12,7 +12,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 PREFIX = "ddp_runner-"
-MARK = "launcher"  # a file in each folder: without it, a folder of such a name is somebody's work
+MARK = "launcher"  # a file in each folder: without it, the folder is somebody's work
 LAST = -200  # the priority at exit; multiprocessing removes its own folder at -100
 MOST_CHARACTERS = 52  # a socket's path adds 50, and must not exceed 103 on macOS
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from ddp_runner.host.processes import end_after_launcher, handled_signals
 
-# Of text in a message. A message of up to 16 kB leaves in one write. Between two writes, a rank may
-# be stopped or killed, and the launcher would wait for the rest.
-MOST_BYTES = 12_000
+# A message of up to 16 kB leaves in one write. Between two writes, a rank may be stopped or killed,
+# and the launcher would wait for the rest.
+MOST_BYTES = 12_000  # of text in a message
 
 
 class Wire:

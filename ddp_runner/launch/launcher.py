@@ -81,11 +81,11 @@ def is_over(job: Job) -> bool:
     record = read_run_record(run_dir, missing_ok=True) if is_own and job.config.resume else {}
     if record.get("status") != Status.COMPLETED or any(run_dir.checkpoints.glob("step-*")):
         return False
-    reason = f"{run_dir} has completed, and saved no checkpoint to continue from"
+    end = f"{run_dir} has completed without a checkpoint"
     if record.get("work_hash") != work_hash(job.config):
-        raise UserError(f"{reason} with other keys; start a new run")
+        raise UserError(f"{end}, so it cannot continue with other keys; start a new run")
     if prints_errors():
-        print_line(f"{reason}: nothing is left to do", stream=sys.stdout)
+        print_line(f"{end}: nothing is left to do", stream=sys.stdout)
     return True
 
 

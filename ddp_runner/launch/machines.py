@@ -1,8 +1,7 @@
 """This machine's view of a run on several machines: who takes part, and who has failed.
 
-Each machine runs its ranks like a run on one machine. The ranks get torchrun's variables and meet
-at rank 0. When ranks fail, each machine reports to the hub: all print the failure that came first,
-and all restart or all end.
+Each machine runs its ranks like a run on one machine. When ranks fail, each machine reports to the
+hub: all print the failure that came first, and all restart or all end.
 
 Torch's own agent does not fit: it says why ranks failed only after the last restart, waits 30 s for
 a rank that does not answer SIGTERM, and never waits for a checkpoint.
@@ -54,7 +53,7 @@ class Machines(OneMachine):
         self._joined = group  # last: the main thread waits for it
 
     def join(self, is_stopped: Callable[[], bool]) -> Group | None:
-        """Wait until all machines have joined, and print what is missing; None: stopped.
+        """Wait for all machines, and print how many are missing; None if stopped first.
 
         Raises:
             UserError: the machines do not meet, or their settings contradict each other.
@@ -202,10 +201,8 @@ class Machines(OneMachine):
             case "verdict":
                 self._verdict = Failure(**value)
             case "over" if self._joined is None:  # a spare machine
-                endpoint = self._launch.rdzv_endpoint
-                self._refused = (
-                    f"the run that meets at {endpoint} has ended; start the same command"
-                )
+                run = f"the run that meets at {self._launch.rdzv_endpoint}"
+                self._refused = f"{run} has ended; start the same command"
             case "over":
                 self._is_over = True
             case "refused":

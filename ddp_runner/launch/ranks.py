@@ -75,7 +75,7 @@ class Ranks:
             self.start(environs)
             late_at = math.inf
             while True:
-                lost = self.poll(POLL_S)
+                lost = self.poll()
                 if lost or machines.must_end:
                     return self.failed(lost, peers_timed_out=machines.timed_out)
                 if late_at == math.inf and (self.results or machines.has_ended):
@@ -97,16 +97,15 @@ class Ranks:
         start_fork_server()  # if it was killed
         self._earlier_children, self._oom_kills = children(), oom_kills()
         for environ in environs:
-            if self._fork(environ):
-                continue
-            if not self._processes:  # the server was killed while it imported: nothing is lost
+            has_started = self._fork(environ)
+            if not has_started and not self._processes:  # killed during its imports: try again
                 fork_server_is_gone(within_s=1.0)
                 start_fork_server()
-                if self._fork(environ):
-                    continue
-            rank = int(environ["RANK"])
-            self._failures[rank], self._not_started[rank] = server_was_killed(rank), UNKNOWN
-            return
+                has_started = self._fork(environ)
+            if not has_started:
+                rank = int(environ["RANK"])
+                self._failures[rank], self._not_started[rank] = server_was_killed(rank), UNKNOWN
+                return
 
     def _fork(self, environ: Mapping[str, str]) -> bool:
         """Start a rank; return whether the fork server was there to do it."""
@@ -125,18 +124,14 @@ class Ranks:
         return True
 
     def _suspended(self) -> list[int]:
-        """Return the ranks that are suspended, as by SIGSTOP. Linux only: elsewhere none."""
+        """Return the ranks that are suspended, as by SIGSTOP. Linux only, empty elsewhere."""
         return [rank for rank, process in self._processes.items() if is_suspended(process.pid)]
 
-    def poll(self, timeout_s: float = 0.0) -> dict[int, int]:
-        """Take the ranks' messages, pass on a stop request; return the exit codes of lost ranks.
-
-        Args:
-            timeout_s: how long to wait for a message, or for the end of a rank.
-        """
+    def poll(self) -> dict[int, int]:
+        """Take the ranks' messages, pass on a stop request; return the exit codes of lost ranks."""
         # Before the messages: a rank sends its result, and then ends.
         self._exit_codes = {rank: process.exitcode for rank, process in self._processes.items()}
-        self._receive(timeout_s)
+        self._receive(POLL_S)
         self._stop_if_asked()
         lost = {
             rank: code
