@@ -21,6 +21,12 @@ CUDA = "cuda"  # NVIDIA's GPUs, and AMD's by ROCm
 # By kind, as in torch.distributed.get_default_backend_for_device. MPS has no backend of its own.
 BACKENDS = {CUDA: "nccl", "xpu": "xccl", "mps": "gloo"}
 FOR_CPU = ("gloo", "mpi")  # backends that move CPU tensors
+CPUS = Path("/sys/devices/system/cpu")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+# By kind: the variable that lists the GPUs that a process sees.
+VISIBLE = {CUDA: "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+GET_TORCH = "https://pytorch.org/get-started/locally/"
 Accelerators = tuple[str, int, str]  # torch's device type, number of devices, backend
 
 
@@ -64,14 +70,6 @@ def _ask() -> Accelerators | str:
         return device.type, torch.accelerator.device_count(), backend
     except Exception as error:  # whatever a broken driver makes torch raise
         return f"torch cannot say which GPUs it sees ({error!r:.200}); repair its install"
-
-
-CPUS = Path("/sys/devices/system/cpu")
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
-# By kind: the variable that lists the GPUs that a process sees.
-VISIBLE = {CUDA: "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-GET_TORCH = "https://pytorch.org/get-started/locally/"
 
 
 @dataclass(frozen=True)

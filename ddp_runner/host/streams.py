@@ -11,6 +11,7 @@ import select
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 STREAMS = {"stdout": 1, "stderr": 2}
@@ -87,7 +88,8 @@ def keep_streams(
         if stream is not None and stream is not getattr(sys, f"__{name}__"):
             continue  # the stream is captured, as by pytest
         if stream is not None:
-            stream.flush()
+            with suppress(OSError):  # printed before, as by a library that is imported
+                stream.flush()
         kept = io.TextIOWrapper(
             io.BufferedWriter(_Kept(name, number, on_loss, prefix.encode())),
             encoding=stream.encoding if stream else "utf-8",

@@ -98,9 +98,8 @@ def run_ranks(job: Job, stop: StopRequests, trackers: ExitStack, folders: list[P
     adopt_orphans()  # if the server is killed, which otherwise adopts a dead rank's children
     if job.shows_header:
         print_line(starting_lines(job), stream=sys.stdout)
-    machines = OneMachine(job) if job.config.launch.nnodes == 1 else Machines(job)
-
     has_trackers = job.config.launch.nnodes == 1  # `launch` has started them
+    machines = Machines(job) if job.config.launch.nnodes > 1 else OneMachine(job)
 
     def claimed(folder: Path) -> None:
         nonlocal has_trackers
