@@ -201,7 +201,7 @@ def test_a_killed_rank_is_named_or_its_group_restarted(tmp_path: Path) -> None:
     sentence = (
         "rank 0 was killed by SIGKILL, by another process or by the kernel's out-of-memory killer"
     )
-    (line,) = end.stderr.splitlines()
+    (line,) = end.stderr.strip().splitlines()
     assert line.startswith(f"error: {sentence}; see {(lost / 'logs').relative_to(tmp_path)}, then ")
     assert "continue with " in line
     assert RunDir(lost.relative_to(tmp_path)).resume_argument in line
