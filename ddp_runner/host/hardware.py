@@ -1,4 +1,4 @@
-"""GPUs and other accelerators, cores and memory of this machine; NVIDIA GPUs without torch."""
+"""Accelerators, cores and memory of this machine; finds NVIDIA GPUs without torch."""
 
 import ctypes
 import os
@@ -7,7 +7,6 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -16,20 +15,26 @@ from multiprocessing.connection import Connection, Pipe
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from ddp_runner.host.processes import import_errors, start_fork_server
+from ddp_runner.host.processes import import_errors, kernel_text, start_fork_server
 
-CUDA = "cuda"  # NVIDIA's, and AMD's by ROCm
-# The backend of each kind, as of torch.distributed.get_default_backend_for_device. MPS has none.
+CUDA = "cuda"  # NVIDIA's GPUs, and AMD's by ROCm
+# By kind, as in torch.distributed.get_default_backend_for_device. MPS has no backend of its own.
 BACKENDS = {CUDA: "nccl", "xpu": "xccl", "mps": "gloo"}
 FOR_CPU = ("gloo", "mpi")  # backends that move CPU tensors
-Accelerators = tuple[str, int, str]  # torch's device type, how many, and their backend
+CPUS = Path("/sys/devices/system/cpu")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+# By kind: the variable that lists the GPUs that a process sees.
+VISIBLE = {CUDA: "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+GET_TORCH = "https://pytorch.org/get-started/locally/"
+Accelerators = tuple[str, int, str]  # torch's device type, number of devices, backend
 
 
 @cache
 def known_to_torch(*, is_rank: bool) -> Accelerators | str:
-    """Return the accelerators that torch sees, or why it cannot say.
+    """Return the accelerators that torch sees, or why it cannot tell.
 
-    This process stays without torch, unless it `is_rank` and will compute on them.
+    Only a rank, which computes on them, imports torch here. Another process asks a child.
     """
     if is_rank:
         return _ask()
@@ -42,9 +47,9 @@ def known_to_torch(*, is_rank: bool) -> Accelerators | str:
             theirs.close()
             answer: Accelerators | str = pipe.recv()
             process.join()
-        except (EOFError, OSError):
+            return answer
+        except (EOFError, OSError):  # a driver ended the process, or its server
             return "the process that asks torch for accelerators has ended; see the lines above"
-    return answer
 
 
 def _answer(pipe: Connection) -> None:
@@ -58,32 +63,25 @@ def _ask() -> Accelerators | str:
         import torch
         import torch.distributed as dist
 
-        if (found := torch.accelerator.current_accelerator(check_available=True)) is None:
+        if (device := torch.accelerator.current_accelerator(check_available=True)) is None:
             return CUDA, 0, BACKENDS[CUDA]
-        known = dist.Backend.default_device_backend_map | BACKENDS
-        return found.type, torch.accelerator.device_count(), known.get(found.type, FOR_CPU[0])
+        backends = dist.Backend.default_device_backend_map | BACKENDS
+        backend = backends.get(device.type, FOR_CPU[0])
+        return device.type, torch.accelerator.device_count(), backend
     except Exception as error:  # whatever a broken driver makes torch raise
         return f"torch cannot say which GPUs it sees ({error!r:.200}); repair its install"
-
-
-CPUS = Path("/sys/devices/system/cpu")
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
-# By kind: the variable that names the GPUs which a process sees.
-VISIBLE = {CUDA: "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-GET_TORCH = "https://pytorch.org/get-started/locally/"
 
 
 @dataclass(frozen=True)
 class Hardware:
     """The devices and cores that this process may use."""
 
-    num_gpus: int  # that torch can compute on, of any kind
-    num_cores: int  # that this process may keep busy
+    num_gpus: int  # accelerators of any kind that torch can compute on
+    num_cores: int  # cores that this process may keep busy
     unusable: str | None = None  # why torch cannot use the visible GPUs, and the fix
     binds_gpus: bool = False  # Slurm shows each task its own GPUs only
-    kind: str = CUDA  # torch's device type of these GPUs; without any, NVIDIA's
-    backend: str = BACKENDS[CUDA]  # that moves their tensors; gloo: none does
+    kind: str = CUDA  # torch's device type of these GPUs; cuda if there are none
+    backend: str = BACKENDS[CUDA]  # for their tensors; gloo if they have no other
 
     def share(self, num_slots: int) -> "Hardware":
         """Return the hardware of each slot; a remainder stays idle, so that all slots are equal."""
@@ -92,27 +90,27 @@ class Hardware:
 
 
 def detect(*, is_rank: bool = False) -> Hardware:
-    """Return the usable GPUs and the cores of this process; `is_rank`: it will compute on them."""
+    """Return the usable GPUs and the cores of this process; a rank may import torch for that."""
     num_visible, driver_cuda = _cuda_driver()
     build, binds = torch_build(), binds_gpus(os.environ)
     unusable = why_unusable(num_visible, driver_cuda, build)
-    found: Accelerators | str = (CUDA, 0 if unusable else num_visible, BACKENDS[CUDA])
+    devices: Accelerators | str = (CUDA, 0 if unusable else num_visible, BACKENDS[CUDA])
     if sys.platform == "darwin":
-        found = ("mps", int(platform.machine() == "arm64"), BACKENDS["mps"])
+        devices = ("mps", int(platform.machine() == "arm64"), BACKENDS["mps"])
     elif (unusable or not num_visible) and (
         build.get("hip") or build.get("xpu") or entry_points(group="torch.backends")
     ):
-        found = known_to_torch(is_rank=is_rank)
-    if isinstance(found, str):
-        return Hardware(0, usable_cores(), found, binds)
-    kind, number, backend = found
-    return Hardware(number, usable_cores(), None if number else unusable, binds, kind, backend)
+        devices = known_to_torch(is_rank=is_rank)
+    if isinstance(devices, str):
+        return Hardware(0, usable_cores(), devices, binds)
+    kind, count, backend = devices
+    return Hardware(count, usable_cores(), None if count else unusable, binds, kind, backend)
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may keep busy: of the affinity mask, up to the CPU quota.
+    """Return how many cores of its affinity mask this process may use, under its CPU quota.
 
-    Slurm may give a job some cores of a machine and bind it to none; then its number counts.
+    Slurm may grant a job some cores without binding it to them; its grant is a limit as well.
     """
     if sys.platform != "linux":
         return os.cpu_count() or 1
@@ -122,12 +120,12 @@ def usable_cores() -> int:
 
 
 def _cuda_driver() -> tuple[int, int]:
-    """Return how many CUDA devices are visible, and the driver's CUDA version (12.4: 12040)."""
-    # The driver, unlike NVML, applies CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG slices). These
+    """Return the number of visible CUDA devices, and the driver's CUDA version (12.4: 12040)."""
+    # Unlike NVML, the driver applies CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG slices). These
     # calls create no context, so they take no GPU memory.
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    except OSError:  # a machine without NVIDIA's driver
         return 0, 0
     count, version = ctypes.c_int(0), ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -137,20 +135,23 @@ def _cuda_driver() -> tuple[int, int]:
 
 
 def torch_build() -> dict[str, str | None]:
-    """Return what the installed torch was built for (cuda, hip, xpu), from its version file."""
+    """Return the cuda, hip and xpu versions that torch was built for, from its version file."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
     path = Path(spec.origin).with_name("version.py")
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    found = re.findall(r"""^(cuda|hip|xpu)\b.*=\s*(None|["'].*["'])""", text, re.MULTILINE)
-    return {key: None if value == "None" else value.strip("\"'") for key, value in found}
+    pairs = re.findall(r"""^(cuda|hip|xpu)\b.*=\s*(None|["'].*["'])""", text, re.MULTILINE)
+    return {key: None if value == "None" else value.strip("\"'") for key, value in pairs}
 
 
 def why_unusable(num_visible: int, driver_cuda: int, build: Mapping[str, str | None]) -> str | None:
     """Return why torch cannot compute on this machine's NVIDIA GPUs, and the fix; None: it can.
 
-    The arguments are what ``_cuda_driver`` and ``torch_build`` return.
+    Args:
+        num_visible: number of visible GPUs.
+        driver_cuda: the driver's CUDA version (12.4: 12040).
+        build: see ``torch_build``.
     """
     cuda = build.get(CUDA, "")
     if build.get("hip") or num_visible == 0 or cuda == "":
@@ -158,8 +159,8 @@ def why_unusable(num_visible: int, driver_cuda: int, build: Mapping[str, str | N
     noun = "GPU is" if num_visible == 1 else "GPUs are"
     if not cuda:
         return (
-            f"{num_visible} {noun} visible and torch was built without CUDA; install one that was "
-            f"built with it ({GET_TORCH})"
+            f"{num_visible} {noun} visible and torch was built without CUDA; install a build "
+            f"with CUDA ({GET_TORCH})"
         )
     # Within a major version every driver serves every runtime:
     # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
@@ -185,28 +186,27 @@ def binds_gpus(environ: Mapping[str, str]) -> bool:
 
 
 def quota_cores() -> int | None:
-    """Return how many cores the CPU quota of this process's cgroups is worth; None: no limit.
+    """Return the CPU quota of this process's cgroups in cores, rounded down; None: no limit.
 
-    Every group up to the root limits it: cpu.max (version 2), cpu.cfs_quota_us (version 1). The
-    result is rounded down, but is at least 1.
+    Every group up to the root sets a limit: cpu.max (version 2), cpu.cfs_quota_us (version 1).
     """
-    found = [quota for group in own_groups("cpu") if (quota := _quota(group)) is not None]
-    return max(1, int(min(found))) if found else None
+    quotas = [quota for group in own_groups("cpu") if (quota := _quota(group)) is not None]
+    return max(1, int(min(quotas))) if quotas else None
 
 
 def memory_bytes() -> int:
-    """Return how much memory this process may use: the machine's, up to its limits.
+    """Return how many bytes of memory this process may use.
 
-    Limits come from its cgroups, memory.max (version 2) and memory.limit_in_bytes (version 1), and
-    from ulimit -v and -d.
+    The limits of its cgroups, memory.max (version 2) and memory.limit_in_bytes (version 1), and of
+    ulimit -v and -d count.
     """
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for group in own_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # there is no file, or it holds "max"
-                found.append(int((group / name).read_text()))
+            text = kernel_text(group / name).strip()
+            limits += [int(text)] if text.isdigit() else []  # not "max"
     soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
-    return min(found + [limit for limit in soft if limit != resource.RLIM_INFINITY])
+    return min(limits + [limit for limit in soft if limit != resource.RLIM_INFINITY])
 
 
 def own_groups(controller: str) -> Iterator[Path]:
@@ -214,8 +214,7 @@ def own_groups(controller: str) -> Iterator[Path]:
 
     In a container the path may be the host's; then some of the folders do not exist.
     """
-    text = OWN_CGROUPS.read_text(encoding="utf-8") if OWN_CGROUPS.exists() else ""
-    for line in text.splitlines():
+    for line in kernel_text(OWN_CGROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -228,46 +227,43 @@ def own_groups(controller: str) -> Iterator[Path]:
 
 def _quota(group: Path) -> float | None:
     """Return a cgroup's CPU quota as a number of cores; None: no limit."""
-    try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text()
-            period = (group / "cpu.cfs_period_us").read_text()
-        return float(quota) / float(period) if float(quota) > 0 else None
-    except (OSError, ValueError):
-        return None  # there is no file, or it holds "max"
+    names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of version 2, and the two of 1
+    fields = " ".join(kernel_text(group / name) for name in names).split()
+    if len(fields) != 2 or not all(field.isdigit() for field in fields):  # "max" or -1: no limit
+        return None
+    return int(fields[0]) / int(fields[1])
 
 
 def core_shares(num_slots: int, *, num_cores: int) -> list[tuple[int, ...]]:
-    """Return disjoint, equal parts of this process's cores, num_cores in all. Linux only."""
+    """Return disjoint, equal parts of this process's cores, `num_cores` in all. Linux only."""
     assert sys.platform == "linux"  # `validate_sweep` ensures it
-    cores = sorted(os.sched_getaffinity(0), key=_place)
+    cores = sorted(os.sched_getaffinity(0), key=_topology)
     size, distance = num_cores // num_slots, len(cores) // num_slots
     return [tuple(sorted(cores[distance * i :][:size])) for i in range(num_slots)]
 
 
 def gpu_shares(num_slots: int, hardware: Hardware) -> list[dict[str, str]]:
-    """Return disjoint, equal parts of the visible GPUs, each as the variable that shows no others.
+    """Return disjoint, equal parts of the visible GPUs, each as the variable that selects it.
 
-    Without GPUs the variables stay as they are.
+    Without GPUs no variable is set.
     """
     if hardware.num_gpus == 0 or hardware.kind not in VISIBLE:
         return [{}] * num_slots
     variable = VISIBLE[hardware.kind]
     if variable == VISIBLE[CUDA] and torch_build().get("hip"):
-        variable = "HIP_VISIBLE_DEVICES"  # it comes before CUDA's
+        variable = "HIP_VISIBLE_DEVICES"  # has precedence over CUDA's
     visible = os.environ.get(variable)
     names = visible.split(",") if visible else list(map(str, range(hardware.num_gpus)))
     size = hardware.num_gpus // num_slots
     return [{variable: ",".join(names[size * i : size * (i + 1)])} for i in range(num_slots)]
 
 
-def _place(core: int) -> tuple[int, int, int]:
+def _topology(core: int) -> tuple[int, int, int]:
     """Return a sort key that keeps the hyperthreads of one physical core together."""
-    try:
-        topology = CPUS / f"cpu{core}" / "topology"
-        package = int((topology / "physical_package_id").read_text())
-        return package, int((topology / "core_id").read_text()), core
-    except (OSError, ValueError):
+    folder = CPUS / f"cpu{core}" / "topology"
+    package, physical = (
+        kernel_text(folder / name).strip() for name in ("physical_package_id", "core_id")
+    )
+    if not (package.isdigit() and physical.isdigit()):
         return 0, core, core  # unknown, as in some containers
+    return int(package), int(physical), core

@@ -1,11 +1,11 @@
-"""The processes of a run: the server that forks ranks, what stops them, how their children end.
+"""The processes of a run: the server that forks ranks, stop signals, and the ends of processes.
 
-The fork server imports torch once, so that no rank has to. It ends when no process holds the other
-end of a pipe. multiprocessing has no public name for that pipe, nor for the process ids of its
-server and its resource tracker; the private ones were checked on CPython 3.11 to 3.13.
+The fork server imports torch once for all ranks. It ends when no process holds the other end of a
+pipe. multiprocessing has no public name for that pipe, nor for the process ids of its server and
+its resource tracker; the private names were checked on CPython 3.11 to 3.13.
 
 On Linux the fork server, and after it the launcher, adopts the children of a rank that has ended,
-so that they can be ended. Elsewhere they are left alone. Torch-free.
+so that it can kill them. Elsewhere they are left alone. Torch-free.
 """
 
 import ctypes
@@ -34,31 +34,31 @@ STOP_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-import_errors: list[str] = []  # why the fork server, whose child this is, lacks what it imports
-# The only object of each module.
+import_errors: list[str] = []  # of the fork server, when it imported torch and the worker
+# The only instance of each class.
 _SERVER: Any = forkserver._forkserver
 _TRACKER: Any = resource_tracker._resource_tracker
 PROC = Path("/proc")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-TRACKER = "ddp_runner.tracking.track"  # a command that has something left to send, and then ends
+TRACKER = "ddp_runner.tracking.track"  # a command that sends the rest after a run, then ends
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
-LIMIT_S = 5.0  # for killed processes to be gone; one in uninterruptible sleep is left behind
-# From the launcher's end to that of a rank which the fork server has not ended by then. The server
-# first ends what this rank has started, and finds it only below a rank.
+LIMIT_S = 5.0  # for killed processes to be gone; a process in uninterruptible sleep may stay
+# A rank exits this long after its launcher, unless the fork server kills it first. The server can
+# find the rank's children only while the rank lives.
 SERVER_GRACE_S = 5.0
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
     """Return the stop signals that this process was not started to ignore.
 
-    nohup ignores SIGHUP, and a shell ignores SIGINT for a script's background jobs: whoever started
-    the process does not want these signals to end it.
+    nohup ignores SIGHUP, and a shell ignores SIGINT for a script's background jobs: these signals
+    must not end the process.
     """
-    return tuple(one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN)
+    return tuple(sig for sig in STOP_SIGNALS if signal.getsignal(sig) != signal.SIG_IGN)
 
 
 def ignore_stop_signals(*, but: int = 0) -> None:
-    """Ignore the stop signals in this process, also held ones: another one decides when it ends."""
+    """Ignore the stop signals, also those held back: another process decides when this one ends."""
     for signum in set(STOP_SIGNALS) - {but}:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -106,15 +106,15 @@ def answering(
 
 @contextmanager
 def stop_signals_held() -> Iterator[None]:
-    """Hold the stop signals back while children start, which first call ``ignore_stop_signals``.
+    """Hold the stop signals back while children start and call ``ignore_stop_signals``.
 
-    Ctrl-C and SIGTERM may reach every process at once, and only the launcher decides what follows:
-    it must lose none, and a child must not die of one.
+    Ctrl-C and SIGTERM may reach every process at once. The launcher must get each signal, and a
+    child must not die of it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         _start_resource_tracker()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # Python has released two of them
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # Python has unblocked two of them
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -123,12 +123,12 @@ def stop_signals_held() -> Iterator[None]:
 def start_fork_server() -> None:
     """Start the server unless it runs, and return at once, long before it has imported torch."""
     temp_folder()
-    # It may have been cleaned away, and the server's socket with it.
+    # A cleaner may have removed it, and the server's socket with it.
     Path(util.get_temp_dir()).mkdir(parents=True, exist_ok=True)
     if _SERVER._forkserver_pid is not None and (
         fork_server_is_gone() or not Path(_SERVER._forkserver_address).exists()
     ):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # the socket
             _SERVER._stop()  # waits for its end: until then multiprocessing believes that it runs
     multiprocessing.set_forkserver_preload(["ddp_runner.launch.preload"])
     with stop_signals_held():
@@ -136,10 +136,10 @@ def start_fork_server() -> None:
 
 
 def _start_resource_tracker() -> None:
-    """Start the process that removes what others leave behind, and let it do so in silence.
+    """Start multiprocessing's resource tracker, without its warnings.
 
-    Ranks end without the interpreter's shutdown, so the semaphores of a user's progress bars are
-    left to it. Its warning of them would follow the last line of the run.
+    Ranks skip the interpreter's shutdown and leave the semaphores of a user's progress bars to it.
+    Its warning would follow the last line of the run.
     """
     sys.warnoptions.append(WITHOUT_WARNING)
     try:
@@ -151,9 +151,10 @@ def _start_resource_tracker() -> None:
 def fork_server_is_gone(*, within_s: float = 0.0) -> bool:
     """Return whether the server has ended, and with it the processes that it forked.
 
-    The kernel closes a killed server's files one after the other, and this pipe may be the last.
+    Args:
+        within_s: how long to wait: the kernel closes a killed server's files one by one.
     """
-    poll = select.poll()  # unlike ensure_running, it starts no other server
+    poll = select.poll()  # unlike ensure_running, this starts no other server
     poll.register(_SERVER._forkserver_alive_fd, 0)
     return bool(poll.poll(1000 * within_s))
 
@@ -166,88 +167,89 @@ def release_fork_server() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of each descendant that loses its own parent. Linux only."""
+    """Become the parent of each descendant that loses its parent. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> set[int]:
-    """Return the children of this process; none unless on Linux."""
+    """Return the children of this process; Linux only, empty elsewhere."""
     return {pid for pid, parent in _parents().items() if parent == os.getpid()}
 
 
-def end_descendants(own: Collection[int], *, spares_trackers: bool = True) -> None:
-    """Kill the fork server's children, those of this process but its own, and all below.
+def end_descendants(earlier: Collection[int], *, spares_trackers: bool = True) -> None:
+    """Kill the fork server's children and this process's, with all their descendants.
 
-    A tracker that still sends is spared. A copy that it has forked looks the same, so whoever has
-    waited for the trackers spares none but its own.
+    Args:
+        earlier: children of this process to spare.
+        spares_trackers: spare trackers that still send. A copy that a tracker has forked looks the
+            same, so after waiting for the trackers spare only those in `earlier`.
     """
     deadline, server = time.monotonic() + LIMIT_S, _SERVER._forkserver_pid
-    spared = {*own, server, _TRACKER._pid}  # either may be new
+    spared = {*earlier, server, _TRACKER._pid}  # either of the last two may be new
     while time.monotonic() < deadline:
         parents = _parents()
-        found = {
-            pid
-            for pid, parent in parents.items()
-            if parent == server
-            or (
-                parent == os.getpid()
-                and pid not in spared
-                and not (spares_trackers and _is_tracker(pid))
-            )
-        }
-        if not found:
+        new = {pid for pid, parent in parents.items() if parent == os.getpid()} - spared
+        roots = {pid for pid in new if not (spares_trackers and _is_tracker(pid))}
+        roots |= {pid for pid, parent in parents.items() if parent == server}
+        if not roots:
             break
-        for pid in _with_descendants(found, parents):
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, os.WNOHANG)
+        for pid in _with_descendants(roots, parents):
+            _kill(pid)
         time.sleep(0.01)
 
 
 def kill_descendants() -> None:
-    """Kill all descendants of this process, except trackers, which end by themselves."""
+    """Kill all descendants of this process, except trackers, which end on their own."""
     for pid in _with_descendants({os.getpid()}, _parents()) - {os.getpid()}:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, ChildProcessError):  # it has ended, or is no child of ours
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, os.WNOHANG)
 
 
 def _with_descendants(roots: set[int], parents: Mapping[int, int]) -> set[int]:
-    """Return the roots and all below them, except trackers."""
-    found = set(roots)
-    while more := {
+    """Return the roots and all their descendants, except trackers."""
+    family = set(roots)
+    while children := {
         pid
         for pid, parent in parents.items()
-        if parent in found and pid not in found and not _is_tracker(pid)
+        if parent in family and pid not in family and not _is_tracker(pid)
     }:
-        found |= more
-    return found
+        family |= children
+    return family
 
 
 def _is_tracker(pid: int) -> bool:
-    with suppress(OSError):  # it has just ended
-        return TRACKER.encode() in Path(PROC, str(pid), "cmdline").read_bytes().split(b"\0")
-    return False
+    return TRACKER in kernel_text(PROC / str(pid) / "cmdline").split("\0")
 
 
 def is_suspended(pid: int | None) -> bool:
     """Return whether a process is stopped (man 5 proc_pid_stat). Linux only."""
-    with suppress(OSError):
-        return Path(PROC, str(pid), "stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+    return kernel_text(PROC / str(pid) / "stat").rpartition(")")[2].split()[:1] == ["T"]
 
 
 def process_stats() -> Iterator[tuple[int, list[int]]]:
-    """Yield each process of this machine, and its fields from /proc/PID/stat after the state.
+    """Yield each process id of this machine, and the fields of /proc/PID/stat after the state.
 
-    The parent is the first of them (man 5 proc_pid_stat). Empty if there is no /proc.
+    The first field is the parent (man 5 proc_pid_stat). Empty if there is no /proc.
     """
     for path in PROC.glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has just ended
-            # PID (NAME) STATE PARENT …, and the name may hold anything.
-            _, *fields = path.read_bytes().rpartition(b")")[2].split()
+        # PID (NAME) STATE PARENT …, and the name may hold anything.
+        fields = kernel_text(path).rpartition(")")[2].split()[1:]
+        if fields:
             yield int(path.parent.name), list(map(int, fields))
 
 
 def _parents() -> dict[int, int]:
     return {pid: fields[0] for pid, fields in process_stats()}
+
+
+def kernel_text(path: Path) -> str:
+    """Return the text of a file in /proc or /sys; empty if it is missing or its process ended."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""

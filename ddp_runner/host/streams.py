@@ -1,8 +1,9 @@
-"""What a process prints, on streams that may be closed, full, or a pipe without a reader.
+"""Printing to streams that may be closed, full, or a pipe without a reader.
 
-What cannot be written is dropped, and the run goes on.
+Text that cannot be written is dropped, and the run continues.
 """
 
+import errno
 import io
 import os
 import re
@@ -14,31 +15,28 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 STREAMS = {"stdout": 1, "stderr": 2}
-PATIENCE_S = 2.0
+PATIENCE_S = 2.0  # before a user is told about a wait
 MOST_LETTERS = 24  # of a key in a shortened name
-ERASE_LINE = "\r\x1b[2K"  # of a terminal: the next text takes the place of what is there
+ERASE_LINE = "\r\x1b[2K"  # on a terminal: the next text replaces the line
 
 
 def line_width(stream: TextIO) -> int:
-    """Return how many columns a line may take on a terminal that can draw it anew; 0: not one.
+    """Return the columns for a line on a terminal that can redraw it; 0: the stream cannot.
 
-    mpirun gives a terminal without lines, Emacs a dumb one.
+    mpirun gives a terminal without lines, Emacs a dumb terminal.
     """
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return 0
-    try:
-        size = os.get_terminal_size(stream.fileno())
-    except OSError:  # its window has just been closed
-        return 0
+    size = os.get_terminal_size(stream.fileno())
     # Some terminals wrap after a full last column.
     return max(0, size.columns - 1) if size.lines > 0 else 0
 
 
 def shortened(text: str, width: int) -> str:
-    """Return the text in so many columns.
+    """Return the text in at most `width` columns.
 
-    In a job's name, keys lose their groups and last letters first: values tell jobs apart. If that
-    is not enough, an ellipsis replaces the middle.
+    In a job's name, keys lose their groups and last letters first, since values tell jobs apart.
+    If that is not enough, an ellipsis replaces the middle.
     """
     for num_letters in range(MOST_LETTERS, 1, -1):
         if len(text) > width:
@@ -50,9 +48,9 @@ def shortened(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return the text with lines longer than `width` broken between words; 0: as it is.
+    """Return the text with lines longer than `width` broken between words; 0: unchanged.
 
-    The rest of a broken line is indented as far as the text behind the line's label.
+    The rest of a broken line is indented like the text after the line's label.
     """
     lines = []
     for line in text.splitlines():
@@ -69,7 +67,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def print_line(text: str, *, stream: TextIO) -> None:
-    """Print a line at once; on a terminal it takes the place of a live line."""
+    """Print a line at once; on a terminal it replaces a live line."""
     print(f"{ERASE_LINE if line_width(stream) else ''}{text}", file=stream, flush=True)
 
 
@@ -78,19 +76,19 @@ def keep_streams(
 ) -> None:
     """Let this process outlive its stdout and stderr; `on_loss` gets a sentence for each loss.
 
-    With a `prefix`, each line begins with it, empty ones are left out, and no line is drawn anew.
+    With a `prefix`, each line begins with it, empty lines are left out, and no line is redrawn.
     """
     for name, number in STREAMS.items():
         try:
             os.fstat(number)
-        except OSError:  # it is closed: the next file to be opened would get its number
+        except OSError:  # closed: the next file to be opened would get its number
             _send_nowhere(number)
             on_loss(f"{name} was closed: what it would have shown is in logs/ only")
         stream = getattr(sys, name)
         if stream is not None and stream is not getattr(sys, f"__{name}__"):
-            continue  # somebody captures the stream, as pytest does
+            continue  # the stream is captured, as by pytest
         if stream is not None:
-            with suppress(OSError):
+            with suppress(OSError):  # printed before, as by a library that is imported
                 stream.flush()
         kept = io.TextIOWrapper(
             io.BufferedWriter(_Kept(name, number, on_loss, prefix.encode())),
@@ -131,8 +129,8 @@ class _Kept(io.RawIOBase):
     def write(self, data: Any, /) -> int:
         if not self._prefix:
             return self._write(data)
-        lines = (self._prefix + one + b"\n" for one in bytes(data).splitlines() if one.strip())
-        text = b"".join(lines)
+        lines = [line for line in bytes(data).splitlines() if line.strip()]
+        text = b"".join(self._prefix + line + b"\n" for line in lines)
         while text:
             text = text[self._write(text) :]
         return len(data)
@@ -141,9 +139,10 @@ class _Kept(io.RawIOBase):
         while True:
             try:
                 return os.write(self._number, data)
-            except BlockingIOError:
-                select.select([], [self._number], [])
             except OSError as error:
+                if error.errno == errno.EAGAIN:  # the reader of a non-blocking pipe is slow
+                    select.select([], [self._number], [])
+                    continue
                 _send_nowhere(self._number)
                 self._on_loss(
                     f"{self.name[1:-1]} is lost ({error.strerror}): what it would have shown is "

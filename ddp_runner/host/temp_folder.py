@@ -1,6 +1,6 @@
-"""The temporary folder of a launcher and its ranks. A killed launcher's goes with the next start.
+"""The temporary folder of a launcher and its ranks; the next start removes a killed launcher's.
 
-A launcher holds a lock on its folder until it ends, which shows whether it lives.
+A launcher holds a lock on its folder until it ends, which shows whether it is alive.
 """
 
 import fcntl
@@ -12,46 +12,37 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 PREFIX = "ddp_runner-"
-MARK = "launcher"  # a file in it: a folder of this name alone may hold somebody's work
+MARK = "launcher"  # a file in each folder: without it, the folder is somebody's work
 LAST = -200  # the priority at exit; multiprocessing removes its own folder at -100
-MOST_CHARACTERS = 52  # a socket in it adds 50, and a socket's path ends at 103 on macOS
+MOST_CHARACTERS = 52  # a socket's path adds 50, and must not exceed 103 on macOS
 
 
 def temp_folder() -> Path:
-    """Return this launcher's folder; the first call makes it, and removes abandoned ones."""
+    """Return this launcher's folder; the first call creates it, and removes abandoned folders."""
     base = Path(tempfile.gettempdir())
     if (base / MARK).is_file():
         return base  # from an earlier call, or the parent's
     if len(str(base)) > MOST_CHARACTERS:
         base = Path("/tmp")
     for mark in base.glob(f"{PREFIX}*/{MARK}"):
-        with suppress(OSError):  # its launcher lives, it is another user's, or a link
-            os.close(_locked(mark.parent))
-            shutil.rmtree(mark.parent)
-    made = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}", dir=base))
-    with suppress(OSError):  # a file system without locks: nobody else can lock it, either
-        _locked(made)  # until this process ends
-    (made / MARK).touch()
-    # Others look for this name, so they never see the folder unlocked.
-    folder = made.rename(base / made.name.removeprefix("new-"))
+        if _lock(mark.parent):
+            shutil.rmtree(mark.parent, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}", dir=base))
+    _lock(new)  # without locks in this file system, no other launcher can lock it either
+    (new / MARK).touch()
+    # Other launchers look for this name, so they never see the folder unlocked.
+    folder = new.rename(base / new.name.removeprefix("new-"))
     # Not with atexit: multiprocessing must first remove its own folder, which is in this one.
     Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=LAST)
     tempfile.tempdir = str(folder)  # also for multiprocessing's files
     return folder
 
 
-def _locked(folder: Path) -> int:
-    """Lock a folder of this user; return the descriptor that holds the lock.
-
-    Raises:
-        OSError: another process holds it, or it is no folder of this user.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-    try:
-        if os.fstat(descriptor).st_uid != os.getuid():
-            raise PermissionError
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+def _lock(folder: Path) -> bool:
+    """Lock a folder of this user until this process ends; return whether that succeeded."""
+    with suppress(OSError):  # its launcher is alive, or it is a link or another user's
+        descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        if os.fstat(descriptor).st_uid == os.getuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False

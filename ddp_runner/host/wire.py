@@ -1,10 +1,9 @@
-"""A rank's end of the pipe to its launcher: requests come in, facts and the end go out.
+"""A rank's end of the pipe to its launcher.
 
-A rank sends ``claimed, folder`` on several machines, ``began, step`` once it has restored its
-state, ``ready`` when the training loop begins, ``saving, flag`` around each checkpoint, and last
-``result, value`` or ``failure, Failure``. The launcher sends ``stop`` and ``stack``, answered by
-``stack, time_ns, text``. A thread takes these, so that a rank answers even while it is in a
-collective.
+A rank sends ``claimed, folder``, ``began, step`` once it has restored its state, ``ready`` when the
+training loop begins, ``saving, flag`` around each checkpoint, and last ``result, value`` or
+``failure, Failure``. The launcher sends ``stop``, and ``stack``, which the rank answers with
+``stack, time_ns, text``. A thread receives, so that a rank answers even during a collective.
 """
 
 import signal
@@ -19,9 +18,9 @@ from typing import Any
 
 from ddp_runner.host.processes import end_after_launcher, handled_signals
 
-# The longest text in a message. A message of up to 16 kB leaves in one write. Between two writes, a
-# rank may be stopped or killed, and the launcher would wait for the rest.
-MOST_BYTES = 12_000
+# A message of up to 16 kB leaves in one write. Between two writes, a rank may be stopped or killed,
+# and the launcher would wait for the rest.
+MOST_BYTES = 12_000  # of text in a message
 
 
 class Wire:
@@ -33,7 +32,7 @@ class Wire:
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, *message: Any) -> None:
-        """Send a message. If the launcher is gone, so is its pipe: ``_listen`` ends this rank."""
+        """Send a message. If the launcher is gone, ``_listen`` ends this rank."""
         with self._sending, suppress(OSError):
             self._pipe.send(message)
 
@@ -50,7 +49,7 @@ class Wire:
         while True:
             try:
                 (word,) = self._pipe.recv()
-            except (EOFError, OSError):
+            except (EOFError, OSError):  # the launcher has ended
                 end_after_launcher()
             if word == "stop":
                 self.stop = True
@@ -64,14 +63,14 @@ class StopRequest:
     """True once this rank should finish its step, save and end.
 
     Our launcher asks over the wire: Ctrl-C reaches every process of a terminal, SIGTERM may reach
-    every process of a container, and only the launcher knows which it was. Under another launcher
-    (torchrun, Slurm) any of ``STOP_SIGNALS`` is the request.
+    every process of a container, and only the launcher can tell. Under another launcher (torchrun,
+    Slurm) any of ``STOP_SIGNALS`` is the request.
     """
 
     def __init__(self, wire: Wire | None) -> None:
         self._wire = wire
-        self.received: int | None = None  # the signal that this very rank received
-        # SIGTERM to one rank of ours, sent by hand, asks as well; the other signals are ignored.
+        self.received: int | None = None  # the first signal that this rank received
+        # SIGTERM to a single rank, sent by hand, is a request too; the other signals are ignored.
         for signum in handled_signals() if wire is None else (signal.SIGTERM,):
             signal.signal(signum, self._receive)
 
@@ -84,7 +83,7 @@ class StopRequest:
 
 
 def cut(text: str) -> str:
-    """Return the end of a text, where a stack has its innermost frame; the logs have all of it."""
+    """Return the end of a text, where a stack has its innermost frame; the logs have it all."""
     data = text.encode(errors="replace")
     if len(data) <= MOST_BYTES:
         return text

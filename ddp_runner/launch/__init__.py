@@ -1,1 +1,1 @@
-"""Starts and watches the ranks of one run on this machine."""
+"""Start and watch the ranks of one run on this machine."""

@@ -1,16 +1,18 @@
-"""Runs one job: from its resolved config to the ranks on this machine, and to an exit code.
+"""Run one job: from its resolved config to the ranks on this machine, and to an exit code.
 
-Ranks are forked from a server that has already imported torch, so they are up in a tenth of a
+Ranks are forked from a server that has already imported torch, so they start in a tenth of a
 second. This process never imports torch.
 """
 
+import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ddp_runner.config.identity import work_hash
 from ddp_runner.config.schema import has_own_loop
@@ -51,7 +53,7 @@ def launch(job: Job) -> Outcome:
     the folder and writes run.json, since the folder may be on another of them.
 
     Raises:
-        UserError: the machines of the run do not meet, or do not fit together.
+        UserError: the machines of the run do not meet, or their settings contradict each other.
     """
     folders = [] if job.run_dir is None else [job.run_dir]
     is_alone = job.config.launch.nnodes == 1
@@ -61,53 +63,50 @@ def launch(job: Job) -> Outcome:
         begin_run(job)
     stop = StopRequests(running=lambda: folders, is_quiet=job.slot is not None)
     stop.may_save = not is_alone  # the first signal is a request, also while the machines meet
-    try:
-        with stop.handled(), ExitStack() as trackers:
-            if is_alone:
-                trackers.enter_context(followed(job, RunDir(folders[0])))
-            return run_ranks(job, stop, trackers, folders)
-    except SystemExit:  # a signal came before there were ranks
-        with suppress(UserError):  # the disk is full, or the folder is gone
-            mark_ended(RunDir(folders[0]))
-        raise
+    with stop.handled(), ExitStack() as trackers:
+        if is_alone:
+            trackers.callback(mark_ended, folders[0])  # if a signal comes before there are ranks
+            trackers.enter_context(followed(job, RunDir(folders[0])))
+        return run_ranks(job, stop, trackers, folders)
 
 
 def is_over(job: Job) -> bool:
-    """Return, and print, that a job resumes a user's loop that has completed and saved nothing.
+    """Return whether a user's loop has completed without a checkpoint to continue; print it if so.
 
     Raises:
-        UserError: it has other keys now.
+        UserError: the loop has completed, and this command changes its keys.
     """
     assert job.run_dir is not None
     run_dir, is_own = RunDir(job.run_dir), has_own_loop(job.config.task)
     record = read_run_record(run_dir, missing_ok=True) if is_own and job.config.resume else {}
     if record.get("status") != Status.COMPLETED or any(run_dir.checkpoints.glob("step-*")):
         return False
-    what = f"{run_dir} has completed, and saved no checkpoint to go on from"
+    end = f"{run_dir} has completed without a checkpoint"
     if record.get("work_hash") != work_hash(job.config):
-        raise UserError(f"{what} with other keys; start a new run")
+        raise UserError(f"{end}, so it cannot continue with other keys; start a new run")
     if prints_errors():
-        print_line(f"{what}: nothing is left to do", stream=sys.stdout)
+        print_line(f"{end}: nothing is left to do", stream=sys.stdout)
     return True
 
 
 def run_ranks(job: Job, stop: StopRequests, trackers: ExitStack, folders: list[Path]) -> Outcome:
-    """Run this machine's ranks, again if any of the run fail, and return how they ended.
+    """Run this machine's ranks, restart them if any of the run fail, and return how they ended.
 
-    Where a rank claims the run folder, it is added to `folders`, and its trackers to the stack.
+    When a rank claims the run folder, add it to `folders`, and its trackers to the stack.
     """
     start_fork_server()
-    adopt_orphans()  # of ranks, if the server is killed that adopts them otherwise
+    adopt_orphans()  # if the server is killed, which otherwise adopts a dead rank's children
     if job.shows_header:
         print_line(starting_lines(job), stream=sys.stdout)
-    machines = OneMachine(job) if job.config.launch.nnodes == 1 else Machines(job)
-    with_trackers = set(folders)
+    has_trackers = job.config.launch.nnodes == 1  # `launch` has started them
+    machines = Machines(job) if job.config.launch.nnodes > 1 else OneMachine(job)
 
     def claimed(folder: Path) -> None:
+        nonlocal has_trackers
         if folder not in folders:
             folders.append(folder)
-        if group is not None and group.place == 0 and folder not in with_trackers:
-            with_trackers.add(folder)
+        if not has_trackers and group is not None and group.index == 0:
+            has_trackers = True
             trackers.enter_context(followed(job, RunDir(folder)))
 
     with (
@@ -120,7 +119,7 @@ def run_ranks(job: Job, stop: StopRequests, trackers: ExitStack, folders: list[P
         while True:
             try:
                 group = machines.join(lambda: stop.is_asked)
-            except UserError as error:
+            except UserError as error:  # after a failure, a machine did not come back
                 if not job.earlier:
                     raise
                 sentence = f"{job.earlier[-1][1]}; {error}"
@@ -137,9 +136,9 @@ def run_ranks(job: Job, stop: StopRequests, trackers: ExitStack, folders: list[P
                 return failed(job, failure, folders)
             job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
     received, run_dir = stop.received or signal.SIGTERM, folders[-1] if folders else None
-    if group is None:  # it was stopped while it waited for other machines
+    if group is None:  # stopped while it waited for other machines
         stop.say(is_training=False)
-        if run_dir is not None:  # another machine may have it
+        if run_dir is not None:  # from an earlier attempt
             mark_ended(run_dir)
         return Outcome(Status.PREEMPTED, 128 + received, run_dir)
     result = ranks.results[min(ranks.results)]
@@ -156,41 +155,48 @@ def print_error(sentence: str) -> None:
 def failed(job: Job, failure: Failure, folders: Sequence[Path]) -> Outcome:
     """Record and print why the ranks failed, and how to resume the run.
 
-    A machine that is lost after rank 0 has completed the run is no failure.
+    If a machine is lost after rank 0 has completed the run, the run has not failed.
     """
     folder = folders[-1] if folders else None
-    if folder is not None and failure.kind == "machine":
-        with suppress(UserError):  # run.json is damaged; the failure matters more
-            record = read_run_record(RunDir(folder), missing_ok=True)
-            if record.get("status") == Status.COMPLETED:
-                return Outcome(Status.COMPLETED, EXIT_COMPLETED, folder)
-    next_step = "" if failure.kind == "user" else "; go on with resume=RUN"
+    advice = "continue with resume=RUN"
     if folder is not None and RunDir(folder).record.exists():  # it may be on another machine
         run_dir = RunDir(folder)
-        rank = failure.rank if failure.rank >= 0 else None
+        details = run_dir.failure if failure.traceback else run_dir.logs
+        arguments = " ".join([run_dir.resume_argument, *map(shlex.quote, job.resume_arguments)])
+        advice = f"see {details}, then continue with {arguments}"
         try:
             record = read_run_record(run_dir)
-            known, started_at = record.get("error") or {}, job.started_at
-            if job.config.launch.nnodes > 1:  # the session is that of rank 0's machine
-                started_at = last_session_start(record)
-            # Its own machine knows; a mistake on several machines is rank 0's to record.
-            is_known = rank is None and known.get("kind") == failure.kind
-            is_rank_zeros = job.config.launch.nnodes > 1 and failure.kind == "user"
-            if not is_known and not is_rank_zeros:
-                error = RunError(rank=rank, kind=failure.kind, sentence=failure.sentence)
-                fail_session(run_dir, started_at=started_at, error=error)
-            if failure.traceback:
-                run_dir.logs.mkdir(exist_ok=True)
-                run_dir.failure.write_text(failure.traceback, "utf-8", "backslashreplace")
-            if next_step:
-                details = run_dir.failure if failure.traceback else run_dir.logs
-                next_step = f"; see {details}, then go on with resume=RUN"
+            if failure.kind == "machine" and record.get("status") == Status.COMPLETED:
+                return Outcome(Status.COMPLETED, EXIT_COMPLETED, folder)
+            _record_failure(job, failure, run_dir, record)
         except (OSError, UserError) as error:
-            # The cause stays first: a full disk is often the reason for both.
-            next_step = f"; besides, {error}"
-    failure = replace(failure, sentence=failure.sentence + next_step)
+            # The cause comes first: a full disk is often the reason for both.
+            failure = replace(failure, sentence=f"{failure.sentence}; besides, {error}")
+            advice = ""
+    if advice and failure.kind != "user":
+        failure = replace(failure, sentence=f"{failure.sentence}; {advice}")
     print_error(failure.sentence)
     if failure.kind == "user":
         return Outcome(Status.FAILED, EXIT_USER_ERROR, folder, failure)
     print(failure.traceback, file=sys.stderr, flush=True)
     return Outcome(Status.FAILED, EXIT_FAILED, folder, failure)
+
+
+def _record_failure(job: Job, failure: Failure, run_dir: RunDir, record: Mapping[str, Any]) -> None:
+    """Write the failure into run.json, unless its own machine does, and its traceback to logs/.
+
+    Raises:
+        OSError: logs/ cannot be written.
+        UserError: run.json cannot be written.
+    """
+    is_alone = job.config.launch.nnodes == 1
+    is_recorded = failure.rank < 0 and (record.get("error") or {}).get("kind") == failure.kind
+    if not is_recorded and (is_alone or failure.kind != "user"):  # else rank 0 records a mistake
+        # On several machines the session is rank 0's.
+        started_at = job.started_at if is_alone else last_session_start(record)
+        rank = failure.rank if failure.rank >= 0 else None
+        error = RunError(rank=rank, kind=failure.kind, sentence=failure.sentence)
+        fail_session(run_dir, started_at=started_at, error=error)
+    if failure.traceback:
+        run_dir.logs.mkdir(exist_ok=True)
+        run_dir.failure.write_text(failure.traceback, "utf-8", "backslashreplace")

@@ -1,6 +1,6 @@
-"""This machine's ranks, for one attempt: how they start, are watched, and end.
+"""This machine's ranks, for one attempt: start, watch and end them. Torch-free.
 
-Each has a pipe; see ``host.wire``. Torch-free.
+``host.wire`` lists the messages of the pipe between a rank and the launcher.
 """
 
 import math
@@ -22,7 +22,7 @@ from ddp_runner.host.processes import (
 )
 from ddp_runner.job import Failure, Job
 from ddp_runner.launch.failure_cause import (
-    Ends,
+    RankExits,
     Stack,
     first_failure,
     server_was_killed,
@@ -33,88 +33,87 @@ from ddp_runner.launch.rank_process import run_rank
 from ddp_runner.launch.stop_requests import StopRequests
 
 POLL_S = 0.05
-UNKNOWN = 255  # multiprocessing's exit code of a rank whose server is gone, or os._exit's own
-ANSWER_S = 3.0  # from the first failure to the end of ranks that do not fail themselves
-SAVING_FACTOR = 10  # during a save, an end waits this many times launch.shutdown_timeout_s
+UNKNOWN = 255  # multiprocessing's exit code once the server is gone; os._exit(255) looks the same
+ANSWER_S = 3.0  # after the first failure, for the other ranks to report before they are killed
+SAVING_FACTOR = 10  # a save may take this many times launch.shutdown_timeout_s
 
 
 class Ranks:
     """The ranks of one attempt.
 
     Args:
-        job: with its temporary folder, and what is known of the attempts before.
-        stop: asks for the end of the run.
-        claimed: called with the run folder where a rank has claimed it.
+        job: has its temporary folder, and the ends of earlier attempts.
+        stop: the user's requests to stop the run.
+        claimed: called with the run folder once a rank has claimed it.
     """
 
-    # By name: importing what a rank needs takes seconds, and the launcher needs none of it.
+    # By name: importing it takes seconds, and the launcher does not use it.
     work = "ddp_runner.worker:work"
 
     def __init__(self, job: Job, stop: StopRequests, claimed: Callable[[Path], object]) -> None:
-        self.first_step: int | None = None  # where the loop began; None: it never got there
+        self.first_step: int | None = None  # of the training loop; None: it never began
         self.results: dict[int, Any] = {}
         self._job, self._stop, self._claimed = job, stop, claimed
-        self._own = children()  # such as the fork server, also if no rank ever starts
+        self._earlier_children = children()  # such as the fork server: not to be killed
         self._processes: dict[int, ForkServerProcess] = {}
         self._pipes: dict[int, Connection] = {}
         self._failures: dict[int, Failure] = {}
         self._stacks: dict[int, Stack] = {}
-        self._not_started: dict[int, int] = {}  # a rank, and the exit code of one that is lost
-        self._seen: dict[int, int | None] = {}  # the exit codes before the last messages
+        self._not_started: dict[int, int] = {}  # exit codes of ranks that could not start
+        self._exit_codes: dict[int, int | None] = {}  # as of the last ``poll``
         self._saving: int | None = None  # the rank that writes a checkpoint
         self._saved_at = 0.0
         self._is_training = False
-        self._is_asked = False  # to stop
+        self._has_sent_stop = False
 
     def run(self, environs: Sequence[Mapping[str, str]], machines: OneMachine) -> Failure | None:
-        """Run a rank with each set of torchrun's variables; return the failure that came first.
+        """Run a rank with each set of torchrun's variables; return this machine's first failure.
 
-        It is that of this machine's ranks. None: all ranks of all machines have ended well.
+        None: all ranks of all machines have ended well.
         """
         try:
             self.start(environs)
             late_at = math.inf
             while True:
-                lost = self.poll(POLL_S)
+                lost = self.poll()
                 if lost or machines.must_end:
-                    return self.failed(lost, peers_waited_in_vain=machines.timed_out)
+                    return self.failed(lost, peers_timed_out=machines.timed_out)
                 if late_at == math.inf and (self.results or machines.has_ended):
                     late_at = time.monotonic() + self._job.config.backend.timeout_s
-                if not self.all_ended():
-                    # Nobody waits for such a rank in a collective, where it would be noticed.
-                    if time.monotonic() > late_at and (suspended := self.suspended()):
-                        self._wait_for_answers()  # another one may be saving
+                if None in self._exit_codes.values():
+                    # No peer waits for a suspended rank in a collective, and would time out.
+                    if time.monotonic() > late_at and (suspended := self._suspended()):
+                        self._wait_for_answers()  # another rank may be saving
                         return stayed_suspended(suspended[0], self._job.config)
-                elif (is_over := machines.all_ended()) is not None:
-                    return None if is_over else self.failed({}, peers_waited_in_vain=False)
+                elif (all_ended := machines.all_ended()) is not None:
+                    return None if all_ended else self.failed({}, peers_timed_out=False)
         finally:
             self.end()
 
     def start(self, environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a rank with each set of torchrun's variables; a failure shows in ``poll``."""
+        """Start a rank with each set of torchrun's variables; ``poll`` reports a failure."""
         assert self._job.temp is not None
-        self._job.temp.mkdir(parents=True, exist_ok=True)  # it may have been cleaned away
+        self._job.temp.mkdir(parents=True, exist_ok=True)  # a cleaner may have removed it
         start_fork_server()  # if it was killed
-        self._own, self._oom_kills = children(), oom_kills()
+        self._earlier_children, self._oom_kills = children(), oom_kills()
         for environ in environs:
-            if self._fork(environ):
-                continue
-            if not self._processes:  # the server was killed while it imported: nothing is lost
+            has_started = self._fork(environ)
+            if not has_started and not self._processes:  # killed during its imports: try again
                 fork_server_is_gone(within_s=1.0)
                 start_fork_server()
-                if self._fork(environ):
-                    continue
-            rank = int(environ["RANK"])
-            self._failures[rank], self._not_started[rank] = server_was_killed(rank), UNKNOWN
-            return
+                has_started = self._fork(environ)
+            if not has_started:
+                rank = int(environ["RANK"])
+                self._failures[rank], self._not_started[rank] = server_was_killed(rank), UNKNOWN
+                return
 
     def _fork(self, environ: Mapping[str, str]) -> bool:
-        """Start a rank; return whether the server lived to do so."""
+        """Start a rank; return whether the fork server was there to do it."""
         pipe, theirs = Pipe()
         process = ForkServerProcess(target=run_rank, args=(self._job, self.work, environ, theirs))
         try:
             process.start()  # waits until the server has imported torch
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the server was killed
             pipe.close()
             return False
         finally:
@@ -124,55 +123,48 @@ class Ranks:
         self._stop.may_save = True
         return True
 
-    def all_ended(self) -> bool:
-        """Return whether all ranks had ended at the last ``poll``."""
-        return None not in self._seen.values()
+    def _suspended(self) -> list[int]:
+        """Return the ranks that are suspended, as by SIGSTOP. Linux only, empty elsewhere."""
+        return [rank for rank, process in self._processes.items() if is_suspended(process.pid)]
 
-    def suspended(self) -> list[int]:
-        """Return the ranks that are suspended, as by SIGSTOP. Linux only: elsewhere none."""
-        return [rank for rank, one in self._processes.items() if is_suspended(one.pid)]
-
-    def poll(self, timeout_s: float = 0.0) -> dict[int, int]:
-        """Take what ranks tell, ask them to stop if that is due; return the lost ones' exit codes.
-
-        Args:
-            timeout_s: how long to wait for a message, or for the end of a rank.
-        """
+    def poll(self) -> dict[int, int]:
+        """Take the ranks' messages, pass on a stop request; return the exit codes of lost ranks."""
         # Before the messages: a rank sends its result, and then ends.
-        self._seen = self._exit_codes()
-        self._receive(timeout_s)
+        self._exit_codes = {rank: process.exitcode for rank, process in self._processes.items()}
+        self._receive(POLL_S)
         self._stop_if_asked()
-        ended = {rank: code for rank, code in self._seen.items() if code is not None}
-        lost = {rank: code for rank, code in ended.items() if rank not in self.results}
+        lost = {
+            rank: code
+            for rank, code in self._exit_codes.items()
+            if code is not None and rank not in self.results
+        }
         return lost | self._not_started
 
     def end(self) -> None:
-        """End the ranks, and all that they have started."""
+        """Kill the ranks and all their descendants."""
         for pipe in self._pipes.values():
             pipe.close()
         self._pipes = {}
         for process in self._processes.values():
             if process.exitcode is None:
                 process.kill()
-        end_descendants(self._own)
-
-    def _exit_codes(self) -> dict[int, int | None]:
-        return {rank: process.exitcode for rank, process in self._processes.items()}
+        end_descendants(self._earlier_children)
 
     def _receive(self, timeout_s: float) -> None:
         """Wait for a message or the end of a rank, and take all messages that have come."""
-        # Without ranks that have ended: their sentinels are always ready.
-        alive = [one.sentinel for one in self._processes.values() if one.exitcode is None]
+        # Leave out ranks that have ended: their sentinels are always ready.
+        processes = self._processes.values()
+        alive = [process.sentinel for process in processes if process.exitcode is None]
         wait([*self._pipes.values(), *alive], timeout=timeout_s)
         for rank, pipe in list(self._pipes.items()):
             try:
                 while pipe.poll():
                     self._take(rank, *pipe.recv())
-            except (EOFError, OSError):  # the rank has ended, and its pipe holds no more
+            except (EOFError, OSError):  # the rank has ended, and its pipe is empty
                 pipe.close()
                 del self._pipes[rank]
         if self._saving is not None and self._processes[self._saving].exitcode is not None:
-            self._saving = None  # a child of it may still hold its end of the pipe
+            self._saving = None  # its child may still hold the pipe open
 
     def _take(self, rank: int, word: str, *rest: Any) -> None:
         match word, *rest:
@@ -198,45 +190,45 @@ class Ranks:
     def _stop_if_asked(self) -> None:
         if not self._stop.is_asked:
             return
-        if not self._is_asked:
-            self._is_asked = True
+        if not self._has_sent_stop:
+            self._has_sent_stop = True
             for rank in self._processes:
                 self._send(rank, "stop")
             self._stop.say(is_training=self._is_training)
         now, limit_s = time.monotonic(), self._job.config.launch.shutdown_timeout_s
         if self._saving is not None:
             self._saved_at = now
-        # After the last save, the run has the time again to end.
-        begun = max(self._stop.asked_at, self._saved_at)
-        if now > min(self._stop.asked_at + SAVING_FACTOR * limit_s, begun + limit_s):
+        # After the last save, the run has `limit_s` again to end.
+        begun_at = max(self._stop.asked_at, self._saved_at)
+        if now > min(self._stop.asked_at + SAVING_FACTOR * limit_s, begun_at + limit_s):
             self._stop.end_at_once()
 
-    def failed(self, lost: Mapping[int, int], *, peers_waited_in_vain: bool) -> Failure:
-        """Let all ranks say where they are; return the failure that came first."""
-        ends = Ends(
+    def failed(self, lost: Mapping[int, int], *, peers_timed_out: bool) -> Failure:
+        """Collect the stacks of all ranks; return the failure that came first."""
+        exits = RankExits(
             ranks=list(self._processes),
             exit_codes=lost,
             out_of_memory=oom_kills() > self._oom_kills,
             server_is_gone=fork_server_is_gone(within_s=1.0 if UNKNOWN in lost.values() else 0.0),
-            peers_waited_in_vain=peers_waited_in_vain,
+            peers_timed_out=peers_timed_out,
         )
         for rank in self._processes:
             self._send(rank, "stack")
         self._wait_for_answers()
-        return first_failure(ends, self._failures, self._stacks, self._job.config)
+        return first_failure(exits, self._failures, self._stacks, self._job.config)
 
     def _wait_for_answers(self) -> None:
-        """Wait until each rank has ended or failed, and longer for a save: a restart needs it."""
+        """Wait until each rank has ended or failed, and longer for a save: a restart uses it."""
         now, shutdown_s = time.monotonic(), self._job.config.launch.shutdown_timeout_s
-        deadline, last_deadline = now + ANSWER_S, now + SAVING_FACTOR * shutdown_s
+        deadline, save_deadline = now + ANSWER_S, now + SAVING_FACTOR * shutdown_s
         while True:
-            exit_codes = self._exit_codes()
+            alive = {rank for rank, process in self._processes.items() if process.exitcode is None}
             self._receive(0.0)
-            if all(code is not None or rank in self._failures for rank, code in exit_codes.items()):
+            if alive <= self._failures.keys():
                 return
             saving = self._processes[self._saving].pid if self._saving is not None else None
             is_saving = saving is not None and not is_suspended(saving)
-            if time.monotonic() > (last_deadline if is_saving else deadline):
+            if time.monotonic() > (save_deadline if is_saving else deadline):
                 return
             self._stop_if_asked()
             self._receive(POLL_S)

@@ -195,7 +195,7 @@ def test_a_failed_or_late_rank_is_named_and_ends_the_run(
     run_dir = end.folder / RUN
     first, *rest = end.stderr.strip().splitlines()
     assert first.startswith("error: " + sentence.replace("RUN", str(run_dir)))
-    assert first.endswith(", then go on with resume=RUN")
+    assert f", then continue with resume={run_dir}" in first
     fields = record(run_dir)
     assert fields["status"] == "failed"
     kind = "crash" if timeout_s == NEVER_S else "late"
@@ -243,8 +243,8 @@ def test_a_run_resumes_after_sigkill(tmp_path: Path, uninterrupted: Path, name: 
     assert end.exit_code == exit_code
     assert record(tmp_path / RUN)["status"] == status
     if exit_code == 1:
-        where = f"see {end.run_dir / 'logs'}, then go on with resume=RUN"
-        assert error_line(end, exit_code=1) == f"rank 1 {KILLED}; {where}"
+        advice = f"see {end.run_dir / 'logs'}, then continue with resume={end.run_dir}"
+        assert error_line(end, exit_code=1).startswith(f"rank 1 {KILLED}; {advice}")
         assert record(end.run_dir)["error"]["sentence"] == f"rank 1 {KILLED}"
     else:
         assert end.stderr == ""

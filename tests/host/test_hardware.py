@@ -161,7 +161,7 @@ def test_a_version_file_is_read_as_torch_writes_it(
         (2, 13020, {"cuda": "12.8", "hip": None}, None),
         (2, 12080, {}, None),
         (2, 12080, {"cuda": None, "hip": None},
-         "2 GPUs are visible and torch was built without CUDA; install one that was built with it"),
+         "2 GPUs are visible and torch was built without CUDA; install a build with CUDA ("),
         (1, 12080, {"cuda": "13.2", "hip": None},
          "1 GPU is visible and the driver (CUDA 12.8) is too old for torch (CUDA 13.2); update it, "
          "or install a torch for CUDA 12"),

@@ -61,9 +61,9 @@ def test_shares_are_of_the_cores_that_a_run_may_use(
 
 def test_what_the_system_does_not_say_is_none() -> None:
     """As where there is no /proc, or no time has passed."""
-    found = load_record(Load(None), Load(1.5))
+    load = load_record(Load(0.5), Load(1.5))
     nothing = {"busy_share_others": None, "steal_share": None}
-    assert found == {"start": {"loadavg_1m": None}, "end": {"loadavg_1m": 1.5, **nothing}}
+    assert load == {"start": {"loadavg_1m": 0.5}, "end": {"loadavg_1m": 1.5, **nothing}}
     ticks = (1,) * 8
     assert load_record(Load(1.0, ticks), Load(1.0, ticks))["end"]["steal_share"] is None
 

@@ -39,12 +39,6 @@ def test_the_own_loopback_has_its_address() -> None:
     assert up_interfaces()["127.0.0.1"] == "lo"
 
 
-def test_a_name_that_does_not_resolve_has_no_address() -> None:
-    """The top-level domain is reserved for this."""
-    assert network.host_address("localhost") == "127.0.0.1"
-    assert network.host_address("no-such-host.invalid") is None
-
-
 @pytest.mark.parametrize(
     ("own", "other", "routes", "expected"),
     [
@@ -71,14 +65,16 @@ def test_gloo_leaves_loopback_for_an_interface_that_others_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Debian gives a machine's own name an address of loopback."""
-    found = {"127.0.0.1": "lo", "10.0.0.5": "eth0", "10.1.0.5": "ib0"}
-    monkeypatch.setattr(network, "up_interfaces", lambda: found)
-    monkeypatch.setattr(network, "host_address", lambda _: own)
-    monkeypatch.setattr(network, "_own_address", routes.get)
+    interfaces = {"127.0.0.1": "lo", "10.0.0.5": "eth0", "10.1.0.5": "ib0"}
+    by_host = {host: (address, "10.1.0.9") for host, address in routes.items()}
+    if own is not None:
+        by_host[socket.gethostname()] = (own, own)
+    monkeypatch.setattr(network, "up_interfaces", lambda: interfaces)
+    monkeypatch.setattr(network, "_route", by_host.get)
     assert outer_interface(other) == expected
 
 
 def test_the_way_to_this_machine_is_loopback() -> None:
     """Asked of the kernel; nothing is sent."""
-    assert network._own_address("127.0.0.1") == "127.0.0.1"
-    assert network._own_address("no-such-host.invalid") is None
+    assert network._route("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
+    assert network._route("no-such-host.invalid") is None

@@ -13,7 +13,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Failure, Job
-from ddp_runner.launch.failure_cause import Ends, Stack, first_failure
+from ddp_runner.launch.failure_cause import RankExits, Stack, first_failure
 from ddp_runner.launch.rank_process import failure_of
 from ddp_runner.parallelism.single import Single
 from ddp_runner.rank.session import Session, note_start
@@ -50,8 +50,8 @@ class Group:
         self, config: Config, exit_codes: dict[int, int], *, size: int = 3, **more: bool
     ) -> Failure:
         """Return the failure that is reported."""
-        ends = Ends(ranks=range(size), exit_codes=exit_codes, **more)
-        return first_failure(ends, self.failures, self.stacks, config)
+        exits = RankExits(ranks=range(size), exit_codes=exit_codes, **more)
+        return first_failure(exits, self.failures, self.stacks, config)
 
 
 @pytest.fixture

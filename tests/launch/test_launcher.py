@@ -45,6 +45,7 @@ from ddp_runner.job import Failure, Job
 from ddp_runner.launch import launcher
 from ddp_runner.launch.ranks import Ranks
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
+from ddp_runner.tracking.run_dir import RunDir
 
 FAULTY = '''
 import os, time
@@ -158,7 +159,8 @@ def test_a_rank_that_raises_is_named_and_ends_the_group(tmp_path: Path) -> None:
     assert end.exit_code == 1
     lines = end.stderr.strip().splitlines()
     failure = end.run_dir / "logs" / "failure.txt"
-    assert lines[0] == f"error: {sentence}; see {failure}, then go on with resume=RUN"
+    words = f"resume={end.run_dir} 'allowed_targets=[faulty]'"
+    assert lines[0] == f"error: {sentence}; see {failure}, then continue with {words}"
     assert lines[1] == "Traceback (most recent call last):"
     assert lines[-1] == "ZeroDivisionError: the third batch is cursed"
     assert end.stderr.count("Traceback") == 1
@@ -199,8 +201,10 @@ def test_a_killed_rank_is_named_or_its_group_restarted(tmp_path: Path) -> None:
     sentence = (
         "rank 0 was killed by SIGKILL, by another process or by the kernel's out-of-memory killer"
     )
-    way_out = f"see {(lost / 'logs').relative_to(tmp_path)}, then go on with resume=RUN"
-    assert end.stderr.strip() == f"error: {sentence}; {way_out}"
+    (line,) = end.stderr.strip().splitlines()
+    assert line.startswith(f"error: {sentence}; see {(lost / 'logs').relative_to(tmp_path)}, then ")
+    assert "continue with " in line
+    assert RunDir(lost.relative_to(tmp_path)).resume_argument in line
     fields = record(lost)
     assert (fields["status"], fields["error"]["rank"], fields["error"]["sentence"]) == (
         "failed",

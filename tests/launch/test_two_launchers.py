@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import own_trackers
 import pytest
 from commands import (
     CommandResult,
@@ -208,6 +209,22 @@ def test_a_run_of_two_launchers_resumes_after_one_was_killed(tmp_path: Path) -> 
         ends = [wait_for_end(process, folder) for process, folder in started]
     assert [end.exit_code for end in ends] == [0, 0], ends[0].stderr + ends[1].stderr
     assert_continued(run, num_steps=record(run)["step"])
+
+
+@pytest.mark.full
+def test_a_run_of_two_launchers_in_a_named_folder_has_its_trackers(tmp_path: Path) -> None:
+    """The launcher of rank 0 starts them once the folder is claimed."""
+    sent, option = tmp_path / "sent", tmp_path / "conf" / "trackers" / "file.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text(f"mine:\n  _target_: own_trackers.Recorder\n  path: {sent}\n")
+    keys = (f"--config-dir={tmp_path / 'conf'}", "trackers=file", "allowed_targets=[own_trackers]")
+    named, here = f"hydra.run.dir={tmp_path / 'named'}", str(Path(own_trackers.__file__).parent)
+    environ = {"PYTHONPATH": here}
+    with launchers(tmp_path, *keys, *TWO, named, port=free_port(), environ=environ) as started:
+        ends = [wait_for_end(process, folder) for process, folder in started]
+    assert [end.exit_code for end in ends] == [0, 0], ends[0].stderr + ends[1].stderr
+    calls = sent.read_text()
+    assert [calls.count(word) for word in ('"begin"', '"end": "completed"')] == [1, 1]
 
 
 def _printed(folder: Path) -> str:

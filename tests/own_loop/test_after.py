@@ -100,8 +100,9 @@ def test_a_loop_that_completed_without_a_checkpoint_is_not_called_again(
     module = () if program == RUNNER else ("-m", "ddp_runner")
     again = run_command(*module, *words, program=program, **options)
     assert again.exit_code == 0, again.stderr
-    assert again.stdout.count("and saved no checkpoint to go on from: nothing is left to do") == 1
+    assert again.stdout.count(" has completed without a checkpoint: nothing is left to do") == 1
     line = error_line(run_command(*words, "loop.steps=4", **options))
-    assert line.endswith("saved no checkpoint to go on from with other keys; start a new run")
+    assert "completed without a checkpoint" in line
+    assert line.endswith("with other keys; start a new run")
     assert {path: path.read_bytes() for path in before} == before
     assert (tmp_path / "calls").read_text() == "called\n"
