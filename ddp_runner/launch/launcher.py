@@ -63,11 +63,14 @@ def launch(job: Job) -> Outcome:
         begin_run(job)
     stop = StopRequests(running=lambda: folders, is_quiet=job.slot is not None)
     stop.may_save = not is_alone  # the first signal is a request, also while the machines meet
-    with stop.handled(), ExitStack() as trackers:
-        if is_alone:
-            trackers.callback(mark_ended, folders[0])  # if a signal comes before there are ranks
-            trackers.enter_context(followed(job, RunDir(folders[0])))
-        return run_ranks(job, stop, trackers, folders)
+    try:
+        with stop.handled(), ExitStack() as trackers:
+            if is_alone:
+                trackers.enter_context(followed(job, RunDir(folders[0])))
+            return run_ranks(job, stop, trackers, folders)
+    except SystemExit:  # a signal came before there were ranks
+        mark_ended(folders[0])
+        raise
 
 
 def is_over(job: Job) -> bool:
