@@ -101,7 +101,7 @@ def read_run(folder: Path) -> RecordedRun:
     if not reasons and (problem := _problem(record)):
         reasons.append(problem)
     config = read(CONFIG_FILE, _read_config, {})
-    lines, num_damaged = read(METRICS_FILE, _read_lines, ([], 0))
+    lines, num_damaged = read(METRICS_FILE, read_lines, ([], 0))
     run = RecordedRun(folder, record, config, tuple(lines))
     if reasons:
         return replace(run, reason=reasons[0], ran_out=_ran_out(record) if config else None)
@@ -146,7 +146,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return dict(leaves(config, whole_lists=True))
 
 
-def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
+def read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     """Return the valid lines of a metrics file, and the number of damaged lines."""
     lines: list[dict[str, float | None]] = []
     num_damaged = 0
