@@ -50,10 +50,9 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
         allowed_targets=config.allowed_targets,
         log=session.log,
     )
-    data = f"a prompt of {len(tokens)} tokens, {settings.num_tokens} to write"
-    with open_logger(
-        session, run_dir, weights, data=data, num_rounds=settings.num_tokens
-    ) as logger:
+    count = settings.num_tokens
+    data = f"a prompt of {len(tokens)} tokens, {count} to write"
+    with open_logger(session, run_dir, weights, data=data, num_rounds=count) as logger:
         new_tokens = sampled(
             module,
             tokens,
