@@ -229,7 +229,7 @@ def test_time_to_target_is_the_time_of_the_first_line_that_reached_it(tmp_path: 
     assert only.stats["time_to_target_s"] == Stat(2.5, pytest.approx(math.sqrt(0.5)), 2)
     (only,) = compared(tmp_path, target=Target("train/loss", 0.7)).rows
     assert only.stats["time_to_target_s"] == Stat(3.0, 0.0, 3)
-    with pytest.raises(UserError, match=r"eval/f1.*metric of no run; use one of eval/accuracy"):
+    with pytest.raises(UserError, match=r"eval/f1.*no run has.*; use one of eval/accuracy"):
         compared(tmp_path, target=Target("eval/f1", 0.9))
 
 
