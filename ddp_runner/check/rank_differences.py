@@ -26,7 +26,7 @@ class Verdict:
 
     name: str  # the guarantee
     ok: bool
-    detail: str  # what was compared, and the numbers
+    detail: str  # the compared tensors, and the numbers
 
 
 def equality(

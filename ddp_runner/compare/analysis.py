@@ -63,7 +63,7 @@ class Best:
 
 @dataclass(frozen=True)
 class RunNote:
-    """A sentence about one run."""
+    """A sentence about a run."""
 
     run: RecordedRun
     sentence: str
@@ -196,15 +196,16 @@ def _stats(runs: Sequence[RecordedRun], target: Target | None) -> dict[str, Stat
     stats = {
         name: stat(run.result(name) for run in runs) for name in names if name not in no_quantities
     }
-    if len({f"{run.seed}\n{identity(run.setting)}" for run in runs}) == 1:
-        stats |= {name: replace(stats[name], sd=None) for name in final if stats.get(name)}
     stats |= {
         "time_to_target_s": stat(target.time_s(run) for run in runs) if target else None,
         "startup_s": stat(run.number("startup_s") for run in runs),
         "wall_s": stat(run.number("wall_s") for run in runs),
         "sessions": stat(len(run.sessions) or None for run in runs),
     }
-    return {name: value for name, value in stats.items() if value is not None}
+    present = {name: value for name, value in stats.items() if value is not None}
+    if len({f"{run.seed}\n{identity(run.setting)}" for run in runs}) == 1:
+        present |= {name: replace(present[name], sd=None) for name in final if name in present}
+    return present
 
 
 def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:

@@ -120,7 +120,7 @@ class RecordedRun:
         return [value for line in self.lines if (value := line.get(metric)) is not None]
 
     def result(self, metric: str) -> float | None:
-        """Return the run's result in a metric; None if it has none.
+        """Return the run's result in a metric; None if it is missing.
 
         The highest value for the peak memory; the median without the first line, the warm-up, for
         other metrics of `perf/`; else the last value.

@@ -175,11 +175,9 @@ def _predict(
     fit = fits.get(_backend_and_size(run)) if run.comm_hook in SENT_FRACTION else None
     measured_ms, base_ms = _all_parts_ms(stats), _all_parts_ms(base_stats)
     speed = base_stats.get("perf/samples_per_s")
-    if base.world_size >= run.world_size or not (num_bytes and fit):
+    if base.world_size >= run.world_size or not (num_bytes and fit and cap_mb):
         return None
-    if cap_mb is None or samples is None or base_samples is None:
-        return None
-    if measured_ms is None or base_ms is None or speed is None:
+    if not (samples and base_samples and measured_ms and base_ms and speed):
         return None
     growth = (samples / run.world_size) / (base_samples / base.world_size)
     latency_ms = num_buckets(num_bytes, cap_mb) * fit.latency_us / 1e3

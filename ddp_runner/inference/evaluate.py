@@ -20,9 +20,6 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
 
     A stop request does not interrupt it: metrics of some samples would be wrong. Collective: every
     rank must call.
-
-    Raises:
-        UserError: see ``open_model``, ``try_metrics`` and ``evaluate``.
     """
     model = open_model(session)
     if model is None:

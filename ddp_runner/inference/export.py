@@ -16,9 +16,6 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
     """Write the model of a run into this run's folder, on rank 0.
 
     Collective: every rank must call.
-
-    Raises:
-        UserError: see ``open_model`` and ``export_programs``.
     """
     model = open_model(session)
     if model is None:

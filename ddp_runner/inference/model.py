@@ -82,8 +82,7 @@ def open_model(session: Session) -> TrainedModel | None:
     Rank 0 reads the weights and sends them. Collective: every rank must call.
 
     Raises:
-        UserError: the weights or the data are unusable, or do not fit the model; or see
-            ``note_start``.
+        UserError: the weights or the data are unusable, or do not fit the model.
     """
     note_start(session, step=0)
     config, run = session.config, session.config.inference.run
@@ -111,7 +110,7 @@ def open_model(session: Session) -> TrainedModel | None:
     choice, all_splits = config.inference.split, {"train": dataset.train, "eval": dataset.eval}
     names = all_splits if choice == "all" else (choice,)
     splits = {name: dataset.near(all_splits[name], session.devices[0]) for name in names}
-    fault = f"the model of {run_dir} cannot take dataset={dataset.name}, whose samples are"
+    fault = f"the model of {run_dir} cannot take dataset={dataset.name}, with samples"
     fix = "choose a dataset that fits"
     for split in splits.values():
         batch = split.first(seed=config.seed)

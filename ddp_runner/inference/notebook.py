@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +80,10 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     from ddp_runner.compare.run_reader import read_runs as read
     from ddp_runner.errors import UserError
 
-    try:
-        import pandas
-    except ImportError as error:
-        raise UserError(
-            "read_runs returns a pandas data frame, and pandas is not installed; "
-            "write pip install pandas"
-        ) from error
+    if find_spec("pandas") is None:
+        raise UserError("read_runs returns a pandas data frame; write pip install pandas")
+    import pandas
+
     runs = read([*map(Path, [paths] if isinstance(paths, str | os.PathLike) else paths)])
     index = pandas.Index([str(run.folder) for run in runs], name="run")
     return pandas.DataFrame(map(_row, runs), index=index).convert_dtypes()

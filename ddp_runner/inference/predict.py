@@ -33,9 +33,6 @@ def run_prediction(session: Session, stop_requested: Callable[[], bool]) -> Stat
 
     The file is the same at every world size: the batches have the same samples, and rank 0 writes
     them in order. Collective: every rank must call.
-
-    Raises:
-        UserError: see ``open_model`` and ``columns_of``; or the file cannot be written.
     """
     model = open_model(session)
     if model is None:
@@ -119,7 +116,7 @@ def _num_rounds(model: TrainedModel, split: Split) -> int:
 
 @torch.no_grad()
 def _rank_rows(model: TrainedModel, name: str, *, num_rounds: int) -> Iterator[Columns | None]:
-    """Yield this rank's rows, a batch per round; None in rounds where only other ranks have one."""
+    """Yield this rank's rows, a batch per round; None in rounds without a batch."""
     work, module, split = model.work, model.module.eval(), model.splits[name]
     size, (share, num_shares) = work.config.batch.eval_size, work.layout.eval_share
     is_first = work.env.rank % work.layout.model_ranks == 0  # of the ranks that share a batch

@@ -16,7 +16,7 @@ from ddp_runner.errors import UserError, listed, os_errors, typed
 from ddp_runner.files import in_csv, replacing
 from ddp_runner.train.step import StepOutput
 
-# Columns of one output. A larger output becomes a list in each row, which only Parquet can hold.
+# Columns per output. A larger output becomes a list in each row, which only Parquet can hold.
 MAX_COLUMNS = 1000
 Columns = Mapping[str, NDArray[Any]]  # by name: (num_rows,), or (num_rows, size) for lists
 
@@ -172,7 +172,7 @@ def _array(name: str, values: Tensor) -> NDArray[Any]:
     """Return a tensor's values; shorter floating types become float32.
 
     Raises:
-        UserError: NumPy has no such type or layout.
+        UserError: NumPy lacks the type or the layout.
     """
     try:
         if values.is_floating_point() and values.dtype != torch.float64:

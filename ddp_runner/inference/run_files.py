@@ -1,4 +1,4 @@
-"""Read what a run keeps beside its weights, and log for the tasks that use its model."""
+"""Read the files of a run beside its weights, and log for the tasks that use its model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from ddp_runner.tracking.start_block import placement, shown_path
 
 
 def logged_at(run_dir: RunDir, step: int) -> dict[str, float | None]:
-    """Return the epoch and the metrics of a step in metrics.jsonl; empty if it has none."""
+    """Return the epoch and the metrics of a step in metrics.jsonl; empty if they are missing."""
     logged: dict[str, float | None] = {}
     for line in read_lines(run_dir.metrics)[0]:
         if line["step"] == step:
@@ -30,7 +30,7 @@ def model_arguments(run_dir: RunDir) -> dict[str, Any]:
     """Return the facts of the data that a run's model was built with.
 
     Raises:
-        UserError: run.json has none, or cannot be read.
+        UserError: run.json lacks them, or cannot be read.
     """
     record = read_run_record(run_dir)
     arguments = record.get("model_arguments")
@@ -47,11 +47,7 @@ def model_arguments(run_dir: RunDir) -> dict[str, Any]:
 
 
 def kept_tokenizer(run_dir: RunDir) -> TextTokenizer:
-    """Return the tokenizer of a run of texts.
-
-    Raises:
-        UserError: the run has no tokenizer, or it cannot be read.
-    """
+    """Return the tokenizer of a run of texts; a ``UserError`` if it is missing."""
     folder = run_dir.path / "tokenizer"
     if is_missing(folder / TOKENIZER_FILE):
         raise UserError(
@@ -62,11 +58,7 @@ def kept_tokenizer(run_dir: RunDir) -> TextTokenizer:
 
 
 def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset: str) -> None:
-    """Check that a dataset was made with the run's tokenizer.
-
-    Raises:
-        UserError: a file of the run's tokenizer differs from the dataset's, or cannot be read.
-    """
+    """Raise a ``UserError`` if a dataset was not made with the run's tokenizer."""
     for name, content in files.items():
         path = run_dir.path / name
         if is_missing(path):
