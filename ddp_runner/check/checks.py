@@ -14,12 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.check.gradients import one_process, tolerance
-from ddp_runner.check.rank_differences import (
-    Verdict,
-    differences,
-    equality,
-    largest_difference,
-)
+from ddp_runner.check.rank_differences import Verdict, differences, equality, largest_difference
 from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.splits import EpochShare, MicroBatch, TensorSplit
@@ -69,7 +64,6 @@ def _numbered(num_samples: int) -> TensorSplit:
 
 
 def _shares(state: TrainState, num_shares: int) -> str:
-    """Return the number of shares in words."""
     model_ranks = state.work.layout.model_ranks
     if model_ranks == 1:
         return f"{num_shares} ranks"

@@ -43,7 +43,7 @@ class ComparisonRow:
 
     @property
     def speed_remark(self) -> str | None:
-        """Why the speed is doubtful, in a few words; None if it is not."""
+        """Why the speed is doubtful, in a few words; None if it is reliable."""
         efficiencies = [scaling.efficiency for scaling in self.scalings.values()]
         remarks = ["superlinear"] if max(efficiencies, default=0.0) > SUPERLINEAR else []
         shares = [run.busy_share or 0.0 for run in self.runs if not run.is_parallel_job]

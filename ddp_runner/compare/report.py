@@ -250,8 +250,5 @@ def _visible(value: Any) -> Any:
 
 
 def _hash(text: str) -> str:
-    """Return the hash that allows a style or script in the page's policy.
-
-    See https://www.w3.org/TR/CSP3/#grammardef-hash-source
-    """
+    """Return a hash-source of https://www.w3.org/TR/CSP3 that allows a style or a script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -155,12 +155,8 @@ def read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
             if not (has_numbers and is_finite(line["step"]) and is_finite(line["time_s"])):
                 raise ValueError
             # Share the keys between lines: 10,000 runs have millions of lines.
-            lines.append(
-                {
-                    sys.intern(key): value if is_finite(value) else None
-                    for key, value in line.items()
-                }
-            )
+            items = ((sys.intern(key), value) for key, value in line.items())
+            lines.append({key: value if is_finite(value) else None for key, value in items})
         # A killed run may leave a part of a line.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             num_damaged += 1
@@ -176,7 +172,7 @@ def _sign_of_life(state: Standing) -> str:
 
 
 def _problem(record: Mapping[str, Any]) -> str | None:
-    """Return why a run that has ended is not usable; None if it is."""
+    """Return why a run that has ended is not usable; None if it is usable."""
     status = record.get("status")
     if status in (Status.FAILED, Status.PREEMPTED):
         reason = nested(record, "error", "sentence") or f"at step {record.get('step', 0)}"
