@@ -334,7 +334,7 @@ def test_the_metrics_are_those_of_the_step_that_is_exported(tmp_path: Path) -> N
     assert [note.run.folder.name for note in notes] == ["0", "1"]
     text = as_text(comparison)
     assert text.count("from its best step") == 1
-    runs = f" 2 runs ({tmp_path / '0'}, {tmp_path / '1'}): losses and metrics of its best"
+    runs = f" 2 runs ({tmp_path / '0'}, {tmp_path / '1'}): losses and metrics are from its best"
     assert runs in " ".join(text.split())
 
 
