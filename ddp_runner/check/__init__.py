@@ -1,1 +1,1 @@
-"""task=check: verifies the guarantees of data parallelism on the user's model and data."""
+"""``task=check``: verify the guarantees of data parallelism on the user's model and data."""

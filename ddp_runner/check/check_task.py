@@ -1,4 +1,4 @@
-"""``task=check``: verifies the guarantees of data parallelism on the user's model and data."""
+"""``task=check``: verify the guarantees of data parallelism on the user's model and data."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -37,10 +37,10 @@ from ddp_runner.train.state import TrainState
 
 
 def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Run all checks, log the findings, return the status. Collective: every rank must call.
+    """Run all checks, log their verdicts and return the status. Collective: every rank must call.
 
     Raises:
-        UserError: a check failed. All ranks raise, after all findings are logged.
+        UserError: a check failed. All ranks raise, after all verdicts are logged.
     """
     config, env, log = session.config, session.env, session.log
     note_start(session, step=0)
@@ -58,37 +58,37 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
         f"{state.work.devices[0].type}, run {session.run_dir}"
     )
     session.heartbeat.note(Status.RUNNING)
-    status, findings = Status.COMPLETED, list[Verdict]()
-    for finding in run_checks(state):
-        findings.append(finding)
-        log(f"{'ok    ' if finding.ok else 'FAILED'}  {finding.name}: {finding.detail}")
+    status, verdicts = Status.COMPLETED, list[Verdict]()
+    for verdict in run_checks(state):
+        verdicts.append(verdict)
+        log(f"{'ok    ' if verdict.ok else 'FAILED'}  {verdict.name}: {verdict.detail}")
         if any(gather_objects(stop_requested())):
             status = Status.PREEMPTED
             break
-    failed = [finding for finding in findings if not finding.ok]
+    failed = [verdict for verdict in verdicts if not verdict.ok]
     if env.is_rank_zero:
-        write_run_record(session.run_dir, checks=[asdict(finding) for finding in findings])
+        write_run_record(session.run_dir, checks=[asdict(verdict) for verdict in verdicts])
     if failed:
         raise UserError(
-            f"task=check ({len(failed)} of {len(findings)} failed): {failed[0].name}: "
+            f"task=check ({len(failed)} of {len(verdicts)} failed): {failed[0].name}: "
             f"{failed[0].detail}; fix it, then check again"
         )
-    log(f"{status} in {time.time() - session.job.started_at:.1f} s, {len(findings)} checks ok")
+    log(f"{status} in {time.time() - session.job.started_at:.1f} s, {len(verdicts)} checks ok")
     if env.is_rank_zero:
         end_session(session.run_dir, status=status)
     return status
 
 
 def run_checks(state: TrainState) -> Iterator[Verdict]:
-    """Yield the finding of each check, in the order in which a fault shows first.
+    """Yield the verdict of each check, ordered so that the first failure is closest to its cause.
 
-    Collective: every rank must call, and take all findings.
+    Collective: every rank must call, and iterate to the end.
 
     Raises:
         UserError: model, loss and data do not fit.
     """
-    # No check depends on these: a scaled loss may overflow at first, averaged weights follow from
-    # the trained ones, and some metrics cannot be computed from a part of the samples.
+    # Drop what no check needs: a scaled loss may overflow in the first steps, averaged weights
+    # follow from the trained weights, and some metrics need all samples.
     state.scaler, state.ema = torch.amp.GradScaler(enabled=False), None
     state.work = replace(state.work, metrics={})
     yield train_samples(state)
@@ -105,13 +105,13 @@ def run_checks(state: TrainState) -> Iterator[Verdict]:
     if has_shards(state.module):
         yield one_process_start(state)
     batch = next(iter(replace(state.batches)))
-    own = own_gradients(state, batch)
+    before_sync = own_gradients(state, batch)
     synced = synced_gradients(state, batch)
-    findings = equal_gradients(synced), mean_gradients(state, own, synced)
-    yield from findings
-    if not all(finding.ok for finding in findings):
-        return  # after an unfinished reduction DDP raises in the next forward
-    del own, synced
+    verdicts = equal_gradients(synced), mean_gradients(state, before_sync, synced)
+    yield from verdicts
+    if not all(verdict.ok for verdict in verdicts):
+        return  # DDP raises in the next forward after an unfinished reduction
+    del before_sync, synced
     yield wait_for_mean(state, batch)
     yield equal_parameters(state)
     yield equal_buffers(state)

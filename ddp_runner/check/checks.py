@@ -1,6 +1,6 @@
-"""Checks of the data, of the model, and of its evaluation, in the words that a user reads.
+"""Checks of the data, the model and its evaluation.
 
-Collective: every rank must call each check, and gets the same finding.
+Collective: every rank must call each check, and gets the same verdict.
 """
 
 import math
@@ -14,12 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.check.gradients import one_process, tolerance
-from ddp_runner.check.rank_differences import (
-    Verdict,
-    differences,
-    equality,
-    largest_difference,
-)
+from ddp_runner.check.rank_differences import Verdict, differences, equality, largest_difference
 from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.splits import EpochShare, MicroBatch, TensorSplit
@@ -32,11 +27,11 @@ from ddp_runner.train.state import TrainState
 from ddp_runner.train.step_metrics import global_loss
 from ddp_runner.train.work import forward
 
-MOST_BYTES = 16 * 2**20  # of a split's inputs that are compared over ranks
-MOST_LOADED = 64  # samples of a split that must be loaded one by one
+MAX_BYTES = 16 * 2**20  # of a split's inputs to compare over ranks
+MAX_LOADED = 64  # samples to compare in a split that loads each sample separately
 WITHOUT_NUMBERS = "not checked: the samples of a stream have no numbers"
 NUM_STEPS = 3  # optimizer steps; the parameters are compared after each
-EVAL_STEPS = 2  # batches that a rank evaluates
+EVAL_STEPS = 2  # evaluation batches per rank
 
 
 def train_samples(state: TrainState) -> Verdict:
@@ -45,7 +40,7 @@ def train_samples(state: TrainState) -> Verdict:
     if not isinstance(batches, NumberedBatches):
         return Verdict(name, True, WITHOUT_NUMBERS)
     numbered, num_steps = _numbered(len(batches.split)), batches.steps_per_epoch
-    steps = [one.micro_batches for one in islice(replace(batches, split=numbered), num_steps)]
+    steps = [step.micro_batches for step in islice(replace(batches, split=numbered), num_steps)]
     most = max(map(len, steps), default=0)
     how = f"in {num_steps} steps x {_shares(state, batches.num_shares)} x {most} micro-batches"
     return _used_once(name, len(numbered), chain.from_iterable(steps), how, state)
@@ -78,11 +73,11 @@ def _shares(state: TrainState, num_shares: int) -> str:
 def _used_once(
     name: str, num_samples: int, batches: Iterable[MicroBatch], how: str, state: TrainState
 ) -> Verdict:
-    """Return whether the weights of each sample in all shares' batches add up to 1.
+    """Check that each sample's weights add up to 1 over the batches of all shares.
 
-    The ranks that compute one share together must have the same batches.
+    Ranks that compute a share together must have the same batches.
     """
-    used = [(one.data[0], one.weight) for one in batches]
+    used = [(batch.data[0], batch.weight) for batch in batches]
     digests, size = gather_objects(digest_of(used)), state.work.layout.model_ranks
     for rank, digest in enumerate(digests):
         if digest != digests[first := rank - rank % size]:
@@ -93,8 +88,8 @@ def _used_once(
         counts.index_add_(0, numbers, torch.full(numbers.shape, weight, dtype=counts.dtype))
     dist.all_reduce(counts, group=state.work.data_group)
     faults = [
-        f"{len(samples)} are {what} (the first is sample {int(samples[0])})"
-        for is_fault, what in ((counts == 0, "in no batch"), (counts > 1, "in several"))
+        f"{len(samples)} are {fault} (the first is sample {int(samples[0])})"
+        for is_fault, fault in ((counts == 0, "in no batch"), (counts > 1, "in several"))
         if len(samples := is_fault.nonzero().flatten())
     ]
     if faults:
@@ -105,21 +100,21 @@ def _used_once(
 def same_data(state: TrainState) -> Verdict:
     """Check that all ranks hold the same samples.
 
-    Of a large split these are only evenly spaced ones, of a stream the first ones.
+    A large split is compared at evenly spaced samples, a stream at its first samples.
     """
     tensors, sizes = dict[str, Tensor | None](), list[str]()
     splits = {"train": state.batches.split, "eval": state.work.dataset.eval}
     for name, split in splits.items():
         count = split.num_samples
-        sizes.append(f"{f'the first {MOST_LOADED}' if count is None else count} {name}")
+        sizes.append(f"{f'the first {MAX_LOADED}' if count is None else count} {name}")
         if isinstance(split, TensorSplit):
-            stride = max(1, math.ceil(split.inputs.nbytes / MOST_BYTES))
+            stride = max(1, math.ceil(split.inputs.nbytes / MAX_BYTES))
             data: Any = {"inputs": split.inputs[::stride], "targets": split.targets}
         else:
-            last = (count or MOST_LOADED) - 1
-            numbers = torch.linspace(0, last, MOST_LOADED).long().unique().tolist()
+            last = (count or MAX_LOADED) - 1
+            numbers = torch.linspace(0, last, MAX_LOADED).long().unique().tolist()
             data = split.first(numbers, seed=state.work.config.seed).data
-        tensors |= {f"{name} {place}": tensor for place, tensor in tensors_of(data)}
+        tensors |= {f"{name} {path}": tensor for path, tensor in tensors_of(data)}
     return equality("all ranks hold the same data", tensors, f"{' and '.join(sizes)} samples")
 
 
@@ -135,8 +130,9 @@ def one_process_start(state: TrainState) -> Verdict:
     name = "the shards are parts of the weights that one process begins with"
     if state.work.config.model.get("weights") is not None:
         return Verdict(name, True, "not compared: model.weights has replaced them")
-    own, expected = (dict(one.named_parameters()) for one in (state.module, one_process(state)))
-    return equality(name, own, f"{len(own)} parameters, bit for bit", expected=expected)
+    shards = dict(state.module.named_parameters())
+    expected = dict(one_process(state).named_parameters())
+    return equality(name, shards, f"{len(shards)} parameters, bit for bit", expected=expected)
 
 
 def equal_parameters(state: TrainState) -> Verdict:
@@ -145,10 +141,10 @@ def equal_parameters(state: TrainState) -> Verdict:
     state.model.train()
     for batch in islice(batches, NUM_STEPS):
         losses.append(f"{global_loss(state, train_step(state, batch)):.4f}")
-        found = equality(name, dict(state.module.named_parameters()), "")
-        if not found.ok:
-            return Verdict(name, False, f"after step {len(losses)} {found.detail}")
-        if batch.is_last and batches.steps_per_epoch is None:  # a stream may have one epoch alone
+        verdict = equality(name, dict(state.module.named_parameters()), "")
+        if not verdict.ok:
+            return Verdict(name, False, f"after step {len(losses)} {verdict.detail}")
+        if batch.is_last and batches.steps_per_epoch is None:  # a stream may have only one epoch
             break
     return Verdict(name, True, f"after each of {len(losses)} steps (loss {', '.join(losses)})")
 
@@ -169,23 +165,23 @@ def equal_buffers(state: TrainState) -> Verdict:
 @torch.no_grad()
 def equal_outputs(state: TrainState) -> Verdict:
     """Check that all ranks compute the same outputs for the same samples."""
-    name, work = "all ranks evaluate a sample alike", state.work
+    name, work = "all ranks compute the same outputs", state.work
     split, size = work.dataset.eval, work.config.batch.eval_size
     state.module.eval()
     batch = split.first(range(min(size, split.num_samples or size)), seed=work.config.seed)
     step = forward(state.work, state.module, batch)
     # A user's step need not return outputs.
-    produced = [one for _, one in tensors_of(step.outputs)] or [step.loss_sum]
-    outputs = torch.cat([one.double().flatten() for one in produced])
+    tensors = [tensor for _, tensor in tensors_of(step.outputs)] or [step.loss_sum]
+    outputs = torch.cat([tensor.double().flatten() for tensor in tensors])
     same = f"outputs of {batch.num_samples} samples, bit for bit"
-    if (found := equality(name, {"outputs": outputs}, same)).ok:
-        return found
-    tensors = {**_registered_tensors(state.module), **_unregistered_values(state.module)}
+    if (verdict := equality(name, {"outputs": outputs}, same)).ok:
+        return verdict
+    held = {**_registered_tensors(state.module), **_unregistered_values(state.module)}
     random = "no tensor of the model differs: evaluation draws random numbers"
-    cause, farthest = equality(name, tensors, random), largest_difference(outputs)
+    cause, difference = equality(name, held, random), largest_difference(outputs)
     largest = max(gather_objects(float(outputs.abs().max())))
-    detail = f"outputs of up to {largest:.3g} differ from rank 0's by up to {farthest:.3g}"
-    if cause.ok and farthest <= tolerance(state, produced[0].dtype) * largest:
+    detail = f"outputs of up to {largest:.3g} differ from rank 0's by up to {difference:.3g}"
+    if cause.ok and difference <= tolerance(state, tensors[0].dtype) * largest:
         return Verdict(name, True, detail)
     return Verdict(name, False, f"{detail}; {cause.detail}")
 
@@ -196,10 +192,7 @@ def _registered_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _unregistered_values(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors and numbers that are plain attributes of a model's modules.
-
-    They are in no state_dict, and no mode sends them to other ranks.
-    """
+    """Return the tensors and numbers in plain attributes of modules: no mode synchronises them."""
     return {
         f"{prefix}.{key}".lstrip(".") + ", a plain attribute,": value
         if isinstance(value, Tensor)

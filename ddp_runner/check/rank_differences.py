@@ -1,7 +1,7 @@
-"""Compares tensors over ranks, bit for bit, and says in a sentence where they differ.
+"""Compare tensors over ranks, bit for bit, and describe where they differ.
 
-Ranks exchange digests. Nothing is gathered but a tensor that is split over ranks, one at a time, so
-a large model needs little extra memory.
+Ranks exchange digests. Only tensors that are split over ranks are gathered, one at a time, so a
+large model needs little extra memory.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
 from ddp_runner.parallelism.shards import is_shard, like, own_part, whole
 
-ABSENT = ("none", "")  # the mark of a tensor that a rank does not have
+ABSENT = ("none", "")  # stands for a tensor that a rank does not have
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Verdict:
 
     name: str  # the guarantee
     ok: bool
-    detail: str  # what was compared, and the numbers
+    detail: str  # the compared tensors, and the numbers
 
 
 def equality(
@@ -36,7 +36,7 @@ def equality(
     *,
     expected: Mapping[str, Tensor] | None = None,
 ) -> Verdict:
-    """Check that there are no ``differences``; `detail` describes the tensors then. Collective."""
+    """Check that there are no ``differences``; then `detail` describes the tensors. Collective."""
     sentences = differences(tensors, expected)
     return Verdict(name, not sentences, listed(sentences, separator="; ") or detail)
 
@@ -50,64 +50,63 @@ def differences(
 
     Args:
         tensors: by name; a tensor that is None or missing on only some ranks is wrong, too.
-        expected: what a process on its own has, by name: a rank must have its part of that. None:
-            every rank must have rank 0's tensors, put together where they are split.
+        expected: one process's tensors by name: each rank must have its part of them. None:
+            every rank must have rank 0's tensors, gathered where they are split.
     """
-    present = {name: one.detach() for name, one in tensors.items() if one is not None}
-    joined = split_everywhere(present) if expected is None else []
+    present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    gathered_names = split_everywhere(present) if expected is None else []
 
-    def found(name: str) -> Tensor:
-        return whole(present[name]) if name in joined else own_part(present[name])
+    def actual(name: str) -> Tensor:
+        return whole(present[name]) if name in gathered_names else own_part(present[name])
 
     def wanted(name: str) -> Tensor | None:
         return None if expected is None else own_part(like(expected[name], present[name]))
 
     by_rank = gather_objects(
         {
-            name: (_mark(found(name)), _mark(wanted(name)))
-            for name in dict.fromkeys((*joined, *present))  # whole() in one order on all ranks
+            name: (_mark(actual(name)), _mark(wanted(name)))
+            for name in dict.fromkeys((*gathered_names, *present))  # whole() in one order
         }
     )
     sentences = list[str]()
-    for name in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
-        marks = [of_rank.get(name, (ABSENT, ABSENT)) for of_rank in by_rank]
+    for name in dict.fromkeys(name for marks in by_rank for name in marks):
+        pairs = [marks.get(name, (ABSENT, ABSENT)) for marks in by_rank]
         if expected is None:
-            marks = [(own, marks[0][0]) for own, _ in marks]
-        ranks = [rank for rank, (own, right) in enumerate(marks) if own != right]
+            pairs = [(mark, pairs[0][0]) for mark, _ in pairs]
+        ranks = [rank for rank, (mark, right) in enumerate(pairs) if mark != right]
         if not ranks:
             continue
-        if any(own[0] != right[0] for own, right in marks):
-            what = f"by rank: {'; '.join(own[0] for own, _ in marks)}"
+        if any(mark[0] != right[0] for mark, right in pairs):
+            detail = f"by rank: {'; '.join(mark[0] for mark, _ in pairs)}"
         else:
-            what = f"largest difference {largest_difference(found(name), wanted(name)):.3g}"
+            detail = f"largest difference {largest_difference(actual(name), wanted(name)):.3g}"
         where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        whose = "rank 0's" if expected is None else "one process's"
-        sentences.append(f"{name} on {where} is not {whose} ({what})")
+        owner = "rank 0's" if expected is None else "one process's"
+        sentences.append(f"{name} on {where} is not {owner} ({detail})")
     return sentences
 
 
 def largest_difference(tensor: Tensor, wanted: Tensor | None = None) -> float:
-    """Return how far an element of any rank is from the one wanted; None: from rank 0's.
+    """Return the largest difference from `wanted` over all elements and ranks; None: rank 0's.
 
-    Collective: every rank must call, with a tensor of the same shape if rank 0's is wanted.
+    Collective: every rank must call, with a tensor of the same shape to compare with rank 0's.
     """
-    own = tensor.detach().to_dense().double().contiguous()
+    values = tensor.detach().to_dense().double().contiguous()
     if wanted is None:
-        wanted = own.clone()
+        wanted = values.clone()
         dist.broadcast(wanted, src=0)
-    farthest = float((own - wanted.to(own)).abs().max()) if own.numel() else 0.0
-    return float(torch.tensor(gather_objects(farthest), dtype=torch.float64).max())  # NaN wins
+    largest = float((values - wanted.to(values)).abs().max()) if values.numel() else 0.0
+    return float(torch.tensor(gather_objects(largest), dtype=torch.float64).max())  # NaN wins
 
 
 def split_everywhere(tensors: Mapping[str, Tensor | None]) -> list[str]:
-    """Return the names of the tensors that are split over ranks; the same on every rank.
+    """Return the names of the tensors that are shards on all ranks; the same on every rank.
 
-    One that is a shard on some ranks alone is not among them: to put it together would wait for
-    the others. Collective: every rank must call.
+    Gathering a tensor that is a shard on only some ranks would hang. Collective: every rank must
+    call.
     """
-    split = [name for name, tensor in tensors.items() if is_shard(tensor)]
-    first, *others = gather_objects(split)
-    return [name for name in first if all(name in names for names in others)]
+    first, *rest = gather_objects([name for name, tensor in tensors.items() if is_shard(tensor)])
+    return [name for name in first if all(name in names for names in rest)]
 
 
 def _mark(tensor: Tensor | None) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The command ``python -m ddp_runner.compare``: how the settings of runs differ, and the results.
+"""The command ``python -m ddp_runner.compare``: compare the settings and the results of runs.
 
 python -m ddp_runner.compare outputs
 python -m ddp_runner.compare outputs/SWEEP --target eval/accuracy=0.95 --out report
@@ -21,7 +21,7 @@ from ddp_runner.host.streams import wrapped
 
 def main() -> None:
     """Run the command and exit."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name in a run may hold what no encoding has
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a run's name may not be encodable
         sys.stdout.reconfigure(errors="backslashreplace")
     exit_with(run)
 
@@ -42,8 +42,7 @@ def run(arguments: Sequence[str]) -> None:
         tolerance=args.tolerance,
         each=args.each,
     )
-    out = args.out
-    written = write_all(comparison, out, paths=args.paths) if out is not None else []
+    written = write_all(comparison, args.out, paths=args.paths) if args.out is not None else []
     print(FORMATS[args.format](comparison), flush=True)
     width = width_of(sys.stderr)
     for line in listing(run_remarks(comparison), width=width) if args.format == "csv" else ():
@@ -53,26 +52,26 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) -> list[str]:
-    """Write every format, the plots and the report into a folder; return a line for each.
+    """Write all formats, the plots and the report into a folder; return a line for each.
 
     Raises:
         UserError: the folder cannot be written.
     """
     from ddp_runner.compare.drawing import write_plots
-    from ddp_runner.compare.plots import figures  # matplotlib is slow
+    from ddp_runner.compare.plots import figures  # imports matplotlib, which is slow
     from ddp_runner.compare.report import html
 
     lines = []
     with os_errors(f"--out ({folder}) cannot be written", fix="choose a writable folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, form in FORMATS.items():
+        for name, formatted in FORMATS.items():
             path = folder / f"comparison.{SUFFIXES[name]}"
-            text = form(comparison) + "\n"
+            text = formatted(comparison) + "\n"
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
             lines.append(f"wrote {path}")
-        drawn = figures(comparison)
-        lines += write_plots(drawn, folder)
-        page = html(comparison, drawn, paths=paths).encode(errors="backslashreplace")
+        plots = figures(comparison)
+        lines += write_plots(plots, folder)
+        page = html(comparison, plots, paths=paths).encode(errors="backslashreplace")
         replace_file(folder / "report.html", page)
         return [*lines, f"wrote {folder / 'report.html'}"]
 
@@ -90,18 +89,22 @@ def _target(text: str) -> Target:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ddp_runner.compare",
-        description="Compare runs: how their settings differ, and their results. Samples per "
-        "second are the median of a run's lines without the first, the warm-up.",
+        description="Compare the settings and the results of runs. Samples per second are the "
+        "median of a run's lines without the first, the warm-up.",
     )
     add = parser.add_argument
     add("paths", nargs="+", type=Path, metavar="PATH", help="a run, a sweep, or outputs")
     add("--format", choices=FORMATS, default="table", help="format to print (default: table)")
-    tag = "only the runs with this tag; give it again for runs that have several"
+    tag = "only runs with this tag; repeat the option for runs with all of several tags"
     add("--tag", action="append", default=[], metavar="NAME", help=tag)
     add("--out", type=Path, metavar="FOLDER", help="also write all formats and plots into a folder")
-    add("--each", action="store_true", help="show a row for each run, not one for all its seeds")
-    add("--target", metavar="METRIC=VALUE", help="show the time to, say, eval/accuracy=0.95")
-    add("--best", metavar="METRIC", help="name the best setting by this metric")
+    add("--each", action="store_true", help="show a row for each run, not a mean over seeds")
+    add(
+        "--target",
+        metavar="METRIC=VALUE",
+        help="show the time to, say, eval/accuracy=0.95",
+    )
+    add("--best", metavar="METRIC", help="name the setting with the best value of this metric")
     add("--mode", choices=("max", "min"), help="for --best (default: min for losses and costs)")
     over = "average over this key beside the seed, such as dataset.train.fold"
     add("--over", metavar="KEY", default="seed", help=over)

@@ -1,16 +1,11 @@
-"""Compare runs: one row per setting with its speed, cost and results. Computes, shows nothing."""
+"""Compare runs: compute a row per setting with its speed, cost and results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from ddp_runner.compare.parity import Parity, parities
-from ddp_runner.compare.recorded_run import (
-    RecordedRun,
-    Stat,
-    Target,
-    stat,
-)
+from ddp_runner.compare.recorded_run import RecordedRun, Stat, Target, nested, stat
 from ddp_runner.compare.settings import (
     Setting,
     identity,
@@ -22,54 +17,43 @@ from ddp_runner.compare.settings import (
     varied_keys,
     with_copies,
 )
-from ddp_runner.compare.speedup import (
-    AllReduceFit,
-    Scaling,
-    Stats,
-    fit_all_reduces,
-    speedups,
-)
+from ddp_runner.compare.speedup import AllReduceFit, Scaling, Stats, fit_all_reduces, speedups
 from ddp_runner.errors import UserError, counted, listed, nearest
 from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
 
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
-SUPERLINEAR = 1.1  # the additional devices alone cannot explain an efficiency above it
-NO_METRICS = {"startup_s", "wall_s", "time_to_target_s", "sessions"}  # of the results of a row
+SUPERLINEAR = 1.1  # a higher efficiency has another cause than the additional devices
+NO_METRICS = {"startup_s", "wall_s", "time_to_target_s", "sessions"}  # stats that are not metrics
 BUSY = 0.1  # share of the cores' time that other work may use
-# The tasks with rows of their own. An evaluation is no training: beside one it has no speed, steps
-# or parity. Benchmarks beside other runs only serve predictions.
+# The first of these tasks that has runs gets the rows. Evaluations have no training to compare
+# with, and benchmarks beside other runs only serve predictions.
 TASKS = ("train", "evaluate", "collectives")
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """The runs of one setting, which differ only in their seeds; or a single run.
+    """The runs of one setting, which differ only in their seeds; or a single run."""
 
-    `stats` has their results by metric, and `startup_s` (of the first session), `wall_s` (of all
-    sessions), `sessions` and `time_to_target_s`.
-    """
-
-    label: str  # its setting in a few words
+    label: str  # the setting in a few words
     setting: Setting  # values of Comparison.keys
     runs: tuple[RecordedRun, ...]
-    stats: Stats
+    stats: Stats  # results by metric, and those of NO_METRICS; startup_s of the first session
     scalings: Mapping[str, Scaling]  # strong, weak, both or none
-    parity: tuple[Parity, ...]  # one per run that was compared with a reference
+    parity: tuple[Parity, ...]  # for each run that was compared with a reference
 
     @property
     def speed_remark(self) -> str | None:
-        """In a few words why its speed is doubtful; None if it is not."""
+        """Why the speed is doubtful, in a few words; None if it is reliable."""
         efficiencies = [scaling.efficiency for scaling in self.scalings.values()]
-        words = ["superlinear"] if max(efficiencies, default=0.0) > SUPERLINEAR else []
-        # Parallel jobs keep each other busy.
+        remarks = ["superlinear"] if max(efficiencies, default=0.0) > SUPERLINEAR else []
         shares = [run.busy_share or 0.0 for run in self.runs if not run.is_parallel_job]
-        words += ["busy machine"] if max(shares, default=0.0) > BUSY else []
-        return ", ".join(words) or None
+        remarks += ["busy machine"] if max(shares, default=0.0) > BUSY else []
+        return ", ".join(remarks) or None
 
 
 @dataclass(frozen=True)
 class Best:
-    """The setting with the best mean of a metric: a single run may owe its value to luck."""
+    """The setting with the best mean of a metric: a single run may be lucky."""
 
     metric: str
     mode: str  # max or min
@@ -79,7 +63,7 @@ class Best:
 
 @dataclass(frozen=True)
 class RunNote:
-    """A sentence about one run."""
+    """A sentence about a run."""
 
     run: RecordedRun
     sentence: str
@@ -89,19 +73,19 @@ class RunNote:
 class Comparison:
     """The result of comparing runs."""
 
-    keys: tuple[str, ...]  # in which rows differ
-    copies: Mapping[str, Sequence[str]]  # of these, the keys that have the same values
-    over: tuple[str, ...]  # in which the runs of a row differ
+    keys: tuple[str, ...]  # keys in which rows differ
+    copies: Mapping[str, Sequence[str]]  # for each of these keys, other keys with the same values
+    over: tuple[str, ...]  # keys in which the runs of a row differ
     same: Setting  # the main keys that are equal in all rows
     rows: tuple[ComparisonRow, ...]  # ordered by their settings
-    ran_out: tuple[ComparisonRow, ...]  # of memory or of time, so without results
-    all_reduces: tuple[AllReduceFit, ...]  # on which predictions are based
+    ran_out: tuple[ComparisonRow, ...]  # ran out of memory or time, so without results
+    all_reduces: tuple[AllReduceFit, ...]  # basis of the predictions
     parity: tuple[Parity, ...]
-    tolerance: float  # of parity
+    tolerance: float  # for parity
     target: Target | None
     best: Best | None
     warnings: tuple[str, ...]  # why rows may not be comparable, and doubtful speeds
-    notes: tuple[RunNote, ...]  # about runs that are in a row
+    notes: tuple[RunNote, ...]  # about runs in rows
     skipped: tuple[RunNote, ...]  # why a run has no results
 
     @property
@@ -126,28 +110,29 @@ def compare(
         runs: The result of ``read_runs``.
         target: Add the time until it was reached.
         best: Name the best setting by this metric.
-        mode: max or min is best; None to derive it from the name of the metric.
-        over: A key whose values are repetitions, such as the fold of a dataset, beside the seed.
+        mode: max or min is best; None: derive it from the name of the metric.
+        over: Average over this key beside the seed, such as the fold of a dataset.
         tolerance: Relative difference of losses that still counts as parity.
-        each: Make a row for each run instead of one for all seeds of a setting.
+        each: Make a row for each run instead of a row for all seeds of a setting.
 
     Raises:
         UserError: no run has the metric of `target` or of `best`, or no two differ in `over`.
     """
-    usable: dict[str, list[RecordedRun]] = {task: [] for task in TASKS}
-    for run in runs:
-        if run.reason is None:
-            usable[run.task].append(run)
+    complete = [run for run in runs if run.reason is None]
+    usable = {task: [run for run in complete if run.task == task] for task in TASKS}
     task = next((task for task in TASKS if usable[task]), TASKS[0])
     compared, fits = usable[task], fit_all_reduces(usable["collectives"])
-    left_out = usable["evaluate"] if task == "train" else []
+    evaluations = usable["evaluate"] if task == "train" else []
     if target and compared:
         logged = {name for run in compared for line in run.lines for name in line}
-        _ensure_known("--target", target.metric, logged - LINE_FIELDS)
+        _ensure_logged("--target", target.metric, logged - LINE_FIELDS)
     shown = [*compared, *(run for run in runs if run.ran_out and run.task == task)]
     settings = [run.setting for run in shown]
     averaged = tied_keys(settings, over) if over != "seed" else ()
-    settings = [{key: one[key] for key in one if key not in averaged} for one in settings]
+    settings = [
+        {key: value for key, value in setting.items() if key not in averaged}
+        for setting in settings
+    ]
     copies = with_copies(varied_keys(settings), settings)
     keys = (*copies, *(["seed"] if each else []))
     named_groups: dict[str, list[RecordedRun]] = {}
@@ -161,15 +146,15 @@ def compare(
     scalings = speedups(firsts, stats, fits)
     parity = {result.run.folder: result for result in parities(compared, tolerance=tolerance)}
     verdicts = [
-        tuple(parity[one.folder] for one in runs if one.folder in parity) for runs in groups
+        tuple(parity[run.folder] for run in group if run.folder in parity) for group in groups
     ]
     fields = labels(values), values, map(tuple, groups), stats, scalings, verdicts
     rows = [ComparisonRow(*row) for row in zip(*fields, strict=True)]
     rows.sort(key=lambda row: sort_key(row.setting))
     completed = tuple(row for row in rows if not row.runs[0].ran_out)
     skipped = [RunNote(run, run.reason) for run in runs if run.reason is not None]
-    evaluates = "an evaluation of {}; name only evaluations to compare them"
-    skipped += [RunNote(run, evaluates.format(run.record.get("of_run"))) for run in left_out]
+    hint = "an evaluation of {}; name only evaluations to compare them"
+    skipped += [RunNote(run, hint.format(run.record.get("of_run"))) for run in evaluations]
     return Comparison(
         keys=keys,
         copies=copies,
@@ -188,18 +173,19 @@ def compare(
     )
 
 
-def _ensure_known(option: str, metric: str, known: set[str]) -> None:
-    if metric not in known:
-        names = ", ".join(sorted(known))
-        meant = nearest(metric if "/" in metric else f"eval/{metric}", known, cutoff=0.7)
-        hint = f"did you mean {meant}? There are" if meant else "use one of"
-        raise UserError(f"{option} ({metric}) is a metric of no run; {hint} {names}")
+def _ensure_logged(option: str, metric: str, logged: set[str]) -> None:
+    if metric not in logged:
+        meant = nearest(metric if "/" in metric else f"eval/{metric}", logged, cutoff=0.7)
+        hint = f"did you mean {meant}? The metrics are" if meant else "use one of"
+        raise UserError(
+            f"{option} ({metric}): no run has this metric; {hint} {', '.join(sorted(logged))}"
+        )
 
 
 def _stats(runs: Sequence[RecordedRun], target: Target | None) -> dict[str, Stat]:
-    """Return what runs that differ only in their seeds have measured.
+    """Return the results of runs that differ only in their seeds.
 
-    Results of one seed alone have no deviation: it would say nothing about other seeds.
+    Results of only one seed have no deviation: it would say nothing about other seeds.
     """
     if runs[0].ran_out:
         return {}
@@ -210,20 +196,21 @@ def _stats(runs: Sequence[RecordedRun], target: Target | None) -> dict[str, Stat
     stats = {
         name: stat(run.result(name) for run in runs) for name in names if name not in no_quantities
     }
-    if len({f"{run.seed}\n{identity(run.setting)}" for run in runs}) == 1:
-        stats |= {name: replace(one, sd=None) for name in final if (one := stats.get(name))}
     stats |= {
         "time_to_target_s": stat(target.time_s(run) for run in runs) if target else None,
         "startup_s": stat(run.number("startup_s") for run in runs),
         "wall_s": stat(run.number("wall_s") for run in runs),
         "sessions": stat(len(run.sessions) or None for run in runs),
     }
-    return {name: value for name, value in stats.items() if value is not None}
+    present = {name: value for name, value in stats.items() if value is not None}
+    if len({f"{run.seed}\n{identity(run.setting)}" for run in runs}) == 1:
+        present |= {name: replace(present[name], sd=None) for name in final if name in present}
+    return present
 
 
 def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:
-    """Return the best row by a metric, of equals the first; see ``compare``."""
-    _ensure_known("--best", metric, {name for row in rows for name in row.stats} - NO_METRICS)
+    """Return the best row by a metric, the first of equal rows; see ``compare``."""
+    _ensure_logged("--best", metric, {name for row in rows for name in row.stats} - NO_METRICS)
     is_lower = any(is_lower_better(metric, run.directions) for row in rows for run in row.runs)
     mode = mode or ("min" if is_lower else "max")
     sign = 1 if mode == "max" else -1
@@ -236,26 +223,26 @@ def _warnings(rows: Sequence[ComparisonRow], runs: Sequence[RecordedRun]) -> Ite
     """Yield why the runs of rows may not be comparable, and which speeds are doubtful."""
     origins = {
         "hosts": [run.record.get("host") for run in runs],
-        "torch versions": [run.field("versions", "torch") for run in runs],
+        "torch versions": [nested(run.record, "versions", "torch") for run in runs],
         "git revisions": [run.record.get("git_revision") for run in runs],
     }
     for name, values in origins.items():
-        different = sorted({str(value) for value in values})
-        if len(different) > 1:
-            yield f"the runs used {len(different)} {name} ({listed(different)})"
+        names = sorted({str(value) for value in values})
+        if len(names) > 1:
+            yield f"the runs used {len(names)} {name} ({listed(names)})"
     if missing := missing_keys([run.setting for run in runs]):
         yield f"some runs lack keys ({listed(missing)})"
-    meanings: dict[str, set[str]] = {}  # of the name of a metric
+    definitions: dict[str, set[str]] = {}  # by metric: its keys and values in each run
     for run in runs:
-        own = sorted(key for key in run.config if key.startswith("metrics."))
-        for name, own_keys in groupby(own, key=lambda key: key.split(".")[1]):
-            words = ", ".join(f"{key}={run.config[key]}" for key in own_keys)
-            meanings.setdefault(name, set()).add(words)
-    for name, keys in meanings.items():
-        if len(keys) > 1:
-            which = listed(sorted(keys), separator=" or ")
-            yield f"eval/{name} is not the same metric in all runs: {which}; do not compare it"
+        keys = sorted(key for key in run.config if key.startswith("metrics."))
+        for name, group in groupby(keys, key=lambda key: key.split(".")[1]):
+            text = ", ".join(f"{key}={run.config[key]}" for key in group)
+            definitions.setdefault(name, set()).add(text)
+    for name, texts in definitions.items():
+        if len(texts) > 1:
+            different = listed(sorted(texts), separator=" or ")
+            yield f"eval/{name} is not the same metric in all runs: {different}; do not compare it"
     if doubtful := [f"{row.label}: {row.speed_remark}" for row in rows if row.speed_remark]:
-        which = listed(doubtful, separator="; ")
         speeds = counted(len(doubtful), "doubtful speed")
-        yield f"{speeds} ({which}); measure again, with the baseline"
+        details = listed(doubtful, separator="; ")
+        yield f"{speeds} ({details}); measure again, with the baseline"

@@ -1,17 +1,11 @@
-"""The table of a comparison, which every format and the report print. It holds values, no text."""
+"""The columns of a comparison's table, for all formats and the report."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.compare.analysis import (
-    BUSY,
-    NO_METRICS,
-    SUPERLINEAR,
-    Comparison,
-    ComparisonRow,
-)
+from ddp_runner.compare.analysis import BUSY, NO_METRICS, SUPERLINEAR, Comparison, ComparisonRow
 from ddp_runner.compare.parity import promises_parity
 from ddp_runner.compare.recorded_run import Stat
 from ddp_runner.compare.settings import rounded, title_of
@@ -20,19 +14,19 @@ from ddp_runner.compare.table import Column, Table, cut, digits, percent, settin
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import best_end, headlines
 
-MOST_FIRST_KEYS = 6  # before the metrics; more would push them off the screen
+MAX_FIRST_KEYS = 6  # keys before the metrics; more would push the metrics off the screen
 PERF = (
     *("perf/samples_per_s", "perf/peak_memory_gib", "perf/comm_share", "perf/skew_ms"),
     *("perf/mfu", "perf/step_time_ms"),
 )
 
 
-@lru_cache(maxsize=1)  # each format and the report print it
+@lru_cache(maxsize=1)  # shared by all formats and the report
 def results_table(comparison: Comparison) -> Table:
-    """Return the table of a comparison with the columns in which at least one row has something.
+    """Return the table of a comparison without empty columns.
 
-    The settings and the metrics come first. Where many keys differ, a label stands for the
-    settings, and the keys come after the metrics.
+    The settings and the metrics come first. If many keys differ, a label replaces the settings, and
+    the keys come after the metrics.
     """
     rows = comparison.all_rows
     num_runs = sum(len(row.runs) for row in comparison.rows)
@@ -41,19 +35,19 @@ def results_table(comparison: Comparison) -> Table:
     columns = _columns(comparison, rows)
     return Table(
         cut(headline),
-        tuple(one for one in columns if any(value is not None for value in one.values)),
-        labels=tuple(str(place) for place in range(1, len(rows) + 1)),
+        tuple(column for column in columns if any(value is not None for value in column.values)),
+        labels=tuple(str(number) for number in range(1, len(rows) + 1)),
         num_runs=tuple(len(row.runs) for row in rows),
     )
 
 
 def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[Column]:
-    asked = {one.metric for one in (comparison.best, comparison.target) if one}
+    chosen = {option.metric for option in (comparison.best, comparison.target) if option}
     directions = {
         name: end for row in rows for run in row.runs for name, end in run.directions.items()
     }
     parts = dict.fromkeys(part for row in rows for part in parts_ms(row.stats))
-    known = {*PERF, *(f"perf/{part}_ms" for part in parts)}
+    perf = {*PERF, *(f"perf/{part}_ms" for part in parts)}
 
     def result(
         name: str,
@@ -67,19 +61,19 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
         end = "min" if name in NO_METRICS - {"sessions"} else best_end(name, directions)
         is_speed = name in NO_METRICS or name.startswith("perf/")
         return Column(
-            name.removeprefix("perf/") if name in known else name,
+            name.removeprefix("perf/") if name in perf else name,
             title or name,
             values,
             show,
             hint,
-            is_brief=is_brief or name in asked,
+            is_brief=is_brief or name in chosen,
             best=_best_rows(values, end, rows if is_speed else ()),
         )
 
     keys = [_key_column(key, comparison) for key in comparison.keys]
-    has_many_keys = sum(one.is_brief for one in keys) > MOST_FIRST_KEYS
-    names = sorted({name for row in rows for name in row.stats} - known - NO_METRICS)
-    first = [name for name in dict.fromkeys((*sorted(asked), *headlines(names))) if name in names]
+    has_many_keys = sum(column.is_brief for column in keys) > MAX_FIRST_KEYS
+    names = sorted({name for row in rows for name in row.stats} - perf - NO_METRICS)
+    first = [name for name in dict.fromkeys((*sorted(chosen), *headlines(names))) if name in names]
     metrics = [result(name) for name in first]
     if has_many_keys:
         yield Column("setting", "setting", [row.label for row in rows])
@@ -93,7 +87,7 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
     else:
         counts = [len(row.runs) for row in rows]
         seeds = [len({repr(run.seed) for run in row.runs}) for row in rows]
-        hint = "fewer than runs where runs repeat a seed; results of one seed alone have no ±"
+        hint = "fewer than runs where runs repeat a seed; results of a single seed have no ±"
         yield Column("runs", "runs", counts)
         yield Column("seeds", "seeds", seeds, hint=hint, is_brief=seeds != counts)
     yield from keys if has_many_keys else metrics
@@ -110,17 +104,17 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
     )
     yield Column("remark", "remark", [row.speed_remark for row in rows], hint=hint)
     if target := comparison.target:
-        hint = "from the first step to the first line that reached it; (2 of 3): one run never did"
+        hint = "from the first step to the first line that reached it; (2 of 3): a run never did"
         title = f"s to {target.metric}={target.value:g}"
         yield result("time_to_target_s", title, digits, hint)
     yield from (result(name, is_brief=False) for name in names if name not in first)
-    hint = "peak of the rank that needed most, on its GPU, else in RAM; of rank 0 in your own loop"
+    hint = "highest peak of a rank, on its GPU or else in RAM; in your own loop, of rank 0"
     yield result("perf/peak_memory_gib", "memory GiB", digits, hint)
     hint = "share of the step time; unknown where ranks wait within a forward, as in fsdp and tp"
     yield result("perf/comm_share", "communication", percent, hint)
-    hint = "how long in a step half of the ranks or more waited for the slowest rank"
+    hint = "time per step that at least half of the ranks waited for the slowest rank"
     yield result("perf/skew_ms", "skew ms", digits, hint)
-    hint = "model FLOP utilisation, relative to what the ranks reach in large matrix products"
+    hint = "model FLOP utilisation, relative to the ranks' speed in large matrix products"
     yield result("perf/mfu", "MFU", percent, hint)
     hint = "from the command, or from the job's turn in a sweep, to the end of the first step"
     yield result("startup_s", "start-up s", digits, hint)
@@ -129,16 +123,16 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
     yield result("perf/step_time_ms", "step ms", is_brief=False)
     yield from (result(f"perf/{part}_ms", f"{part} ms", is_brief=False) for part in parts)
     hint = (
-        f"losses beside the reference's, at equal steps; ok: equal to {comparison.tolerance:g} of "
-        "the loss; rounding grows: rounding grew slowly to this size, as in any training; breaks: "
-        "from this step on, rounding does not explain the difference"
+        "losses compared with the reference at equal steps; ok: equal to "
+        f"{comparison.tolerance:g} of the loss; rounding grows: rounding grew slowly to this size, "
+        "as in any training; breaks: from this step on, rounding does not explain the difference"
     )
     references = {parity.reference.folder for parity in comparison.parity}
     yield Column("parity", "parity", [_verdict(row, references) for row in rows], hint=hint)
 
 
 def _key_column(key: str, comparison: Comparison) -> Column:
-    """Return the column of a key of the settings; not shown at once if the headline has it."""
+    """Return the column of a key of the settings; not brief if the headline has it."""
     values = [row.setting.get(key) for row in comparison.all_rows]
     texts = dict(zip(map(repr, values), map(setting_text, rounded(values)), strict=True))
     is_rounded = any(texts[repr(value)] != setting_text(value) for value in values)
@@ -154,26 +148,27 @@ def _key_column(key: str, comparison: Comparison) -> Column:
 
 
 def _scaling(kind: str, same: str, rows: Sequence[ComparisonRow]) -> Iterator[Column]:
-    """Yield the columns of strong or weak scaling, at a constant batch of this kind."""
+    """Yield the columns of strong or weak scaling; `same` is the constant batch size."""
     scalings = [row.scalings.get(kind) for row in rows]
-    bases = sorted({one.base for one in scalings if one})
+    bases = sorted({scaling.base for scaling in scalings if scaling})
     base = bases[0] if len(bases) == 1 else "the setting under against"
     hint = f"samples/s relative to {base}, with the same {same}"
-    speedups = [one.speedup if one else None for one in scalings]
+    speedups = [scaling.speedup if scaling else None for scaling in scalings]
     best = _best_rows(speedups, "max", rows)
     yield Column(f"{kind}_speedup", f"{kind} speedup", speedups, times, hint, best=best)
     hint = "the speedup divided by the ratio of devices (on a CPU, of ranks)"
-    efficiencies = [one and one.efficiency for one in scalings]
+    efficiencies = [scaling and scaling.efficiency for scaling in scalings]
     yield Column(f"{kind}_efficiency", "efficiency", efficiencies, percent, hint)
     hint = "from the baseline's computing and the all-reduce of task=collectives, without overlap"
-    predicted = [one and one.predicted and one.predicted.speedup for one in scalings]
+    steps = [scaling and scaling.predicted for scaling in scalings]
+    predicted = [step and step.speedup for step in steps]
     yield Column(f"{kind}_predicted", "predicted", predicted, times, hint)
-    against = [one and one.base for one in scalings]
+    against = [scaling and scaling.base for scaling in scalings]
     yield Column(f"{kind}_against", "against", against, is_brief=len(bases) > 1)
 
 
 def _verdict(row: ComparisonRow, references: set[Path]) -> str | None:
-    """Return the worst verdict of a row's runs; None if they have none."""
+    """Return the worst verdict of a row's runs; None if no run has a verdict."""
     if row.parity:  # the earliest break, else the largest difference
         worst = min(
             row.parity,
@@ -189,15 +184,17 @@ def _verdict(row: ComparisonRow, references: set[Path]) -> str | None:
 def _best_rows(
     values: Sequence[Stat | float | None], end: str | None, timed: Sequence[ComparisonRow]
 ) -> frozenset[int]:
-    """Return the rows with the best value, by its end, max or min; none if all are equal.
+    """Return the rows with the best value, max or min; none if all are equal.
 
-    `timed` has the rows if the values are speeds or times: a doubtful one is never the best.
+    `timed` has the rows if the values are speeds or times: doubtful speeds are never the best.
     """
-    means = [value.mean if isinstance(value, Stat) else value for value in values]
-    found = {place: mean for place, mean in enumerate(means) if mean is not None}
-    for place in [place for place, row in enumerate(timed) if row.speed_remark]:
-        found.pop(place, None)
-    if end is None or len(set(found.values())) < 2:
+    doubtful = {index for index, row in enumerate(timed) if row.speed_remark}
+    means = {
+        index: value.mean if isinstance(value, Stat) else value
+        for index, value in enumerate(values)
+        if value is not None and index not in doubtful
+    }
+    if end is None or len(set(means.values())) < 2:
         return frozenset()
-    best = max(found.values()) if end == "max" else min(found.values())
-    return frozenset(place for place, value in found.items() if value == best)
+    best = max(means.values()) if end == "max" else min(means.values())
+    return frozenset(index for index, mean in means.items() if mean == best)

@@ -1,7 +1,6 @@
-"""How plots look and how they are saved: colours, lines, bars, a legend beside the axes.
+"""Draw and save figures: colours, lines, bars, legends.
 
-Without pyplot there is no global state and no need for a display. matplotlib is imported only when
-a plot is drawn.
+No pyplot: it has global state and may need a display. matplotlib is imported only to draw a plot.
 """
 
 import base64
@@ -23,10 +22,10 @@ COLOURS = ("#0060a0", "#b84a00", "#00795a", "#aa3377", "#000000", "#7a5c00")
 PART_COLOURS = (*COLOURS, "#6a5acd", "#a0522d")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY, TEXT = "#6e6e6e", "#333333"
-MAX_GREY = 100  # lines behind the coloured ones
+MAX_GREY = 100  # grey lines behind the coloured lines
 MAX_MARKED = 30  # points of a line with markers
 MAX_LABEL, LABEL_WIDTH = 120, 30  # characters
-MIN_NUMBERED = 0.06  # share of the axes; shorter parts of a bar have no number
+MIN_NUMBERED = 0.06  # share of the axes; shorter parts of a bar get no number
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -36,16 +35,16 @@ STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "text.parse_math": False,  # a setting may contain a dollar sign
     "svg.hashsalt": "ddp_runner",  # makes the file reproducible
-    "path.simplify_threshold": 0.5,  # points; unseen, and lines take a third less
+    "path.simplify_threshold": 0.5,  # points; invisible, and saves a third of the file
 }
 
-Points = Mapping[float, float]  # of a line
+Points = Mapping[float, float]  # y by x
 
 
-def write_plots(drawn: Mapping[str, "Figure | str"], folder: Path) -> list[str]:
-    """Write each plot as PNG and SVG into a folder; return a line for each, or why it lacks."""
+def write_plots(plots: Mapping[str, "Figure | str"], folder: Path) -> list[str]:
+    """Write each plot as PNG and SVG into a folder; return a line for each."""
     lines = []
-    for name, figure in drawn.items():
+    for name, figure in plots.items():
         if isinstance(figure, str):
             lines.append(f"no plot {name}: {figure}")
             continue
@@ -58,8 +57,7 @@ def write_plots(drawn: Mapping[str, "Figure | str"], folder: Path) -> list[str]:
 
 def data_url(figure: "Figure") -> str:
     """Return a plot as SVG without a background, in a data: URL, for a page that loads nothing."""
-    # A page that is passed on has no address in it.
-    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # they have addresses
     svg = _saved(figure, format="svg", transparent=True, metadata=metadata)
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
@@ -76,7 +74,7 @@ def _saved(figure: "Figure", **options: Any) -> bytes:
 def new_figure(
     title: str, *, num_panels: int = 1, height: float = 5.0
 ) -> tuple["Figure", list["Axes"]]:
-    """Return a figure with a title, and its panels from left to right; `height` is in inches."""
+    """Return a figure with a title, and its panels from left to right; `height` in inches."""
     from matplotlib.figure import Figure
 
     width = 9 if num_panels == 1 else 8 * num_panels
@@ -86,29 +84,29 @@ def new_figure(
 
 
 def wrapped(name: str) -> str:
-    """Return a name in short lines that leave room for what it names."""
+    """Return a name in short lines."""
     return "\n".join(textwrap.fill(cut(line, MAX_LABEL), LABEL_WIDTH) for line in name.splitlines())
 
 
 def draw_lines(
     axes: "Axes", lines: Sequence[tuple[str, Points]], *, first: str, xlabel: str
 ) -> None:
-    """Draw the first lines in colour and the others in grey, and a legend to the right.
+    """Draw the first lines in colour and the rest in grey, and a legend to the right.
 
-    `first` is what distinguishes the first lines, for example `fastest`.
+    `first` describes the first lines, for example `fastest`.
     """
     num_coloured = min(len(lines), len(COLOURS))
     for _, points in lines[num_coloured:][:MAX_GREY]:
         axes.plot([*points], [*points.values()], color=GREY, alpha=0.3, linewidth=0.8)
-    for place, (name, points) in enumerate(lines[:num_coloured]):
-        # An earlier line is thicker, so that it stays visible below a later line that coincides.
-        thicker = 0.4 * (num_coloured - 1 - place)
+    for index, (name, points) in enumerate(lines[:num_coloured]):
+        # Earlier lines are thicker, so that they stay visible below later lines.
+        thicker = 0.4 * (num_coloured - 1 - index)
         axes.plot(
             [*points],
             [*points.values()],
-            color=COLOURS[place],
+            color=COLOURS[index],
             label=wrapped(name),
-            marker=MARKERS[place] if len(points) <= MAX_MARKED else None,
+            marker=MARKERS[index] if len(points) <= MAX_MARKED else None,
             linewidth=2.0 + thicker,
             markersize=6 + thicker,
         )
@@ -125,19 +123,19 @@ def draw_bars(
     height: float,
     word: str = "",
 ) -> None:
-    """Draw bars at their places. With a `word` they are pale, and their parts have no numbers."""
+    """Draw bars by position. With a `word` they are pale, and their parts have no numbers."""
     starts = [0.0] * len(bars)
     for name, colour in colours.items():
         lengths = [max(0.0, parts.get(name, 0.0)) for parts in bars.values()]
-        drawn = axes.barh([*bars], lengths, height, starts, color=colour, edgecolor="white")
-        drawn.set_label("" if word else printable(name))
-        for bar in drawn.patches if word else ():
+        container = axes.barh([*bars], lengths, height, starts, color=colour, edgecolor="white")
+        container.set_label("" if word else printable(name))
+        for bar in container.patches if word else ():
             bar.set_alpha(0.45)
         if not word:
             least = MIN_NUMBERED * axes.get_xlim()[1]
             numbers = [digits(length) if length > least else "" for length in lengths]
-            axes.bar_label(drawn, numbers, label_type="center", color="white")
+            axes.bar_label(container, numbers, label_type="center", color="white")
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
-    for (place, parts), start in zip(bars.items(), starts, strict=True):
+    for (y, parts), start in zip(bars.items(), starts, strict=True):
         text = f"  {digits(sum(parts.values()))} ms{word}"
-        axes.text(start, place, text, va="center", color=TEXT, fontsize=8 if word else None)
+        axes.text(start, y, text, va="center", color=TEXT, fontsize=8 if word else None)

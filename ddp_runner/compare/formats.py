@@ -23,22 +23,22 @@ from ddp_runner.host.streams import line_width, wrapped
 from ddp_runner.tracking.run_dir import RunDir
 
 WIDTH = 120  # characters, without a terminal
-MAX_LINES = 20  # in lists for people
-MAX_CELL = 200  # characters of a cell, for people
-NUMBER_WIDTH = 8  # characters that the number of a row, the gaps and an ellipsis take at most
+MAX_LINES = 20  # in a list of text or Markdown
+MAX_CELL = 200  # characters of a cell in text or Markdown
+NUMBER_WIDTH = 8  # characters for a row's number, gaps and an ellipsis
 PARITY_HINTS = (
     "dropout, and BatchNorm that is not synchronised, differ by rank and break parity",
     "a training that is about to diverge breaks it by rounding alone: try a smaller optimizer.lr",
     "a first line long after step 1 hides how the difference began: try train.log_every_steps=1",
 )
 
-Remark = tuple[str, Sequence[str]]  # a title and the lines below it; none: nothing to say
+Remark = tuple[str, Sequence[str]]  # a title and the lines below it
 
 
 def as_text(comparison: Comparison) -> str:
     """Return a table with aligned columns, and lists of remarks below it.
 
-    Columns beyond the width of the terminal follow in further blocks, which repeat the settings.
+    Columns beyond the width of the terminal follow in more blocks, which repeat the settings.
     """
     shown = results_table(comparison)
     width = width_of(sys.stdout)
@@ -47,22 +47,22 @@ def as_text(comparison: Comparison) -> str:
 
 
 def listing(remarks: Iterable[Remark], *, width: int) -> Iterator[str]:
-    """Yield the lines of lists of remarks, each with an empty line before it."""
+    """Yield the lines of lists of remarks, with an empty line before each list."""
     for title, sentences in remarks:
         yield from ("", f"{title}:")
         yield from (wrapped(printable(f"  {sentence}"), width) for sentence in sentences)
 
 
 def width_of(stream: TextIO) -> int:
-    """Return how long a line may be; without a terminal as COLUMNS says, else WIDTH."""
+    """Return the longest line of a terminal; without a terminal, COLUMNS or WIDTH."""
     return line_width(stream) or get_terminal_size(fallback=(WIDTH, 0)).columns
 
 
 def _blocks(shown: Table, *, width: int) -> Iterator[str]:
     """Yield the lines of the table, split between columns into blocks of at most `width`.
 
-    Each block repeats the settings if the table begins with them, they tell the rows apart, and
-    they leave half of the width and room for every column; else the numbers of the rows.
+    Each block begins with the settings if they tell the rows apart and leave half of the width and
+    room for every column; else with the numbers of the rows.
     """
     columns = [column for column in shown.columns if column.is_brief]
     padded = []
@@ -71,17 +71,18 @@ def _blocks(shown: Table, *, width: int) -> Iterator[str]:
         size = max(map(len, texts))
         is_text = any(isinstance(value, str) for value in column.values)
         padded.append([text.ljust(size) if is_text else text.rjust(size) for text in texts])
-    num_keys = next((at for at, one in enumerate(columns) if not one.is_key), len(columns))
+    is_key = [*(column.is_key for column in columns), False]
+    num_keys = is_key.index(False)
     blocks = [list[list[str]]()]
     taken = sum(len(texts[0]) + 2 for texts in padded[:num_keys])
     room = width - max([len(texts[0]) for texts in padded[num_keys:]], default=0)
     are_told_apart = len({*zip(*padded[:num_keys], strict=True)}) > len(shown.labels)
     if taken > min(width / 2, room) or not are_told_apart:
         labels = [shown.head, *shown.labels]
-        padded, num_keys = [[one.rjust(len(labels[-1])) for one in labels], *padded], 1
+        padded, num_keys = [[label.rjust(len(labels[-1])) for label in labels], *padded], 1
     keys = padded[:num_keys]
     for texts in padded[num_keys:]:
-        taken = sum(len(others[0]) + 2 for others in (*keys, *blocks[-1]))
+        taken = sum(len(cells[0]) + 2 for cells in (*keys, *blocks[-1]))
         if blocks[-1] and taken + len(texts[0]) > width:
             blocks.append([])
         blocks[-1].append(texts)
@@ -91,10 +92,10 @@ def _blocks(shown: Table, *, width: int) -> Iterator[str]:
 
 
 def _texts(shown: Table, column: Column, *, most: int = MAX_CELL) -> list[str]:
-    """Return the title and the cells of a column, with so many characters at most.
+    """Return the title and the cells of a column, with `most` characters at most.
 
-    If one has more, they lose the folders, keys or words with which all begin, then their middle.
-    Cells that would then be equal, and are not, stay whole.
+    Longer cells lose the folders, keys or words that all cells begin with, then their middle. They
+    stay whole if different cells would become equal.
     """
     texts = [shown.text(column, row) for row in range(len(shown.labels))]
     if max(map(len, texts), default=0) > most:
@@ -102,14 +103,15 @@ def _texts(shown: Table, column: Column, *, most: int = MAX_CELL) -> list[str]:
         parts = [f"{'…' if start else ''}{text.removeprefix(start)}" for text in texts]
         end = most // 2
         short = [
-            one if len(one) <= most else f"{one[: most - end]}…{one[1 - end :]}" for one in parts
+            part if len(part) <= most else f"{part[: most - end]}…{part[1 - end :]}"
+            for part in parts
         ]
         texts = short if len({*short}) == len({*texts}) else texts
     return [cut(column.title, most), *texts]
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """Return the same as a Markdown table and lists."""
+    """Return a Markdown table, and lists of remarks below it."""
     shown = results_table(comparison)
     columns = [_texts(shown, column) for column in shown.columns if column.is_brief]
     rows = [[in_markdown(text) for text in row] for row in zip(*columns, strict=True)]
@@ -122,16 +124,14 @@ def as_markdown(comparison: Comparison) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """Return every column of every row; standard deviations have columns of their own."""
+    """Return all columns, with standard deviations in separate columns."""
     columns: list[list[Any]] = []  # each with its title first
     for column in results_table(comparison).columns:
-        stats = [value if isinstance(value, Stat) else None for value in column.values]
-        means = [
-            one.mean if one else value for one, value in zip(stats, column.values, strict=True)
-        ]
+        means = [value.mean if isinstance(value, Stat) else value for value in column.values]
+        sds = [value.sd if isinstance(value, Stat) else None for value in column.values]
         columns.append([column.key, *means])
-        if any(stats):
-            columns.append([f"{column.key}_sd", *(one and one.sd for one in stats)])
+        if any(isinstance(value, Stat) for value in column.values):
+            columns.append([f"{column.key}_sd", *sds])
     text = io.StringIO()
     rows = (map(in_csv, row) for row in zip(*columns, strict=True))
     csv.writer(text, lineterminator="\n").writerows(rows)
@@ -146,9 +146,8 @@ def as_json(comparison: Comparison) -> str:
 def _json_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, RecordedRun):
         return json_safe({field.name: getattr(value, field.name) for field in fields(value)})
-    return str(
-        value.folder if isinstance(value, RecordedRun) else value
-    )  # a path, or a date from YAML
+    # Else a path, or a date from YAML.
+    return str(value.folder if isinstance(value, RecordedRun) else value)
 
 
 FORMATS = {"table": as_text, "markdown": as_markdown, "csv": as_csv, "json": as_json}
@@ -157,8 +156,8 @@ SUFFIXES = {"table": "txt", "markdown": "md", "csv": "csv", "json": "json"}
 
 def remarks(comparison: Comparison, shown: Table) -> Sequence[Remark]:
     """Return the lists below the table."""
-    every = *_results(comparison), *_faults(comparison), *_legend(comparison, shown)
-    return _shortened(every)
+    lists = *_results(comparison), *_faults(comparison), *_legend(comparison, shown)
+    return _shortened(lists)
 
 
 def run_remarks(comparison: Comparison) -> Sequence[Remark]:
@@ -167,17 +166,18 @@ def run_remarks(comparison: Comparison) -> Sequence[Remark]:
 
 
 def _shortened(remarks: Iterable[Remark]) -> Sequence[Remark]:
-    found = []
+    """Return the lists that are not empty, with MAX_LINES at most."""
+    short = []
     for title, lines in remarks:
         num_more = len(lines) - MAX_LINES
         more = [f"and {num_more} more; --format json shows all"] if num_more > 0 else []
         if lines:
-            found.append((title, [*map(cut, lines[:MAX_LINES]), *more]))
-    return found
+            short.append((title, [*map(cut, lines[:MAX_LINES]), *more]))
+    return short
 
 
 def _results(comparison: Comparison) -> Iterator[Remark]:
-    """Yield what no cell of the table has: the best models, predicted steps and broken parity."""
+    """Yield results beside the table: the best models, predicted steps and broken parity."""
     if best := comparison.best:
         count, sd = counted(best.value.count, "run"), best.value.sd
         spread = "" if sd is None else f" ± {digits(sd)}"
@@ -186,16 +186,13 @@ def _results(comparison: Comparison) -> Iterator[Remark]:
         value = f"{digits(best.value.mean)}{spread} over {count} ({best.row.label})"
         lines = [value, f"its models: {models or 'none was exported'}"]
         yield f"best {best.metric} ({best.mode})", lines
-    title = "step time, measured and predicted, and the parts that differ (ms)"
-    yield (
-        title,
-        [
-            f"{row.label} ({kind}): {_gaps(scaling.predicted)}"
-            for row in comparison.rows
-            for kind, scaling in row.scalings.items()
-            if scaling.predicted
-        ],
-    )
+    lines = [
+        f"{row.label} ({kind}): {_gaps(scaling.predicted)}"
+        for row in comparison.rows
+        for kind, scaling in row.scalings.items()
+        if scaling.predicted
+    ]
+    yield "step time, measured and predicted, and the parts that differ (ms)", lines
     lines = [
         f"{fit.backend}, {counted(fit.world_size, 'rank')}: {fit.latency_us:,.0f} us + bytes / "
         f"{fit.gb_per_s:.2f} GB/s, from {fit.num_sizes} sizes, median error {fit.error:.0%}"
@@ -214,7 +211,7 @@ def _results(comparison: Comparison) -> Iterator[Remark]:
 
 
 def _gaps(step: Prediction) -> str:
-    """Return a measured and a predicted step, and the parts in which they differ."""
+    """Return the measured and the predicted time of a step, and the parts that differ."""
     measured, predicted = step.measured_ms, step.parts_ms
     total = sum(measured.values())
     gaps = {part: ms - predicted[part] for part, ms in measured.items()}
@@ -224,7 +221,7 @@ def _gaps(step: Prediction) -> str:
 
 
 def _faults(comparison: Comparison) -> Iterator[Remark]:
-    """Yield the warnings, the notes and the skipped runs; a line for each different sentence."""
+    """Yield the warnings, the notes and the skipped runs; equal sentences share a line."""
     yield "warnings", comparison.warnings
     titles = "notes", f"skipped, {counted(len(comparison.skipped), 'run')}"
     for title, notes in zip(titles, (comparison.notes, comparison.skipped), strict=True):
@@ -243,6 +240,7 @@ def _legend(comparison: Comparison, shown: Table) -> Iterator[Remark]:
     if any(len(row.runs) > 1 for row in comparison.rows):
         spread = "standard deviation over the runs of a row, which differ at most in"
         lines.append(f"±: {spread} {' and '.join(comparison.over)}")
-    lines += [f"{one.title}: {one.hint}" for one in shown.columns if one.is_brief and one.hint]
+    columns = [column for column in shown.columns if column.is_brief and column.hint]
+    lines += [f"{column.title}: {column.hint}" for column in columns]
     if shown.labels:
         yield "columns", list(dict.fromkeys(lines))

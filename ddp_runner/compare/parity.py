@@ -1,8 +1,7 @@
-"""Loss parity: with one seed and one global batch, every mode takes the same steps.
+"""Loss parity: with the same seed and global batch, every mode takes the same steps.
 
-They are the same up to rounding: a sum in another order differs in its last digit, and training
-amplifies the difference step by step. So even two equal runs may end percents apart. What separates
-them from unequal runs is how the difference starts and how fast it grows.
+The steps are equal up to rounding, which training amplifies: even two equal runs may end percents
+apart. Parity is judged by how the difference starts and how fast it grows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,24 +11,24 @@ from ddp_runner.compare.recorded_run import RecordedRun
 from ddp_runner.compare.settings import identity
 
 LOSS = "train/loss"
-# Keys that may differ between runs whose losses must not.
+# Keys that may differ between runs with equal losses.
 MAY_DIFFER = ("world_size", "num_devices", "batch.per_rank", "parallel_jobs", "parallelism.")
-# Relative difference that rounding may cause with equal weights. float32 gets a large margin, for
-# sums over deep networks; the half precisions accumulate in float32 and get one or two units.
+# Relative difference that rounding may cause with equal weights. float32 gets a large margin for
+# sums over deep networks; half precisions accumulate in float32 and get a unit or two.
 ROUNDING = {"fp32": 1e-5, "tf32": 1e-4, "fp16": 1e-3, "bf16": 8e-3}
 GROWTH = 1.5  # factor per step by which rounding may grow
 SPIKE = 30  # additional factor between two lines, for a spike of the loss
-MAX_STEPS = 100  # counted since the start: 1.5 ** 100 allows any difference
-MAX_STEPS_PER_LINE = 10  # counted between two lines; more would allow any difference
+MAX_STEPS = 100  # since the start: 1.5 ** 100 allows any difference
+MAX_STEPS_PER_LINE = 10  # between two lines; more would allow any difference
 
 
 @dataclass(frozen=True)
 class Parity:
-    """The losses of a run compared with its reference: the simplest mode on the fewest ranks."""
+    """A run's losses compared with its reference, the simplest mode on the fewest ranks."""
 
     run: RecordedRun
     reference: RecordedRun
-    num_steps: int  # that both have logged
+    num_steps: int  # logged by both runs
     largest: float  # largest relative difference
     first_break: int | None  # first step that rounding does not explain; None if parity holds
     verdict: str  # in words: ok; ok, rounding grows to 1.1%; breaks at step 45; …
@@ -38,7 +37,7 @@ class Parity:
 def parities(runs: Sequence[RecordedRun], *, tolerance: float) -> list[Parity]:
     """Compare the losses of runs that differ only in mode, devices and world size.
 
-    A relative difference up to `tolerance` is fine, however it started.
+    A relative difference up to `tolerance` counts as parity.
     """
     groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
@@ -57,10 +56,10 @@ def parities(runs: Sequence[RecordedRun], *, tolerance: float) -> list[Parity]:
 
 
 def promises_parity(run: RecordedRun) -> bool:
-    """Return whether a run takes the steps of one process.
+    """Return whether a run takes the same steps as a single process.
 
-    Asynchronous modes do not, nor do hooks, which send rounded gradients or do what the runner does
-    not know, nor the steps of a stream, which its ranks split.
+    Asynchronous modes do not, nor do communication hooks, which may change gradients, nor streams,
+    which are split over ranks.
     """
     if run.config.get("parallelism.mode") == "async" or run.comm_hook is not None:
         return False
@@ -68,23 +67,25 @@ def promises_parity(run: RecordedRun) -> bool:
 
 
 def _simplicity(run: RecordedRun) -> tuple[int, int, str]:
-    """Return a key that sorts few ranks, then modes with few options, such as `single`, first."""
+    """Return a key that sorts by the number of ranks, then by the number of the mode's options."""
     options = [key for key in run.setting if key.startswith("parallelism.")]
     return run.world_size, len(options), str(run.setting.get("parallelism.name"))
 
 
 def _compare(run: RecordedRun, reference: RecordedRun, *, tolerance: float) -> Parity:
-    ours, theirs = (
+    losses, expected = (
         {line["step"]: line[LOSS] for line in lines if LOSS in line}
         for lines in (run.lines, reference.lines)
     )
     differences = {
-        int(step or 0): _difference(ours[step], theirs[step])
-        for step in sorted(ours.keys() & theirs.keys(), key=lambda step: step or 0)
+        int(step or 0): _difference(losses[step], expected[step])
+        for step in sorted(losses.keys() & expected.keys(), key=lambda step: step or 0)
     }
     largest, first_break, verdict = max(differences.values(), default=0.0), None, "ok"
     if largest > tolerance:
-        first_break = _first_break(differences, rounding=_rounding(run))
+        precision = str(run.config.get("train.precision"))
+        rounding = ROUNDING.get(precision, ROUNDING["fp32"])
+        first_break = _first_break(differences, rounding=rounding)
         verdict = f"ok, rounding grows to {largest:.1%}"
     if first_break is not None:
         verdict = f"breaks at step {first_break}"
@@ -94,17 +95,15 @@ def _compare(run: RecordedRun, reference: RecordedRun, *, tolerance: float) -> P
 
 
 def _first_break(differences: Mapping[int, float], *, rounding: float) -> int | None:
-    """Return the first step at which rounding does not explain the difference; None: it does.
+    """Return the first step whose difference rounding does not explain; None if it explains all.
 
-    A difference counts as rounding if it passes two bounds: at most `rounding` times ``GROWTH``
-    to the power of the steps since the start; and at most ``SPIKE`` times the largest difference so
-    far, times ``GROWTH`` to the power of the steps since the line before. So a difference that
-    exists from the start, or that appears at once, is a break. A fault that begins when rounding
-    is already as large goes unnoticed.
+    Rounding explains a difference within two bounds: `rounding` times ``GROWTH`` to the power of
+    the steps since the start, and ``SPIKE`` times the largest difference so far times ``GROWTH`` to
+    the power of the steps since the line before. So a difference that exists from the start, or
+    appears suddenly, is a break; a fault that is smaller than the rounding so far goes unnoticed.
 
-    Both bounds are measured (SGD, momentum and Adam, networks with and without BatchNorm, weights
-    perturbed by 1e-7): rounding reached 0.8 of the first and 0.7 of the second. It exceeded them
-    only where the training itself was about to diverge.
+    Measured with SGD, momentum and Adam, with and without BatchNorm, weights perturbed by 1e-7:
+    rounding reached 0.8 of the first bound and 0.7 of the second, except in diverging trainings.
     """
     largest, previous, spike = rounding, 1, 1
     for step, difference in differences.items():
@@ -114,10 +113,6 @@ def _first_break(differences: Mapping[int, float], *, rounding: float) -> int | 
             return step
         largest, previous, spike = max(largest, difference), step, SPIKE
     return None
-
-
-def _rounding(run: RecordedRun) -> float:
-    return ROUNDING.get(str(run.config.get("train.precision")), ROUNDING["fp32"])
 
 
 def _difference(loss: float | None, other: float | None) -> float:

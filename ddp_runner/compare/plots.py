@@ -1,7 +1,4 @@
-"""The plots of a comparison: scaling, loss by step and by time, parts of a step.
-
-``drawing`` decides how they look.
-"""
+"""The plots of a comparison: scaling, loss by step and by time, parts of a step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,14 +28,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_POINTS = 500  # of a line
+MAX_POINTS = 500  # per line
 MAX_BARS = 20
 
-Rows = Mapping[int, ComparisonRow]  # of a setting, by the number of devices
+Rows = Mapping[int, ComparisonRow]  # rows of a setting by number of devices
 
 
 def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
-    """Return each plot by name, or why there is none."""
+    """Return each plot by name, or the reason why there is no plot."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
@@ -61,9 +58,9 @@ def _scaling(comparison: Comparison) -> "Figure | str":
         sizes = sorted({x for _, points in lines for x in points})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
-        for place, start in enumerate(sorted({min(points) for _, points in lines})):
+        for index, start in enumerate(sorted({min(points) for _, points in lines})):
             ends = [start, sizes[-1]], [1, sizes[-1] / start]
-            label = None if place else "ideal"
+            label = None if index else "ideal"
             axes.plot(*ends, color=GREY, linestyle="--", linewidth=1.5, label=label)
         draw_lines(axes, lines, first="fastest", xlabel="devices (on a CPU: ranks)")
         notes: dict[str, None] = {}
@@ -82,33 +79,32 @@ def _scaling(comparison: Comparison) -> "Figure | str":
 
 
 def _scaled(comparison: Comparison, kind: str) -> Sequence[tuple[str, Rows]]:
-    """Return the settings with several numbers of devices; the first ones are to have colours."""
+    """Return the settings with several numbers of devices, the fastest first if they are many."""
     scaled = [row for row in comparison.rows if kind in row.scalings]
     batch = BATCH_SIZES[kind == "weak"]
-    keys = [
-        key for key in comparison.keys if key not in ("world_size", "num_devices", *BATCH_SIZES)
-    ]
+    varying = ("world_size", "num_devices", *BATCH_SIZES)
+    keys = [key for key in comparison.keys if key not in varying]
     keys += [batch] if len({row.scalings[kind].batch for row in scaled}) > 1 else []
-    wholes = [{**row.setting, batch: row.scalings[kind].batch} for row in scaled]
+    with_batch = [{**row.setting, batch: row.scalings[kind].batch} for row in scaled]
     settings: dict[str, dict[int, ComparisonRow]] = {}
-    names = labels([{key: one.get(key) for key in keys} for one in wholes])
+    names = labels([{key: setting.get(key) for key in keys} for setting in with_batch])
     for name, row in zip(names, scaled, strict=True):
         settings.setdefault(name, {})[row.runs[0].num_devices] = row
-    found = [
+    named_rows = [
         (name, dict(sorted(rows.items())))
         for name, rows in settings.items()
         if len(_speedups(name, rows, kind)[1]) > 1
     ]
-    if len(found) > len(COLOURS):
-        found.sort(key=lambda one: -[*one[1].values()][-1].scalings[kind].speedup)
-    return found
+    if len(named_rows) > len(COLOURS):
+        named_rows.sort(key=lambda item: -[*item[1].values()][-1].scalings[kind].speedup)
+    return named_rows
 
 
 def _speedups(name: str, rows: Rows, kind: str) -> tuple[str, Points]:
     """Return a setting's line: its name with the last speedup, and its points from the baseline."""
     scalings = {size: row.scalings[kind] for size, row in rows.items()}
     first, last = next(iter(scalings.values())).base_num_devices, max(scalings)
-    points = {first: 1.0} | {size: one.speedup for size, one in scalings.items()}
+    points = {first: 1.0} | {size: scaling.speedup for size, scaling in scalings.items()}
     remark = f", {rows[last].speed_remark}" if rows[last].speed_remark else ""
     name = f"{name}: {points[last]:.2f}x ({points[last] * first / last:.0%}){remark}"
     return name, dict(sorted(points.items()))
@@ -117,33 +113,35 @@ def _speedups(name: str, rows: Rows, kind: str) -> tuple[str, Points]:
 def _mark_points(
     axes: "Axes", points: Points, rows: Rows, kind: str, *, color: str, marker: str
 ) -> list[str]:
-    """Draw predictions, deviations and doubtful speeds of a setting; return what the marks mean."""
+    """Draw predictions, deviations and doubtful speeds of a setting; return a legend of marks."""
     notes = []
-    scalings = {x: row.scalings[kind] for x, row in rows.items()}
-    if predicted := {x: one.predicted.speedup for x, one in scalings.items() if one.predicted}:
+    scalings = [(x, row.scalings[kind]) for x, row in rows.items()]
+    if predicted := {x: scaling.predicted.speedup for x, scaling in scalings if scaling.predicted}:
         xs, ys = [min(points), *predicted], [1.0, *predicted.values()]
         axes.plot(xs, ys, color=color, linestyle=":", linewidth=2)
         notes.append("dotted: predicted")
-    if sds := {x: one.speedup_sd for x, one in scalings.items() if one.speedup_sd is not None}:
+    if sds := {x: scaling.speedup_sd for x, scaling in scalings if scaling.speedup_sd is not None}:
         means = [points[x] for x in sds]
         axes.errorbar([*sds], means, [*sds.values()], color=color, fmt="none", capsize=4)
         notes.append("bars: ± standard deviation")
-    for x in [x for x, row in rows.items() if row.speed_remark]:
-        axes.plot([x], [points[x]], marker, color=color, mfc="white", ms=9)
-        notes.append("hollow: see warnings")
+    for x, row in rows.items():
+        if row.speed_remark:
+            axes.plot([x], [points[x]], marker, color=color, mfc="white", ms=9)
+            notes.append("hollow: see warnings")
     return notes
 
 
 def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
     from matplotlib.ticker import LogLocator, NullLocator
 
-    found = [one for row in comparison.rows if (one := _losses(row, by_time=by_time))[1]]
-    if not found:
+    named = [_losses(row, by_time=by_time) for row in comparison.rows]
+    named = [(name, losses) for name, losses in named if losses]
+    if not named:
         return f"no run has logged {LOSS}"
-    if len(found) > len(COLOURS):  # else the table's order gives a setting one colour everywhere
-        found.sort(key=lambda one: [*(one[1] if by_time else map(fmean, one[1].values()))][-1])
+    if len(named) > len(COLOURS):  # else keep the table's order: a setting has the same colour
+        named.sort(key=lambda item: [*(item[1] if by_time else map(fmean, item[1].values()))][-1])
     figure, (axes,) = new_figure(f"Training loss by {'time' if by_time else 'optimizer step'}")
-    lines = [(name, {x: fmean(losses[x]) for x in losses}) for name, losses in found]
+    lines = [(name, {x: fmean(losses[x]) for x in losses}) for name, losses in named]
     values = [value for _, points in lines for value in points.values()]
     if min(values) > 0 and max(values) / min(values) > 20:
         axes.set_yscale("log")
@@ -154,7 +152,7 @@ def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
     draw_lines(axes, lines, first="fastest" if by_time else "lowest", xlabel=xlabel)
     axes.set_ylabel(LOSS)
     axes.locator_params(axis="x", integer=not by_time)
-    for colour, (_, losses) in zip(COLOURS, found, strict=False):
+    for colour, (_, losses) in zip(COLOURS, named, strict=False):
         low, high = (list(map(end, losses.values())) for end in (min, max))
         axes.fill_between([*losses], low, high, color=colour, alpha=0.15, linewidth=0)
     if any(len(row.runs) > 1 for row in comparison.rows):
@@ -164,10 +162,7 @@ def _loss(comparison: Comparison, *, by_time: bool) -> "Figure | str":
 
 
 def _losses(row: ComparisonRow, *, by_time: bool) -> tuple[str, dict[float, list[float]]]:
-    """Return a row's name, and the losses of its runs at the steps that all have logged.
-
-    They are by their step, or by the mean of their times.
-    """
+    """Return a row's name, and its runs' losses at their common steps, by step or by mean time."""
     logged = [
         {
             line["step"] or 0: (line["time_s"] or 0, line[LOSS] or 0)
@@ -177,22 +172,23 @@ def _losses(row: ComparisonRow, *, by_time: bool) -> tuple[str, dict[float, list
         for run in row.runs
     ]
     steps = sorted(set(logged[0]).intersection(*logged[1:]))
-    found = {}
+    by_x = {}
     for step in steps[:: math.ceil(len(steps) / MAX_POINTS) or 1]:
         times, losses = zip(*(run[step] for run in logged), strict=True)
-        found[fmean(times) if by_time else step] = [*losses]
-    return f"{row.label}\n{digits([*found][-1])} s" if by_time and found else row.label, found
+        by_x[fmean(times) if by_time else step] = [*losses]
+    return f"{row.label}\n{digits([*by_x][-1])} s" if by_time and by_x else row.label, by_x
 
 
 def _step_parts(comparison: Comparison) -> "Figure | str":
-    """Return bars of the parts of each row's step, its prediction below; or why there are none."""
+    """Return bars of the parts of each row's step, with the prediction below."""
     bars = []
     for row in comparison.rows:
         if parts := parts_ms(row.stats):
             whole = row.stats.get("perf/step_time_ms")
             rest = max(0.0, (whole.mean if whole else 0.0) - sum(parts.values()))
-            predicted = [one.predicted for one in row.scalings.values() if one.predicted]
-            bars.append((wrapped(row.label), {**parts, REST: rest}, predicted[:1]))
+            predictions = [scaling.predicted for scaling in row.scalings.values()]
+            predicted = next((step.parts_ms for step in predictions if step), None)
+            bars.append((wrapped(row.label), {**parts, REST: rest}, predicted))
     if not bars:
         return "no run has measured the parts of its step time (perf/*_ms)"
     bars = sorted(bars, key=lambda bar: sum(bar[1].values()))[:MAX_BARS]
@@ -205,14 +201,11 @@ def _step_parts(comparison: Comparison) -> "Figure | str":
     height = 1.8 + max(0.65 if has_predicted else 0.4, text) * len(bars)
     figure, (axes,) = new_figure("Parts of an optimizer step", height=height)
     axes.set_xlim(0, 1.2 * max(sum(parts.values()) for _, parts, _ in bars))
-    at, size = (-0.15, 0.5) if has_predicted else (0.0, 0.8)
-    measured = {place + at: parts for place, (_, parts, _) in enumerate(bars)}
-    draw_bars(axes, measured, colours, size)
-    predictions = {
-        place + 0.22: one.parts_ms for place, (_, _, found) in enumerate(bars) for one in found
-    }
-    if predictions:
-        draw_bars(axes, predictions, colours, 0.18, word=" predicted")
+    offset, size = (-0.15, 0.5) if has_predicted else (0.0, 0.8)
+    draw_bars(axes, {y + offset: parts for y, (_, parts, _) in enumerate(bars)}, colours, size)
+    if has_predicted:
+        below = {y + 0.22: predicted for y, (_, _, predicted) in enumerate(bars) if predicted}
+        draw_bars(axes, below, colours, 0.18, word=" predicted")
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")

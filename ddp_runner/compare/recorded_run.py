@@ -1,4 +1,4 @@
-"""One run folder as data: run.json, the config, the metrics, and the numbers that follow."""
+"""A run folder as data: run.json, the config, the metrics, and values computed from them."""
 
 import statistics
 from collections.abc import Iterable, Mapping
@@ -11,41 +11,41 @@ from ddp_runner.compare.settings import Setting
 from ddp_runner.config.identity import counts, is_inside, only_used
 from ddp_runner.metric_names import is_lower_better
 
-# No measurement reaches it, and sums, squares and differences of numbers below stay floats.
+# No measurement is larger, and sums and squares of smaller numbers stay finite.
 MAX_NUMBER = 1e150
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run folder."""
+    """The contents of a run folder."""
 
     folder: Path  # the path that the user gave, or a folder below it
     record: Mapping[str, Any] = field(default_factory=dict)  # run.json
     config: Mapping[str, Any] = field(default_factory=dict)  # dotted keys and values
     lines: tuple[Mapping[str, float | None], ...] = ()  # metrics.jsonl; None: not finite
     reason: str | None = None  # why it cannot be compared; None if it can
-    ran_out: str | None = None  # of memory or of time, in words: it has a row without results
-    notes: tuple[str, ...] = ()  # what a reader must know about it
+    ran_out: str | None = None  # how it ran out of memory or time; its row has no results
+    notes: tuple[str, ...] = ()  # remarks for the reader
 
     @cached_property
     def setting(self) -> Setting:
-        """Everything that two runs must share to count as repetitions of one setting."""
+        """The keys and values that repetitions of a run share."""
         used = only_used(self.config, uses=self.record.get("uses"))
         return {key: value for key, value in used.items() if _is_of_setting(key)} | {
             "world_size": self.world_size,
             "num_devices": self.num_devices,
-            "parallel_jobs": self.is_parallel_job,  # its times differ from those of a run alone
+            "parallel_jobs": self.is_parallel_job,  # other jobs slow it down
         }
 
     @property
     def task(self) -> str:
-        """The task by which it is compared: a loop of the user's own counts as a training."""
+        """The task for the comparison: a loop of the user's own counts as a training."""
         task = self.record.get("task")
         return task if task in ("evaluate", "collectives") else "train"
 
     @property
     def comm_hook(self) -> str | None:
-        """What DDP sends gradients by: bf16, fp16 or the _target_ of the user's own."""
+        """DDP's communication hook: bf16, fp16 or the _target_ of the user's hook."""
         key = "parallelism.comm_hook"
         hook = self.config.get(key, self.config.get(f"{key}._target_"))
         return None if hook is None else str(hook)
@@ -57,25 +57,23 @@ class RecordedRun:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices on all machines; on the CPU a rank counts as one."""
+        """Number of devices on all machines; on the CPU, number of ranks."""
         return int(self.record["num_devices"])
 
     @property
     def sessions(self) -> list[Mapping[str, Any]]:
-        """One entry for the start and one for each resume."""
+        """An entry for the start and for each resume."""
         sessions = self.record.get("sessions")
         listed = sessions if isinstance(sessions, list) else []
         return [session for session in listed if isinstance(session, dict)]
 
     @property
     def busy_share(self) -> float | None:
-        """Share of the cores' time that other work used, other virtual machines included.
-
-        Measured on the machine of rank 0 since the last start; None if unknown.
-        """
-        shares = [self.field("load", "end", name) for name in ("busy_share_others", "steal_share")]
-        known = [share for share in shares if is_finite(share)]
-        return sum(known) if known else None
+        """Share of the cores' time on rank 0's machine that other work used; None if unknown."""
+        names = ("busy_share_others", "steal_share")
+        shares = [nested(self.record, "load", "end", name) for name in names]
+        measured = [share for share in shares if is_finite(share)]
+        return sum(measured) if measured else None
 
     @property
     def directions(self) -> dict[str, str]:
@@ -86,7 +84,7 @@ class RecordedRun:
 
     @property
     def tags(self) -> list[str]:
-        """The words that its user gave it."""
+        """Tags from the user."""
         tags = self.record.get("tags")
         return [str(tag) for tag in tags] if isinstance(tags, list) else []
 
@@ -97,22 +95,15 @@ class RecordedRun:
 
     @property
     def is_parallel_job(self) -> bool:
-        """Whether other jobs of its sweep ran on the machine meanwhile and slowed it down."""
+        """Whether other jobs of its sweep ran on the same machine at the same time."""
         return self.record.get("parallel_jobs") is True
 
     @property
     def final(self) -> dict[str, float]:
-        """Value of each metric by which the run is judged, see ``RunFields``, if it is finite."""
+        """The finite metrics of run.json; see ``RunFields``."""
         metrics = self.record.get("metrics")
         items = metrics.items() if isinstance(metrics, dict) else ()
         return {key: float(value) for key, value in items if is_finite(value)}
-
-    def field(self, *keys: str) -> Any:
-        """Return what run.json holds below nested keys; None if it does not have them."""
-        value: Any = self.record
-        for key in keys:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
 
     def number(self, name: str) -> float | None:
         """Return a field of run.json; None if it is not a finite number."""
@@ -129,10 +120,10 @@ class RecordedRun:
         return [value for line in self.lines if (value := line.get(metric)) is not None]
 
     def result(self, metric: str) -> float | None:
-        """Return the result in a metric; None if the run has none.
+        """Return the run's result in a metric; None if it is missing.
 
-        It is the highest value of the peak memory, of the fullest rank; the median of other metrics
-        of `perf/` without the first line, the warm-up; else the last value.
+        The highest value for the peak memory; the median without the first line, the warm-up, for
+        other metrics of `perf/`; else the last value.
         """
         if metric == "perf/peak_memory_gib":
             return max(self.values(metric), default=None)
@@ -144,22 +135,20 @@ class RecordedRun:
 
 @cache  # thousands of runs have the same keys
 def _is_of_setting(key: str) -> bool:
-    """Return whether runs that differ in this key have different settings.
-
-    A row averages over the seed, and a metric changes neither the work nor its speed.
-    """
+    """Return whether runs that differ in this key have different settings."""
+    # A row averages over seeds, and a metric changes neither the work nor its speed.
     return counts(key) and not is_inside(key, ("seed", "name", "metrics"))
 
 
 @dataclass(frozen=True)
 class Target:
-    """A value of a metric to reach: from below, or from above if lower is better."""
+    """A value of a metric to reach."""
 
     metric: str
     value: float
 
     def time_s(self, run: RecordedRun) -> float | None:
-        """Return when a run first reached it, without its start-up; None if it never did."""
+        """Return when a run first reached the value, without its start-up; None if it never did."""
         sign = -1 if is_lower_better(self.metric, run.directions) else 1
         for line in run.lines:
             value = line.get(self.metric)
@@ -173,25 +162,32 @@ class Stat:
     """A number over several runs."""
 
     mean: float
-    sd: float | None  # sample standard deviation (n - 1); None for a single run, or one seed
-    count: int  # runs that have the number
+    sd: float | None  # sample standard deviation (n - 1); None for a single run or a single seed
+    count: int  # number of runs with a value
 
 
 def stat(values: Iterable[float | None]) -> Stat | None:
     """Return mean and standard deviation of the values that are not None; None if all are."""
-    known = [value for value in values if value is not None]
-    if not known:
+    present = [value for value in values if value is not None]
+    if not present:
         return None
-    sd = statistics.stdev(known) if len(known) > 1 else None
-    return Stat(statistics.fmean(known), sd, len(known))
+    sd = statistics.stdev(present) if len(present) > 1 else None
+    return Stat(statistics.fmean(present), sd, len(present))
 
 
 def best_step(record: Mapping[str, Any]) -> int | None:
-    """Return the step of a run.json whose metrics it has, if it is not the last one."""
+    """Return the step of a run.json's metrics; None if it is the last step."""
     step = record.get("exported_step")
     return step if isinstance(step, int) and step != record.get("step") else None
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
-    """Return whether a value is a number with which a comparison can calculate."""
+    """Return whether a value is a number that a comparison can compute with."""
     return isinstance(value, int | float) and abs(value) <= MAX_NUMBER
+
+
+def nested(value: Any, *keys: str) -> Any:
+    """Return the value below nested keys of mappings; None if it is missing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

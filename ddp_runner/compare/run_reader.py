@@ -1,6 +1,6 @@
 """Find run folders below paths and read them: run.json, metrics.jsonl and .hydra/config.yaml.
 
-Of a run that cannot be compared, whatever is readable is kept, beside the reason.
+A run that cannot be compared keeps the files that can be read, and a reason.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner import __version__
-from ddp_runner.compare.recorded_run import RecordedRun, best_step, is_finite
+from ddp_runner.compare.recorded_run import RecordedRun, best_step, is_finite, nested
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.sections import WITHOUT_METRICS
 from ddp_runner.errors import UserError, duration, listed, one_line
@@ -26,21 +26,21 @@ from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
 REQUIRED = {"config_hash": str, "world_size": int, "num_devices": int, "metrics": dict}
 SIZES = ("world_size", "num_devices")
-SHOWN = (  # by a comparison or a report
+SHOWN = (  # files in a comparison or a report, and their folders
     *(RUN_RECORD, METRICS_FILE, CONFIG_FILE, ".hydra", ".hydra/overrides.yaml"),
     *("logs", "logs/failure.txt"),
 )
-# How torch, the kernel, Slurm and Python word it in an error.
+# In errors of torch, the kernel, Slurm and Python.
 OUT_OF_MEMORY = re.compile(r"(?i)out ?of ?memory|allocate memory|took more memory|MemoryError")
 
 
 def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
     """Return the runs in and below folders, each once, even if the paths overlap.
 
-    A copy of a run, recognised by its config hash and the time of its last start, is left out.
+    Copies of a run are left out: runs with equal config hashes and times of the last start.
 
     Raises:
-        UserError: one of the paths contains no run.
+        UserError: a path contains no run.
     """
     runs: dict[object, RecordedRun] = {}
     seen: set[Path] = set()
@@ -62,46 +62,47 @@ def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
 
 
 def tagged(runs: Sequence[RecordedRun], tags: Sequence[str]) -> list[RecordedRun]:
-    """Return the runs that have all of these tags; all runs for no tags.
+    """Return the runs that have all of these tags.
 
     Raises:
         UserError: no run has them.
     """
     chosen = [run for run in runs if set(tags) <= set(run.tags)]
     if tags and not chosen:
-        known = sorted({tag for run in runs for tag in run.tags})
-        hint = f"the runs have {listed(known)}" if known else "the runs have no tags"
+        all_tags = sorted({tag for run in runs for tag in run.tags})
+        hint = f"the runs have {listed(all_tags) or 'no tags'}"
         raise UserError(f"--tag ({', '.join(tags)}): no run has all of these tags; {hint}")
     return chosen
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Return one run; one that is damaged, not completed or of another format has a reason."""
+    """Return a run; a damaged or incomplete run, or a run of another format, has a reason."""
     reasons: list[str] = []
 
     def read(name: str, reader: Callable[[Path], Any], nothing: Any) -> Any:
         try:
             return reader(folder / name)
-        except UserError as error:
-            reasons.append(str(error).replace(f"{folder}{os.sep}", ""))  # equal for all runs
         except Exception as error:  # PyYAML raises errors of any type for odd tags
-            why = isinstance(error, OSError) and error.strerror
-            reasons.append(f"{name} cannot be read ({why or one_line(error)})")
-        return nothing
+            if isinstance(error, UserError):  # a sentence; without the folder, the same in all runs
+                reasons.append(str(error).replace(f"{folder}{os.sep}", ""))
+            else:
+                detail = isinstance(error, OSError) and error.strerror
+                reasons.append(f"{name} cannot be read ({detail or one_line(error)})")
+            return nothing
 
     if link := read(RUN_RECORD, _link_beside, None):
         reason = f"{link} is a link, which may lead to any file; put the file itself there"
         return RecordedRun(folder, reason=reason)
     record = read(RUN_RECORD, _read_record, {})
     if record.get("status") == Status.RUNNING:
-        found = standing(RunDir(folder))
-        record = {**(found.record or record), "status": found.status}
-        if found.seen_s is not None or found.fault:  # else it has ended meanwhile
-            reasons.append(found.fault or _sign_of_life(found))
+        state = standing(RunDir(folder))
+        record = {**(state.record or record), "status": state.status}
+        if state.seen_s is not None or state.fault:  # else it has ended since
+            reasons.append(state.fault or _sign_of_life(state))
     if not reasons and (problem := _problem(record)):
         reasons.append(problem)
     config = read(CONFIG_FILE, _read_config, {})
-    lines, num_damaged = read(METRICS_FILE, _read_lines, ([], 0))
+    lines, num_damaged = read(METRICS_FILE, read_lines, ([], 0))
     run = RecordedRun(folder, record, config, tuple(lines))
     if reasons:
         return replace(run, reason=reasons[0], ran_out=_ran_out(record) if config else None)
@@ -109,7 +110,7 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def _run_folders(path: Path) -> Iterator[Path]:
-    """Yield the folders that hold at least a part of a run, and those that cannot be read."""
+    """Yield the folders with at least a part of a run, and the folders that cannot be read."""
     unreadable: list[Path] = []
 
     def note(error: OSError) -> None:
@@ -125,10 +126,8 @@ def _run_folders(path: Path) -> Iterator[Path]:
 
 
 def _link_beside(record: Path) -> str | None:
-    """Return which of the files that a report shows is a link; None if none is.
-
-    A folder may come from somebody else, and a report is passed on: a link could lead anywhere.
-    """
+    """Return the name of a link among the files of a report; None if there is none."""
+    # A folder may come from somebody else, and a report is passed on: a link could lead anywhere.
     return next((name for name in SHOWN if (record.parent / name).is_symlink()), None)
 
 
@@ -142,11 +141,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     config = read_yaml(path)
     if not isinstance(config, dict):
         raise ValueError("it is not a mapping")
-    # Lists in one piece: two runs may differ in how many items a list has.
-    return dict(leaves(config, whole_lists=True))
+    return dict(leaves(config, whole_lists=True))  # lists may differ in length
 
 
-def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
+def read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     """Return the valid lines of a metrics file, and the number of damaged lines."""
     lines: list[dict[str, float | None]] = []
     num_damaged = 0
@@ -156,28 +154,29 @@ def _read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
             has_numbers = all(isinstance(value, int | float | None) for value in line.values())
             if not (has_numbers and is_finite(line["step"]) and is_finite(line["time_s"])):
                 raise ValueError
-            # json makes new strings for the keys of each line; 10,000 runs have millions of lines.
-            lines.append(
-                {sys.intern(key): one if is_finite(one) else None for key, one in line.items()}
-            )
+            # Share the keys between lines: 10,000 runs have millions of lines.
+            items = ((sys.intern(key), value) for key, value in line.items())
+            lines.append({key: value if is_finite(value) else None for key, value in items})
+        # A killed run may leave a part of a line.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             num_damaged += 1
     return lines, num_damaged
 
 
-def _sign_of_life(found: Standing) -> str:
-    """Return how a run stands that has not ended, and when it was last seen, to the minute."""
-    minutes = int(found.seen_s or 0.0) // 60
+def _sign_of_life(state: Standing) -> str:
+    """Return the status of a run that has not ended, and the minutes since its last heartbeat."""
+    minutes = int(state.seen_s or 0.0) // 60
     age = duration(60 * minutes) if minutes > 0 else "less than a minute"
-    words = LOST if found.status == LOST else f"still {found.status}"
-    return f"{words}; last sign of life {age} ago"
+    status = LOST if state.status == LOST else f"still {state.status}"
+    return f"{status}; last sign of life {age} ago"
 
 
 def _problem(record: Mapping[str, Any]) -> str | None:
-    """Return why a run that has ended is not usable; None if it is."""
+    """Return why a run that has ended is not usable; None if it is usable."""
     status = record.get("status")
     if status in (Status.FAILED, Status.PREEMPTED):
-        return f"{status}: {_sentence(record) or 'at step ' + str(record.get('step', 0))}"
+        reason = nested(record, "error", "sentence") or f"at step {record.get('step', 0)}"
+        return f"{status}: {reason}"
     if record.get("task") in WITHOUT_METRICS:
         return f"a task={record['task']} run has no metrics to compare"
     wrong = [] if status == Status.COMPLETED else ["status"]
@@ -191,12 +190,6 @@ def _problem(record: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _sentence(record: Mapping[str, Any]) -> str | None:
-    """Return why a run failed; None if its record does not say so."""
-    error = record.get("error")
-    return error.get("sentence") if isinstance(error, dict) else None
-
-
 def _is_valid(record: Mapping[str, Any], name: str) -> bool:
     value = record.get(name)
     return isinstance(value, REQUIRED[name]) and not (isinstance(value, int) and value < 1)
@@ -204,37 +197,32 @@ def _is_valid(record: Mapping[str, Any], name: str) -> bool:
 
 def _is_measured(call: Any) -> bool:
     """Return whether an entry of a record's `collectives` has a size and a time."""
-    try:
-        size, time_us = call["bytes"], call["latency_us"]["median"]
-    except (LookupError, TypeError):
-        return False
+    size, time_us = nested(call, "bytes"), nested(call, "latency_us", "median")
     return is_finite(size) and is_finite(time_us) and size >= 0 and time_us > 0
 
 
 def _ran_out(record: Mapping[str, Any]) -> str | None:
-    """Return how a run ran out of memory or of time; None if it ended in another way.
-
-    A preempted run was stopped by a signal, as at the time limit of its job.
-    """
-    if record.get("task") in WITHOUT_METRICS or not all(_is_valid(record, one) for one in SIZES):
+    """Return how a run ran out of memory or time; None if it ended in another way."""
+    if record.get("task") in WITHOUT_METRICS or not all(_is_valid(record, key) for key in SIZES):
         return None
-    if record.get("status") == Status.PREEMPTED:
+    if record.get("status") == Status.PREEMPTED:  # by a signal, as at a job's time limit
         return "preempted"
-    sentence = str(_sentence(record)) if record.get("status") == Status.FAILED else ""
-    if "out-of-memory killer" in sentence:  # or another process
+    is_failed = record.get("status") == Status.FAILED
+    sentence = str(nested(record, "error", "sentence")) if is_failed else ""
+    if "out-of-memory killer" in sentence:  # perhaps because of another process
         return "perhaps out of memory"
     return "out of memory" if OUT_OF_MEMORY.search(sentence) else None
 
 
 def _notes(run: RecordedRun, num_damaged: int) -> Iterator[str]:
-    """Yield what a reader must know about a run that is in a row."""
-    theirs = run.field("versions", "ddp_runner")
-    if theirs != __version__:
-        yield f"written by ddp_runner {theirs or '(unknown)'}, this is {__version__}"
+    """Yield remarks about a run that has a row."""
+    version = nested(run.record, "versions", "ddp_runner")
+    if version != __version__:
+        yield f"written by ddp_runner {version or '(unknown)'}, this is {__version__}"
     if lost := sorted(run.record["metrics"].keys() - run.final.keys()):
         yield f"not finite at the end, so not compared: {listed(lost)}"
     if best_step(run.record):
-        yield "losses and metrics of its best step, whose model it exports; see checkpoint.monitor"
+        yield "losses and metrics are from its best step, which it exports; see checkpoint.monitor"
     if num_damaged:
         num_lines = num_damaged + len(run.lines)
         yield f"skipped {num_damaged} of {num_lines} lines of {METRICS_FILE}: damaged"

@@ -1,4 +1,4 @@
-"""The settings of runs: which are equal, in which keys they differ, how they read in a table."""
+"""The settings of runs: compare, sort and label them."""
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from ddp_runner.config.schema import RUNNER_KEYS, has_own_loop
 from ddp_runner.errors import UserError, counted, nearest, printable
 
-ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if all runs agree
+ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if they are equal in all runs
 GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES = ("batch.global_size", "batch.per_rank")
 FIRST_KEYS = (
     "task",
@@ -18,16 +18,15 @@ FIRST_KEYS = (
     "num_devices",
     *BATCH_SIZES,
 )
-
-LONGEST_LABEL = 60  # characters; a longer one leaves no room for what it names
+LONGEST_LABEL = 60  # characters
 
 Setting = Mapping[str, Any]  # dotted keys and values
 
 
 def identity(setting: Setting, *, without: Collection[str] = ()) -> str:
-    """Return a text that is equal for settings that are equal but for the keys `without`.
+    """Return a text that is equal for settings that differ only in the keys `without`.
 
-    Of these, ``parallelism.`` stands for every key of that group.
+    A key that ends in a dot, such as ``parallelism.``, stands for all keys of the group.
     """
     groups = tuple(key for key in without if key.endswith("."))
     return "\n".join(
@@ -38,11 +37,11 @@ def identity(setting: Setting, *, without: Collection[str] = ()) -> str:
 
 
 def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
-    """Return the keys in which settings differ, without copies and what a shown key implies.
+    """Return the keys in which settings differ, without copies and keys that another key implies.
 
-    If a whole group differs, as `model` does, its name is enough; a key inside it is shown only if
-    it differs between settings with the same name, or if it is a number in all of them. Of the two
-    batch sizes, one follows from the other and the world size.
+    If a whole group differs, such as `model`, its name is enough: a key inside it is left out
+    unless it differs between settings with the same name, or is a number in all of them. A batch
+    size follows from the other batch size and the world size.
     """
     keys = dict.fromkeys(key for setting in settings for key in setting)
     varied = {key for key in keys if len(_values(settings, key)) > 1}
@@ -61,27 +60,27 @@ def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
 
 
 def with_copies(keys: Sequence[str], settings: Sequence[Setting]) -> dict[str, list[str]]:
-    """Return the keys, each with those after it that have its values, as interpolations have."""
-    found = dict[tuple[str, ...], list[str]]()
+    """Return each key with the later keys that have the same values, such as interpolations."""
+    groups = dict[tuple[str, ...], list[str]]()
     for key in keys:
-        found.setdefault(tuple(repr(one.get(key)) for one in settings), []).append(key)
-    return {first: others for first, *others in found.values()}
+        groups.setdefault(tuple(repr(item.get(key)) for item in settings), []).append(key)
+    return {first: copies for first, *copies in groups.values()}
 
 
 def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
-    """Return the keys of which each value goes with one value of `over`; that is one of them.
+    """Return the keys that change together with `over`, which is a key itself.
 
     Raises:
-        UserError: it is no key, or all settings have one value of it.
+        UserError: there is no key `over`, or it is equal in all settings.
     """
     keys = dict.fromkeys(key for setting in settings for key in setting)
     named = {title_of(key): key for key in keys} | {key: key for key in keys}
     if over not in named:
         hint = f"did you mean {meant}?" if (meant := nearest(over, named)) else "see run.json"
-        raise UserError(f"--over ({over}) is no key of these runs; {hint}")
+        raise UserError(f"--over ({over}) is not a key of these runs; {hint}")
 
     def pattern(key: str) -> list[int]:
-        return _numbered(repr(one.get(key)) for one in settings)
+        return _numbered(repr(setting.get(key)) for setting in settings)
 
     wanted = pattern(named[over])
     if not any(wanted):
@@ -90,7 +89,7 @@ def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
 
 
 def missing_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
-    """Return the keys that only some settings have, except those inside of exchangeable groups."""
+    """Return the keys that only some settings have, except keys of groups with a ``_target_``."""
     keys = dict.fromkeys(key for setting in settings for key in setting)
     groups = {key.partition(".")[0] for key in keys if key.endswith("._target_")}
     if any(has_own_loop(str(setting.get("task"))) for setting in settings):
@@ -103,7 +102,7 @@ def missing_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
 
 
 def same_keys(settings: Sequence[Setting]) -> Setting:
-    """Return those of the first keys that have one value in all settings."""
+    """Return the FIRST_KEYS that have the same value in all settings."""
     return {
         key: settings[0][key]
         for key in FIRST_KEYS
@@ -117,10 +116,7 @@ def title_of(key: str) -> str:
 
 
 def label(setting: Setting, keys: Iterable[str]) -> str:
-    """Return a setting in a few words, for example ``ddp, 2 ranks, optimizer.lr 0.1``.
-
-    Keys that it lacks, or that are null, are left out.
-    """
+    """Return a setting in a few words, such as ``ddp, 2 ranks, optimizer.lr 0.1``."""
     words = []
     for key in keys:
         value = setting.get(key)
@@ -134,62 +130,59 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
             words.append(f"{'global batch' if key == GLOBAL_BATCH else 'batch per rank'} {value}")
         else:
             words.append(str(value) if key.endswith(".name") else f"{key} {value}")
-    return printable(", ".join(words))  # plots and TensorBoard show it as it is
+    return printable(", ".join(words))  # plots and TensorBoard do not escape it
 
 
 def labels(settings: Sequence[Setting]) -> list[str]:
     """Return the labels of settings with the same keys, by their ``telling_keys``."""
-    columns = {key: rounded([one[key] for one in settings]) for key in (settings or [{}])[0]}
-    short = [{key: of[place] for key, of in columns.items()} for place in range(len(settings))]
+    columns = {key: rounded([item[key] for item in settings]) for key in (settings or [{}])[0]}
+    short = [{key: values[row] for key, values in columns.items()} for row in range(len(settings))]
     keys = telling_keys(short)
-    return [label(one, keys) for one in short]
+    return [label(setting, keys) for setting in short]
 
 
 def rounded(values: Sequence[Any]) -> list[Any]:
-    """Return values with long fractions rounded to four digits, or more if two would be equal.
-
-    A search draws numbers of 17 digits. In the names of its jobs they are rounded, too.
-    """
-    floats = {one for one in values if isinstance(one, float)}
+    """Return values with floats rounded to four digits, or to more if two would be equal."""
+    floats = {value for value in values if isinstance(value, float)}
     short = dict[float, float]()
     for num_digits in range(4, 18):
-        short = {one: float(f"{one:.{num_digits}g}") if abs(one) < 1000 else one for one in floats}
+        short = {x: float(f"{x:.{num_digits}g}") if abs(x) < 1000 else x for x in floats}
         if len(set(short.values())) == len(floats):
             break
-    return [short[one] if isinstance(one, float) else one for one in values]
+    return [short[value] if isinstance(value, float) else value for value in values]
 
 
 def telling_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
-    """Return the keys of settings with the same keys that are enough to tell them apart.
+    """Return the keys that are enough to tell settings apart; all settings have the same keys.
 
-    The keys in which they differ, unless a label of these is longer than LONGEST_LABEL. Then those
-    of ALWAYS_SHOWN, and one by one the keys that tell the most settings apart. If a label would be
-    empty, ALWAYS_SHOWN are added.
+    These are the keys in which settings differ. If a label gets longer than LONGEST_LABEL, start
+    from ALWAYS_SHOWN and add the key that tells the most settings apart, until all differ. If a
+    label would be empty, add ALWAYS_SHOWN.
     """
     every = tuple(settings[0]) if settings else ()
-    values = {key: _numbered(repr(one[key]) for one in settings) for key in every}
+    values = {key: _numbered(repr(setting[key]) for setting in settings) for key in every}
     chosen = {key for key in every if any(values[key])}
-    if any(len(label(one, chosen)) > LONGEST_LABEL for one in settings):
-        whole = _numbered(zip(*values.values(), strict=True))  # equal: not told apart
+    if any(len(label(setting, chosen)) > LONGEST_LABEL for setting in settings):
+        whole = _numbered(zip(*values.values(), strict=True))  # equal settings have equal numbers
         chosen, groups = chosen & {*ALWAYS_SHOWN}, [0] * len(settings)
         for key in chosen:
             groups = _numbered(zip(groups, values[key], strict=True))
         while max(groups) < max(whole):
             key = max(every, key=lambda key: len({*zip(groups, values[key], strict=True)}))
             chosen, groups = {*chosen, key}, _numbered(zip(groups, values[key], strict=True))
-    if not all(label(one, chosen) for one in settings):
+    if not all(label(setting, chosen) for setting in settings):
         chosen |= {*ALWAYS_SHOWN}
     return tuple(key for key in every if key in chosen)
 
 
 def _numbered(values: Iterable[Hashable]) -> list[int]:
-    """Return a number for each value, from 0 on; equal values have equal ones."""
+    """Return a number for each value, from 0; equal values have equal numbers."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
 def sort_key(setting: Setting) -> list[tuple[bool, bool, Any]]:
-    """Return what sorts settings by their values: None first, then numbers, then text."""
+    """Return a key that sorts settings by their values: None first, then numbers, then text."""
     are_texts = [(value, not isinstance(value, int | float)) for value in setting.values()]
     return [
         (value is not None, is_text, str(value) if is_text else value)
@@ -198,7 +191,7 @@ def sort_key(setting: Setting) -> list[tuple[bool, bool, Any]]:
 
 
 def _values(settings: Sequence[Setting], key: str) -> set[str]:
-    """Return a key's different values, over the settings that have the key."""
+    """Return the different values of a key."""
     return {repr(setting[key]) for setting in settings if key in setting}
 
 
@@ -210,21 +203,21 @@ def _is_implied(key: str, settings: Sequence[Setting], varied: Collection[str]) 
     values = [setting.get(key) for setting in settings]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return False
-    pairs = {(repr(one.get(name)), repr(one[key])) for one in settings if key in one}
+    pairs = {(repr(item.get(name)), repr(item[key])) for item in settings if key in item}
     return len(pairs) == len({name for name, _ in pairs})
 
 
 def _is_copy(key: str, settings: Sequence[Setting]) -> bool:
-    """Return whether a mode's key repeats one of `train` or `model`, as its precision does."""
+    """Return whether a mode's key repeats a key of `train` or `model`, such as its precision."""
     group, _, name = key.partition(".")
-    with_key = [one for one in settings if key in one]
+    with_key = [setting for setting in settings if key in setting]
     return group == "parallelism" and any(
-        all(repr(one[key]) == repr(one.get(source)) for one in with_key)
+        all(repr(setting[key]) == repr(setting.get(source)) for setting in with_key)
         for source in (f"train.{name}", f"model.{name}")
     )
 
 
 def _column_order(key: str) -> tuple[int, str]:
-    is_first = key in FIRST_KEYS
-    place = FIRST_KEYS.index(key) if is_first else len(FIRST_KEYS) + (not key.endswith(".name"))
-    return place, key
+    if key in FIRST_KEYS:
+        return FIRST_KEYS.index(key), key
+    return len(FIRST_KEYS) + (not key.endswith(".name")), key

@@ -1,9 +1,8 @@
 """Speedups: measured over the fewest devices, and predicted from a measured all-reduce.
 
-A predicted step takes the computing of the baseline: its time grows with the samples per rank, the
-optimizer and the rest stay the same, and DDP adds the all-reduce of its gradients, bucket by
-bucket, with no overlap with the backward. ``task=collectives`` has measured the all-reduce with the
-same backend and world size.
+The prediction starts from the baseline's step: computing grows with the samples per rank, optimizer
+and rest stay the same, and DDP all-reduces its gradients bucket by bucket after the backward, as
+fast as ``task=collectives`` measured with the same backend and world size.
 """
 
 import math
@@ -16,17 +15,17 @@ from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, identity
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import StepPart
 
-Stats = Mapping[str, Stat]  # of the runs of one setting, by metric
+Stats = Mapping[str, Stat]  # results of a setting's runs, by metric
 PER_SAMPLE = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD)
 COMPUTED = (*PER_SAMPLE, StepPart.OPTIMIZER)
 REST = "rest"  # the time of a step outside of its measured parts
-NO_PARTS = ("perf/step_time_ms", "perf/skew_ms")  # other times that perf/ has
+NO_PARTS = ("perf/step_time_ms", "perf/skew_ms")  # times in perf/ that are not parts of a step
 SENT_FRACTION = {None: 1.0, "bf16": 0.5, "fp16": 0.5}  # of float32 gradients, by comm_hook
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step of a setting, beside the measured step."""
+    """The predicted and the measured step of a setting."""
 
     samples_per_s: float
     speedup: float  # over the baseline
@@ -39,10 +38,10 @@ class Scaling:
     """The speed of a setting relative to its baseline."""
 
     batch: int  # the constant size: global for strong scaling, per rank for weak scaling
-    base: str  # in words
+    base: str  # the baseline in words
     base_num_devices: int
     speedup: float  # ratio of samples per second
-    speedup_sd: float | None  # over the setting's runs; takes the baseline's mean as exact
+    speedup_sd: float | None  # over the setting's runs, with the baseline's mean taken as exact
     efficiency: float  # speedup divided by the ratio of devices; 1 is ideal
     predicted: Prediction | None  # from the baseline's step; None: a measurement is missing
 
@@ -63,7 +62,7 @@ AllReduceFits = Mapping[tuple[str, int], AllReduceFit]  # by backend and world s
 
 
 def fit_all_reduces(runs: Sequence[RecordedRun]) -> AllReduceFits:
-    """Return what ``task=collectives`` runs have measured."""
+    """Fit the all-reduces that ``task=collectives`` runs have measured."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for run in runs:
         for call in run.record.get("collectives", ()):
@@ -77,17 +76,17 @@ def fit_all_reduces(runs: Sequence[RecordedRun]) -> AllReduceFits:
 def speedups(
     runs: Sequence[RecordedRun], stats: Sequence[Stats], fits: AllReduceFits
 ) -> list[dict[str, Scaling]]:
-    """Return the scalings of each setting by their kind, strong and weak.
+    """Return the scalings of each setting by kind, strong and weak.
 
-    `runs` has any run of each setting, `stats` what its runs measured. Parallel jobs have none:
-    they slow each other down.
+    `runs` has a run of each setting, `stats` the results of all its runs. Parallel jobs have no
+    scalings: they slow each other down.
     """
-    both = {
+    by_kind = {
         kind: _scalings(runs, stats, fits, key)
         for kind, key in zip(("strong", "weak"), BATCH_SIZES, strict=True)
     }
     return [
-        {kind: found[index] for kind, found in both.items() if index in found}
+        {kind: scalings[index] for kind, scalings in by_kind.items() if index in scalings}
         for index in range(len(runs))
     ]
 
@@ -105,16 +104,16 @@ def parts_ms(stats: Stats) -> dict[str, float]:
 def _scalings(
     runs: Sequence[RecordedRun], stats: Sequence[Stats], fits: AllReduceFits, batch_key: str
 ) -> dict[int, Scaling]:
-    """Return the scalings, by the index of the setting, among those with other ranks and devices.
+    """Return the scalings by index of the setting.
 
     `batch_key` is the constant batch size: global for strong scaling, per rank for weak scaling.
     """
     free = ["world_size", "num_devices", *BATCH_SIZES]
-    # The indices by everything except the mode, then by the mode.
+    # Indices of settings that differ only in `free`, by mode, by everything else.
     groups: dict[str, dict[str, list[int]]] = {}
     for index, run in enumerate(runs):
         setting, stat = run.setting, stats[index].get("perf/samples_per_s")
-        # Ranks that compute a sample together have less to do the more they are.
+        # Not weak scaling: the work per rank shrinks with the ranks that share a sample.
         size = setting.get("parallelism.tensor_parallel_size", 1)
         is_left_out = run.is_parallel_job or (batch_key == BATCH_PER_RANK and size != 1)
         if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
@@ -130,8 +129,8 @@ def _scalings(
 
     def scaling(index: int, base: Sequence[int], mode: str) -> Scaling:
         first, stat, base_speed = runs[base[0]], stats[index]["perf/samples_per_s"], mean(base)
-        has_others = first.world_size != first.num_devices
-        devices = f", {counted(first.num_devices, 'device')}" if has_others else ""
+        has_devices = first.world_size != first.num_devices
+        devices = f", {counted(first.num_devices, 'device')}" if has_devices else ""
         return Scaling(
             batch=int(runs[index].setting[batch_key]),
             base=f"{mode}{counted(first.world_size, 'rank')}{devices}",
@@ -139,15 +138,15 @@ def _scalings(
             speedup=stat.mean / base_speed,
             speedup_sd=None if stat.sd is None else stat.sd / base_speed,
             efficiency=stat.mean / base_speed * first.num_devices / runs[index].num_devices,
-            predicted=_predict((runs[index], stats[index]), (first, stats[base[0]]), fits),
+            predicted=_predict(runs[index], stats[index], first, stats[base[0]], fits),
         )
 
     results: dict[int, Scaling] = {}
     for modes in groups.values():
-        on_one_device = [found for indices in modes.values() if (found := on(1, indices))]
+        on_one_device = [single for indices in modes.values() if (single := on(1, indices))]
         for indices in modes.values():
             base, mode = on(min(runs[index].num_devices for index in indices), indices), ""
-            # A mode that did not run on one device has the fastest mode that did as its baseline.
+            # Without a run on one device, the baseline is the fastest mode on one device.
             if runs[base[0]].num_devices > 1 and on_one_device:
                 base = max(on_one_device, key=mean)
                 mode = f"{runs[base[0]].setting.get('parallelism.name')}, "
@@ -159,25 +158,26 @@ def _scalings(
 
 
 def _predict(
-    of: tuple[RecordedRun, Stats], base_of: tuple[RecordedRun, Stats], fits: AllReduceFits
+    run: RecordedRun,
+    stats: Stats,
+    base: RecordedRun,
+    base_stats: Stats,
+    fits: AllReduceFits,
 ) -> Prediction | None:
     """Predict the step of a setting from its baseline's; None if a measurement is missing.
 
-    Only modes that all-reduce their gradients in buckets, as DDP does, have a prediction, and only
-    on more ranks than the baseline. The bytes of a hook of the user's own are not known.
+    Only for modes that all-reduce gradients in buckets, as DDP does, on more ranks than the
+    baseline, and without a hook of the user's own, which sends an unknown number of bytes.
     """
-    (run, stats), (base, base_stats) = of, base_of
     num_bytes = run.number("gradient_bytes")
     cap_mb = run.positive("parallelism.bucket_cap_mb")
-    samples, base_samples = (one.positive("batch.global_size") for one in (run, base))
+    samples, base_samples = (each.positive("batch.global_size") for each in (run, base))
     fit = fits.get(_backend_and_size(run)) if run.comm_hook in SENT_FRACTION else None
     measured_ms, base_ms = _all_parts_ms(stats), _all_parts_ms(base_stats)
     speed = base_stats.get("perf/samples_per_s")
-    if base.world_size >= run.world_size or not (num_bytes and fit):
+    if base.world_size >= run.world_size or not (num_bytes and fit and cap_mb):
         return None
-    if cap_mb is None or samples is None or base_samples is None:
-        return None
-    if measured_ms is None or base_ms is None or speed is None:
+    if not (samples and base_samples and measured_ms and base_ms and speed):
         return None
     growth = (samples / run.world_size) / (base_samples / base.world_size)
     latency_ms = num_buckets(num_bytes, cap_mb) * fit.latency_us / 1e3
@@ -190,10 +190,8 @@ def _predict(
 
 
 def num_buckets(num_bytes: float, cap_mb: float) -> int:
-    """Return the number of messages in which DDP sends gradients of so many bytes.
-
-    DDP makes its first bucket smaller only if no cap is given, and ``bucket_cap_mb`` is one.
-    """
+    """Return the number of messages in which DDP sends `num_bytes` of gradients."""
+    # DDP's first bucket is smaller only without a cap.
     return max(1, math.ceil(num_bytes / (cap_mb * 2**20)))
 
 
@@ -202,7 +200,7 @@ def _backend_and_size(run: RecordedRun) -> tuple[str, int]:
 
 
 def _all_parts_ms(stats: Stats) -> dict[str, float] | None:
-    """Return all parts of a step, which add up to its time; None if one was not measured."""
+    """Return all parts of a step, which add up to its time; None if a part was not measured."""
     whole, measured = stats.get("perf/step_time_ms"), parts_ms(stats)
     if whole is None or not set(COMPUTED).issubset(measured):
         return None
@@ -213,10 +211,8 @@ def _all_parts_ms(stats: Stats) -> dict[str, float] | None:
 
 
 def _fit(backend: str, world_size: int, points: Sequence[tuple[int, float]]) -> AllReduceFit | None:
-    """Fit time = latency + bytes / bandwidth with equal weights for the relative errors.
-
-    In closed form, since importing NumPy for it would take half as long as a whole comparison.
-    """
+    """Fit time = latency + bytes / bandwidth with equal weights for the relative errors."""
+    # In closed form: importing NumPy would take half as long as a whole comparison.
     num_sizes = len({size for size, _ in points})
     if num_sizes < 2:
         return None

@@ -1,4 +1,4 @@
-"""A table of values, and how its cells read; any value of a run folder as a short text."""
+"""A table of values, and the text of its cells."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from ddp_runner.compare.recorded_run import Stat, is_finite
 from ddp_runner.errors import duration, in_yaml
 
 NOTHING = "-"  # the text of a cell without a value
-MAX_TEXT = 2000  # characters of a value: one in a run folder may have megabytes
+MAX_TEXT = 2000  # characters; a value in a run folder may have megabytes
 
 
 def cut(text: str, size: int = MAX_TEXT) -> str:
@@ -29,12 +29,12 @@ percent, times = "{:.0%}".format, "{:.2f}x".format
 
 
 def time_text(seconds: float) -> str:
-    """Return a duration as a reader would say it: 12.30 s, 4 min 10 s, 2 h 5 min."""
+    """Return a duration as text: 12.30 s, 4 min 10 s, 2 h 5 min."""
     return duration(seconds) if seconds >= 60 else f"{digits(seconds)} s"
 
 
 def date_text(seconds: Any) -> str:
-    """Return a time since the epoch as a date in UTC, which means the same to every reader."""
+    """Return a time since the epoch as a date in UTC."""
     if not is_finite(seconds) or not 0 <= seconds < 253_402_300_800:  # the year 10000
         return text_of(seconds)
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -55,7 +55,7 @@ def text_of(value: Any) -> str:
 
 
 def setting_text(value: Any) -> str:
-    """Return a value of a config as its YAML would show it, so that it can be typed again."""
+    """Return a value of a config as in YAML, to be typed again."""
     return cut(repr(value) if isinstance(value, list | dict) else in_yaml(value))
 
 
@@ -65,19 +65,19 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Column:
-    """One column. Its values are a Stat, a number or any value of a file; None: nothing."""
+    """A column of a table. A value is a Stat, a number or any value of a file; None: nothing."""
 
-    key: str  # its name in CSV, with the unit
+    key: str  # name in CSV, with the unit
     title: str
     values: Sequence[Any]
-    show: Callable[[Any], str] = text_of  # how its numbers read; in a setting's column, all values
-    hint: str = ""  # what a reader must know
-    is_brief: bool = True  # shown at once; the others in CSV, and in the report on demand
-    is_key: bool = False  # of a setting
+    show: Callable[[Any], str] = text_of  # formats numbers; in a setting's column, all values
+    hint: str = ""  # explanation for the reader
+    is_brief: bool = True  # in all formats; else only in CSV, and in the report on demand
+    is_key: bool = False  # a key of the setting
     best: frozenset[int] = frozenset()  # the rows with the best value
 
     def order(self, row: int) -> float | str | None:
-        """Return what the row is sorted by; None comes last."""
+        """Return the sort key of a row; None comes last."""
         value = self.values[row]
         value = value.mean if isinstance(value, Stat) else value
         if value is None or _is_number(value):
@@ -85,36 +85,36 @@ class Column:
         return self.text(value).lower()
 
     def text(self, value: Any) -> str:
-        """Return one of its values as text."""
+        """Return a value as text."""
         if value is None:
             return NOTHING
         return self.show(value) if self.is_key or _is_number(value) else text_of(value)
 
     @cached_property
     def is_number(self) -> bool:
-        """Whether it has a number."""
+        """Whether a value is a number."""
         return any(isinstance(self.order(row), float) for row in range(len(self.values)))
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of values, and what each row is called."""
+    """Columns of values, and a label for each row."""
 
-    name: str  # its headline, or its caption
+    name: str  # headline or caption
     columns: tuple[Column, ...]
-    labels: tuple[str, ...]  # of the rows
-    head: str = "#"  # of the labels
-    links: tuple[str, ...] = ()  # the place in the report to which each label leads
-    num_runs: tuple[int, ...] = ()  # of each row
+    labels: tuple[str, ...]  # a label per row
+    head: str = "#"  # title of the labels
+    links: tuple[str, ...] = ()  # id in the report that each label links to
+    num_runs: tuple[int, ...] = ()  # number of runs per row
 
     def parts(self, column: Column, row: int) -> tuple[str, str]:
-        """Return a cell's value, and its standard deviation and of how many of the runs."""
+        """Return a cell's value, and its standard deviation and number of runs."""
         value = column.values[row]
         if not isinstance(value, Stat):
             return column.text(value), ""
         text, spread = column.show(value.mean), []
         if value.sd is not None and column.show is digits and "e" not in text:
-            decimals = len(text.partition(".")[2])  # as many as the mean has
+            decimals = len(text.partition(".")[2])  # the same as the mean
             spread.append(f"± {value.sd:,.{decimals}f}")
         elif value.sd is not None:
             spread.append(f"± {column.show(value.sd)}")
@@ -123,7 +123,7 @@ class Table:
         return text, " ".join(spread)
 
     def text(self, column: Column, row: int) -> str:
-        """Return a cell as one text."""
+        """Return the text of a cell."""
         return " ".join(filter(None, self.parts(column, row)))
 
 
@@ -134,10 +134,10 @@ def values_table(
     show: Mapping[str, Callable[[Any], str]] | None = None,
     links: Sequence[str] = (),
 ) -> Table:
-    """Return a table of columns by their titles; the first one labels the rows.
+    """Return a table of columns by title; the first column labels the rows.
 
-    `show` has how the numbers of a column read, by its title.
+    `show` has the formatter for a column's numbers, by title.
     """
-    (head, labels), *others = columns.items()
-    made = [Column(key, key, values, (show or {}).get(key, text_of)) for key, values in others]
+    (head, labels), *rest = columns.items()
+    made = [Column(key, key, values, (show or {}).get(key, text_of)) for key, values in rest]
     return Table(name, tuple(made), tuple(map(text_of, labels)), head=head, links=tuple(links))

@@ -1,1 +1,1 @@
-"""Uses the model of a run: to evaluate it, to predict, to export it, or in a notebook."""
+"""Use a run's model: evaluate, predict, export, sample, or load it in a notebook."""

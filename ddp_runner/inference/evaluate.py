@@ -1,4 +1,4 @@
-"""``task=evaluate``: the metrics of a run's model on a split, equal to those of the run itself."""
+"""``task=evaluate``: evaluate a run's model on a split, exactly as the run itself does."""
 
 import math
 import time
@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.files import read_yaml
 from ddp_runner.inference.model import TrainedModel, open_model
-from ddp_runner.inference.run_files import dataset_keys
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session
 from ddp_runner.train.evaluation import evaluate
@@ -18,11 +18,8 @@ from ddp_runner.train.first_batch import tried_metrics
 def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Status:
     """Evaluate the model of a run on ``inference.split``, and log the metrics at its step.
 
-    An evaluation is never stopped half-way: its metrics would be of some samples only. Collective:
-    every rank must call.
-
-    Raises:
-        UserError: see ``open_model``, ``try_metrics`` and ``evaluate``.
+    A stop request does not interrupt it: metrics of some samples would be wrong. Collective: every
+    rank must call.
     """
     model = open_model(session)
     if model is None:
@@ -31,7 +28,7 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
     with torch.no_grad():
         tried_metrics(model.work, model.module, splits[0])
     with model.open_logger(session) as logger:
-        logger.step_done(step=0, epoch=0)  # the start-up ends here
+        logger.step_done(step=0, epoch=0)  # ends the start-up time
         logger.evaluating()
         began, step = time.perf_counter(), model.weights.step
         results, confusion = evaluate(model.work, model.module, *splits, step=step)
@@ -48,23 +45,25 @@ def run_evaluation(session: Session, stop_requested: Callable[[], bool]) -> Stat
 
 
 def own_evaluation(model: TrainedModel, results: Mapping[str, float], config: RunConfig) -> str:
-    """Return how the run itself evaluated this step, as a sentence. Rank 0 only."""
-    if config.inference.split != "eval" or config.dataset != dataset_keys(model.run_dir):
+    """Return a sentence that compares the results with the run's own. Rank 0 only."""
+    run_dataset = read_yaml(model.run_dir.config)["dataset"]
+    if config.inference.split != "eval" or config.dataset != run_dataset:
         return "the run itself has evaluated other samples"
     step, logged = model.weights.step, model.logged
     names = [name for name in results if name.startswith("eval/")]
-    own = {name: logged[name] for name in names if isinstance(logged.get(name), float)}
-    if not own:
+    before = {name: logged[name] for name in names if isinstance(logged.get(name), float)}
+    if not before:
         return f"the run itself has not evaluated step {step}"
-    gap, name = max((_difference(value, results[name]), name) for name, value in own.items())
+    gap, name = max((_difference(value, results[name]), name) for name, value in before.items())
     if not gap:
         return f"equal to the run's own evaluation at step {step}, to the last digit"
     return (
-        f"the run's own evaluation at step {step}: {name} {own[name]:.6g}, here "
+        f"the run's own evaluation at step {step}: {name} {before[name]:.6g}, here "
         f"{results[name]:.6g}, {gap:.0e} apart"
     )
 
 
-def _difference(one: float, other: float) -> float:
-    difference = abs(one - other) / max(abs(one), abs(other), 1e-300)
+def _difference(first: float, second: float) -> float:
+    """Return the relative difference; inf if a value is not finite."""
+    difference = abs(first - second) / max(abs(first), abs(second), 1e-300)
     return difference if math.isfinite(difference) else math.inf

@@ -1,4 +1,4 @@
-"""``task=export``: writes a run's model as safetensors and as ``checkpoint.export`` asks."""
+"""``task=export``: write a run's model as safetensors, and as ``checkpoint.export`` says."""
 
 from collections.abc import Callable
 
@@ -13,18 +13,15 @@ from ddp_runner.train.programs import export_programs
 
 
 def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Write the model of a run into this run's folder; rank 0 does it, and the others wait.
+    """Write the model of a run into this run's folder, on rank 0.
 
     Collective: every rank must call.
-
-    Raises:
-        UserError: see ``open_model`` and ``export_programs``.
     """
     model = open_model(session)
     if model is None:
         return Status.COMPLETED
     with model.open_logger(session) as logger:
-        logger.step_done(step=0, epoch=0)  # the start-up ends here
+        logger.step_done(step=0, epoch=0)  # ends the start-up time
         tensors = gathered(model.module.state_dict(), keep=session.env.is_rank_zero)
         if session.env.is_rank_zero:
             work, run_dir = model.work, session.run_dir
@@ -32,7 +29,7 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
                 run_dir.export,
                 tensors,
                 step=model.weights.step,
-                metrics={name: one for name, one in model.logged.items() if "/" in name},
+                metrics={name: value for name, value in model.logged.items() if "/" in name},
                 is_average=model.weights.is_average,
             )
             split = next(iter(model.splits.values()))

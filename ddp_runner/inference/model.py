@@ -1,4 +1,4 @@
-"""Builds the model of a run: on ranks, with the data that it computes on, or in one process."""
+"""Build the model of a run: on ranks with its data, or in one process without data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,31 +39,32 @@ from ddp_runner.train.build_model import place_alone, place_model
 from ddp_runner.train.build_state import build_work
 from ddp_runner.train.work import Work, forward
 
-# Groups of a run's config that its model does not need.
+# Groups of a run's config that do not affect its model.
 UNUSED = ("trackers", "metrics", "loop", "optimizer", "scheduler", "dataset", "launch", "sweep")
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model of a run, bare, with its weights, on a rank that computes."""
+    """The bare model of a run with its weights, on a rank that computes."""
 
     work: Work
     module: nn.Module
-    splits: Mapping[str, Split]  # those that ``inference.split`` names, near the device
-    run_dir: RunDir  # of the run
-    weights: Weights  # where they come from: the module has the tensors
-    logged: Mapping[str, Any]  # by the run, of the step that made the weights
+    splits: Mapping[str, Split]  # the splits of ``inference.split``, near the device
+    run_dir: RunDir  # folder of the run that trained the model
+    weights: Weights  # step and path of the weights; the module has the tensors
+    logged: Mapping[str, Any]  # epoch and metrics that the run logged at the weights' step
 
     @property
     def epoch(self) -> int:
-        """Return in which epoch that step was taken; 0: the run has not logged it."""
+        """Return the epoch of the weights' step; 0 if the run has not logged that step."""
         epoch = self.logged.get("epoch")
         return epoch if isinstance(epoch, int) else 0
 
     def open_logger(self, session: Session, *, num_rounds: int = 0) -> Logger:
-        """Return what this rank logs to; see ``start.open_logger``."""
+        """Log the facts of the task, and return this rank's logger."""
         dataset, nouns = self.work.dataset, {"train": "training", "eval": "evaluation"}
-        counts = [f"{count_of(one.num_samples)} {nouns[key]}" for key, one in self.splits.items()]
+        splits = self.splits.items()
+        counts = [f"{count_of(split.num_samples)} {nouns[name]}" for name, split in splits]
         data = f"{dataset.name}, {' and '.join(counts)} samples"
         return open_logger(
             session,
@@ -78,52 +79,56 @@ class TrainedModel:
 def open_model(session: Session) -> TrainedModel | None:
     """Return the run's model; None on a rank that computes nothing, such as a trainer of ps.
 
-    Rank 0 reads the weights, and the others get them. Collective: every rank must call.
+    Rank 0 reads the weights and sends them. Collective: every rank must call.
 
     Raises:
-        UserError: the weights or the data are unusable, or do not fit the model; or see
-            ``note_start``.
+        UserError: the weights or the data are unusable, or do not fit the model.
     """
     note_start(session, step=0)
     config, run = session.config, session.config.inference.run
     assert run is not None
-    run_dir, own = RunDir(Path(run)), list[Weights]()
+    run_dir, on_rank_zero = RunDir(Path(run)), list[Weights]()
 
-    def taken() -> tuple[Weights, dict[str, Any], dict[str, Any]]:
-        own.append(_weights(run_dir, config, config.inference.weights, log=session.log))
-        weights = replace(own[0], tensors={})
-        return weights, logged_at(run_dir, weights.step), model_arguments(run_dir)
+    def read_run() -> tuple[Weights, dict[str, Any], dict[str, Any]]:
+        weights = _weights(run_dir, config, config.inference.weights, log=session.log)
+        on_rank_zero.append(weights)
+        facts = logged_at(run_dir, weights.step), model_arguments(run_dir)
+        return replace(weights, tensors={}), *facts
 
-    weights, logged, arguments = from_rank_zero(taken)
+    weights, logged, arguments = from_rank_zero(read_run)
     dataset = build_dataset(config, log=session.log)
     work = build_work(config, session.env, session.mode, devices=session.devices, dataset=dataset)
     if not work.layout.in_loop:
         return None
-    seed_all(config.seed)  # equal buffers that no file keeps
+    seed_all(config.seed)  # makes buffers equal that no file keeps
     module = place_model(config, session.mode, arguments, session.devices)
     tensors = None
-    if own:  # on rank 0
+    if on_rank_zero:
         validate_kept_files(run_dir, dataset.files, dataset=dataset.name)
-        tensors = fitting_tensors(module, own[0].tensors, named=str(weights.path))
+        tensors = fitting_tensors(module, on_rank_zero[0].tensors, named=str(weights.path))
     send_module(module, tensors, group=work.group)
-    asked, both = config.inference.split, {"train": dataset.train, "eval": dataset.eval}
-    names = ("train", "eval") if asked == "all" else (asked,)
-    splits = {name: dataset.near(both[name], session.devices[0]) for name in names}
-    what = f"the model of {run_dir} cannot take dataset={dataset.name}, whose samples are"
+    choice, all_splits = config.inference.split, {"train": dataset.train, "eval": dataset.eval}
+    names = all_splits if choice == "all" else (choice,)
+    splits = {name: dataset.near(all_splits[name], session.devices[0]) for name in names}
+    fault = f"the model of {run_dir} cannot take dataset={dataset.name}, with samples"
+    fix = "choose a dataset that fits"
     for split in splits.values():
         batch = split.first(seed=config.seed)
-        with torch.no_grad(), taking(what, inputs_of(batch.data), fix="choose a dataset that fits"):
+        with (
+            torch.no_grad(),
+            taking(fault, inputs_of(batch.data), fix=fix),
+        ):
             forward(work, module.eval(), batch)
     return TrainedModel(work, module, splits, run_dir, weights, logged)
 
 
 def _weights(
-    run_dir: RunDir, config: Config, asked: Asked, *, log: Callable[[str], None]
+    run_dir: RunDir, config: Config, choice: Asked, *, log: Callable[[str], None]
 ) -> Weights:
-    """Return the weights that a run's evaluations have used: averaged ones with ema.evaluate."""
-    validate_weights(asked)
+    """Return the weights that the run's evaluations use: averaged weights with ema.evaluate."""
+    validate_weights(choice)
     is_average = config.ema.is_evaluated
-    return find_weights(run_dir, asked, settings=config.checkpoint, is_average=is_average, log=log)
+    return find_weights(run_dir, choice, settings=config.checkpoint, is_average=is_average, log=log)
 
 
 def load_model(
@@ -135,38 +140,40 @@ def load_model(
     log: Callable[[str], None] = print,
 ) -> tuple[nn.Module, Weights]:
     """Return the model of a run, in evaluation mode, and its weights; see ``notebook.load``."""
-    place = torch.empty(0, device=device).device
     run_dir = RunDir(run)
     if is_missing(run_dir.config):
         raise UserError(f"{run} is not a run folder: it has no {run_dir.config.name} in .hydra")
     frozen = frozen_config(run_dir.config)
-    # A config that came with somebody else's run must not allow itself to run code.
+    # A config from somebody else's run must not allow its own targets.
     frozen.allowed_targets = list(allowed_targets)
-    if has_own_loop(frozen.task):  # which is not called here
+    if has_own_loop(frozen.task):  # the loop itself is not called here
         frozen.task, frozen.loop = "train", {}
     config = _resolved(frozen)
     validate_targets(config)
     if config.task != "train":
         raise UserError(f"{run} is a run of task={config.task}; give a run of task=train")
-    found = _weights(run_dir, config, weights, log=log)
-    seed_all(config.seed)  # equal buffers that no file keeps
-    module = place_alone(config, model_arguments(run_dir), place)
-    load_tensors(module, found.tensors, named=str(found.path))
-    return module.eval(), found
+    chosen = _weights(run_dir, config, weights, log=log)
+    seed_all(config.seed)  # makes buffers equal that no file keeps
+    device = torch.empty(0, device=device).device  # with its index
+    module = place_alone(config, model_arguments(run_dir), device)
+    load_tensors(module, chosen.tensors, named=str(chosen.path))
+    return module.eval(), chosen
 
 
 def _resolved(frozen: DictConfig) -> Config:
     """Return a frozen config as the schema's object.
 
-    What reads the environment, or names an address, is left out of groups that the model does not
-    need. In others it is rejected: a run may be anybody's.
+    A run may come from anybody, so no value may read the environment or name an address. Drop these
+    values from groups that the model does not need, and reject them in the others.
     """
     plain: Any = OmegaConf.to_container(frozen)
     for group in UNUSED:
-        keys = plain[group].items()
-        plain[group] = {key: one for key, one in keys if not foreign_keys({group: {key: one}}, {})}
-    if found := foreign_keys(plain, {}):
-        key, value = next(iter(found.items()))
+        plain[group] = {
+            key: value
+            for key, value in plain[group].items()
+            if not foreign_keys({group: {key: value}}, {})
+        }
+    for key, value in foreign_keys(plain, {}).items():
         raise UserError(
             f"{key} ({value}) of the run reads the environment or names an address, and whoever "
             "made the run may have chosen it; write the value itself into the run's config"

@@ -1,7 +1,8 @@
-"""What a notebook uses of runs: their models, tokenizers and records."""
+"""Functions for notebooks: load the models, tokenizers and records of runs."""
 
 import os
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,40 +26,40 @@ def load(
 ) -> "nn.Module":
     """Return the model of a run with its best weights, in evaluation mode.
 
-    It is the bare model, as the run has evaluated it: with the averaged weights of ``ema`` if the
-    run has those. It takes inputs that are prepared as in training: images in float32, divided by
-    255 and normalised by ``dataset.mean`` and ``dataset.std``. No process group is opened, and the
-    state of random numbers stays as it is.
+    It is the bare model, as the run evaluates it: with the averaged weights of ``ema`` if the run
+    has them. Prepare its inputs as in training: images in float32, divided by 255 and normalised by
+    ``dataset.mean`` and ``dataset.std``. Loading opens no process group and restores the state of
+    the random number generators.
 
     Args:
         run: the folder of a run of ``task=train``.
-        weights: best (``model.safetensors``, or while the run has none its best checkpoint), last
+        weights: best (``model.safetensors``, or the best checkpoint until the run writes it), last
             (the newest checkpoint), or the step of a checkpoint.
-        device: where the model goes; a model in several stages goes there whole.
-        allowed_targets: your own packages that the run's config may name. A run never allows
-            itself to import code.
+        device: for the whole model, also if it has several stages.
+        allowed_targets: your own packages that the run's config may name. The run's own list does
+            not count: it could allow any code.
 
     Raises:
-        UserError: the folder holds no such run, its config names what is not allowed, the weights
-            are missing, damaged or of another model.
+        UserError: the folder is not a run of ``task=train``, its config names a target that is not
+            allowed, or the weights are missing, damaged or of another model.
     """
     from ddp_runner.seeds import generator_states, restore_generators
 
     packages = [allowed_targets] if isinstance(allowed_targets, str) else allowed_targets
-    before = generator_states()
+    states = generator_states()
     try:
-        from ddp_runner.inference.model import load_model  # some libraries draw when imported
+        from ddp_runner.inference.model import load_model  # importing some libraries draws numbers
 
         return load_model(Path(run), weights=weights, device=device, allowed_targets=packages)[0]
     finally:
-        restore_generators(before)
+        restore_generators(states)
 
 
 def load_tokenizer(run: AnyPath) -> "TextTokenizer":
     """Return the tokenizer of a run of texts: ``encode(text)`` and ``decode(tokens)``.
 
     Raises:
-        UserError: the run has kept none, it is damaged, or the library that it needs is missing.
+        UserError: the run has no tokenizer, it is damaged, or its library is not installed.
     """
     from ddp_runner.inference.run_files import kept_tokenizer
     from ddp_runner.tracking.run_dir import RunDir
@@ -67,9 +68,9 @@ def load_tokenizer(run: AnyPath) -> "TextTokenizer":
 
 
 def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
-    """Return the runs in and below folders: a row for each, also for those that failed.
+    """Return a row for each run in and below folders, failed runs included.
 
-    The index is the run's folder. The columns are ``status``, what run.json says of the run
+    The index is the run's folder. The columns are ``status``, the fields of run.json
     (``world_size``, ``started_at``, ``wall_s``, ...), every key of the config (``optimizer.lr``),
     the last value of each metric (``eval/accuracy``), and ``reason``, why a run cannot be compared.
 
@@ -79,12 +80,10 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     from ddp_runner.compare.run_reader import read_runs as read
     from ddp_runner.errors import UserError
 
-    try:
-        import pandas
-    except ImportError as error:
-        raise UserError(
-            "read_runs returns a data frame of pandas; write pip install pandas"
-        ) from error
+    if find_spec("pandas") is None:
+        raise UserError("read_runs returns a pandas data frame; write pip install pandas")
+    import pandas
+
     runs = read([*map(Path, [paths] if isinstance(paths, str | os.PathLike) else paths)])
     index = pandas.Index([str(run.folder) for run in runs], name="run")
     return pandas.DataFrame(map(_row, runs), index=index).convert_dtypes()
@@ -97,5 +96,5 @@ def _row(run: "RecordedRun") -> dict[str, Any]:
         if value is None or isinstance(value, str | int | float)
     }
     metrics = run.record.get("metrics")
-    named = metrics if isinstance(metrics, dict) else {}
-    return {"status": None, **plain, **run.config, **named, "reason": run.reason}
+    results = metrics if isinstance(metrics, dict) else {}
+    return {"status": None, **plain, **run.config, **results, "reason": run.reason}

@@ -1,4 +1,4 @@
-"""The table of predictions: its columns from a step's outputs, and its file, CSV or Parquet."""
+"""Make the table of predictions from a step's outputs, and write it as CSV or Parquet."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,39 +16,40 @@ from ddp_runner.errors import UserError, listed, os_errors, typed
 from ddp_runner.files import in_csv, replacing
 from ddp_runner.train.step import StepOutput
 
-MOST_COLUMNS = 1000  # of one output; beyond it a row has a list, which only Parquet can hold
+# Columns per output. A larger output becomes a list in each row, which only Parquet can hold.
+MAX_COLUMNS = 1000
 Columns = Mapping[str, NDArray[Any]]  # by name: (num_rows,), or (num_rows, size) for lists
 
 
 def columns_of(
     step: StepOutput, *, split: str, numbers: Sequence[int], num_classes: int | None
 ) -> Columns:
-    """Return the rows of a batch by the names of their columns.
+    """Return the columns of a batch by name.
 
     Args:
-        step: what the training step returned for the batch.
+        step: the training step's result for the batch.
         split: train or eval.
         numbers: of the samples in the split, from 0.
-        num_classes: of the dataset; the prediction is then the class with the highest score, of
-            each output that has scores: real numbers.
+        num_classes: of the dataset; each output with real scores then gets a column with the
+            class of the highest score.
 
     Raises:
-        UserError: the outputs are not tensors with a row for each sample, NumPy has no such arrays,
-            or two columns have one name.
+        UserError: the outputs are not tensors with a row for each sample, NumPy cannot hold them,
+            or two columns have the same name.
     """
     count = len(numbers)
     rows = {"split": np.full(count, split), "index": np.asarray(numbers)}
 
     def add(name: str, array: NDArray[Any]) -> None:
-        """Add one column, a column for each number of a row, or lists if these are too many."""
+        """Add a column, or a column for each number in a row, or a column of lists if too many."""
         columns, flat = {name: array}, array.reshape(count, -1)
-        if flat.shape[1] > MOST_COLUMNS:
+        if flat.shape[1] > MAX_COLUMNS:
             columns = {name: flat}
         elif array.ndim > 1:
             columns = {f"{name}_{number}": values for number, values in enumerate(flat.T)}
-        if twice := columns.keys() & {*rows, "sample"}:
+        if repeated := columns.keys() & {*rows, "sample"}:
             raise UserError(
-                f"the training step's outputs give a second column {min(twice)}; rename them: "
+                f"the training step's outputs give a second column {min(repeated)}; rename them: "
                 "split, index, sample, target and prediction are the table's own"
             )
         rows.update(columns)
@@ -77,34 +78,33 @@ def joined(
 ) -> Columns:
     """Return the rows of several batches as one table, with the columns of the first batch.
 
-    With the `names` of all samples of the split it has a column ``sample``, after ``index``.
+    `names` are the names of all samples in the split, for a column ``sample`` after ``index``.
 
     Raises:
-        UserError: the columns of a batch have other names, sizes or dtypes than those of `like`.
+        UserError: a batch's columns differ from `like` in names, sizes or dtypes.
     """
-    first, *others = (
-        {name: (values.shape[1:], values.dtype.kind) for name, values in one.items()}
-        for one in (like, *parts)
+    expected, *formats = (
+        {name: (values.shape[1:], values.dtype.kind) for name, values in part.items()}
+        for part in (like, *parts)
     )
-    for wrong in (one for one in others if one != first):
-        raise UserError(
-            f"the outputs of a batch have {len(wrong)} columns, and those before it {len(first)}: "
-            f"{listed(sorted(set(wrong) ^ set(first))) or 'of other sizes'}; return outputs of one "
-            "size from the training step, padded if need be"
-        )
+    for columns in formats:
+        if columns != expected:
+            raise UserError(
+                f"a batch's outputs have {len(columns)} columns, and the first batch's "
+                f"{len(expected)}: {listed(sorted({*columns} ^ {*expected})) or 'of other sizes'}; "
+                "return outputs of one size from the training step, padded if necessary"
+            )
     rows = {name: np.concatenate([part[name] for part in parts]) for name in like}
     if names is None:
         return rows
     split, index = rows.pop("split"), rows.pop("index")
-    named = (names[number] for number in index)
-    sample = [_printable(one) if isinstance(one, str) else one for one in named]
+    own_names = (names[number] for number in index)
+    sample = [_printable(name) if isinstance(name, str) else name for name in own_names]
     return {"split": split, "index": index, "sample": np.asarray(sample), **rows}
 
 
 def write_table(path: Path, tables: Iterable[Columns]) -> None:
-    """Write tables of the same columns into a file, by its ending: .csv or .parquet.
-
-    The file appears whole, or not at all.
+    """Write tables with the same columns into a .csv or a .parquet file, whole or not at all.
 
     Raises:
         UserError: the file cannot be written, or cannot hold an output.
@@ -115,20 +115,20 @@ def write_table(path: Path, tables: Iterable[Columns]) -> None:
 
 
 def _write_csv(path: Path, tables: Iterable[Columns]) -> None:
-    """Write lines with a header; as text, a float has the fewest digits that give its bits back."""
+    """Write a header and lines; a float has the fewest digits that restore its bits."""
     with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file, lineterminator="\n")
         for number, rows in enumerate(tables):
             for name, values in rows.items():
                 if values.ndim > 1:
                     raise UserError(
-                        f"{name} has {values.shape[1]} numbers a sample and a CSV has at most "
-                        f"{MOST_COLUMNS} columns of one output; write inference.format=parquet"
+                        f"{name} has {values.shape[1]} numbers per sample, and a CSV has at most "
+                        f"{MAX_COLUMNS} columns per output; write inference.format=parquet"
                     )
             if number == 0:
                 lines.writerow(rows)
             texts = {name: values.astype(str).tolist() for name, values in rows.items()}
-            if "sample" in texts:  # a file of somebody else's has any name
+            if "sample" in texts:  # names of somebody else's files are untrusted
                 texts["sample"] = [*map(in_csv, texts["sample"])]
             lines.writerows(zip(*texts.values(), strict=True))
 
@@ -139,13 +139,12 @@ def _write_parquet(path: Path, tables: Iterable[Columns]) -> None:
     import pyarrow.parquet as pq
 
     def column(name: str, values: NDArray[Any]) -> Any:
-        try:
-            flat = pa.array(values.ravel())
-        except pa.ArrowException as error:
+        if values.dtype.kind == "c":
             raise UserError(
                 f"{name} is of {values.dtype}, which Parquet does not have; return real numbers "
                 "from the training step, as torch.view_as_real does"
-            ) from error
+            )
+        flat = pa.array(values.ravel())
         is_list = values.ndim > 1
         return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]) if is_list else flat
 
@@ -159,7 +158,7 @@ def _write_parquet(path: Path, tables: Iterable[Columns]) -> None:
 
 
 def _printable(name: str) -> str:
-    """Return a name with escapes for what is no text, such as bytes of a file name."""
+    """Return a name with escapes for bytes that are not text, as in file names."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -170,10 +169,10 @@ def _has_rows(value: Any, count: int) -> bool:
 
 
 def _array(name: str, values: Tensor) -> NDArray[Any]:
-    """Return a tensor's values; those of the short floating types become float32.
+    """Return a tensor's values; shorter floating types become float32.
 
     Raises:
-        UserError: NumPy has no such arrays.
+        UserError: NumPy lacks the type or the layout.
     """
     try:
         if values.is_floating_point() and values.dtype != torch.float64:

@@ -1,6 +1,6 @@
-"""``task=sample``: a text that the language model of a run writes.
+"""``task=sample``: write a text with the language model of a run.
 
-There is no cache of keys and values: each token is a forward over all that the model sees, the last
+There is no cache of keys and values: each token is a forward over the last
 ``dataset.sequence_length`` tokens.
 """
 
@@ -29,33 +29,34 @@ DEFAULT_PROMPT = "\n"
 
 
 def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Print what the model of a run writes after ``inference.prompt``, and keep it as a file.
+    """Print the text that the model writes after ``inference.prompt``, and keep it as a file.
 
-    It needs the folder of the run, and none of its data. The same seed gives the same text.
+    It needs the run's folder but not its data. The same seed gives the same text.
 
     Raises:
         UserError: the run has no tokenizer or no language model, its weights are unusable, or the
             prompt has no tokens.
     """
     note_start(session, step=0)
-    config, asked, device = session.config, session.config.inference, session.devices[0]
-    assert asked.run is not None
-    of_run = RunDir(Path(asked.run))
-    tokenizer = kept_tokenizer(of_run)
-    tokens = encoded_prompt(tokenizer, asked.prompt)
+    config, settings, device = session.config, session.config.inference, session.devices[0]
+    assert settings.run is not None
+    run_dir = RunDir(Path(settings.run))
+    tokenizer = kept_tokenizer(run_dir)
+    tokens = encoded_prompt(tokenizer, settings.prompt)
     module, weights = load_model(
-        of_run.path,
-        weights=asked.weights,
+        run_dir.path,
+        weights=settings.weights,
         device=device,
         allowed_targets=config.allowed_targets,
         log=session.log,
     )
-    data = f"a prompt of {len(tokens)} tokens, {asked.num_tokens} to write"
-    with open_logger(session, of_run, weights, data=data, num_rounds=asked.num_tokens) as logger:
+    count = settings.num_tokens
+    data = f"a prompt of {len(tokens)} tokens, {count} to write"
+    with open_logger(session, run_dir, weights, data=data, num_rounds=count) as logger:
         new_tokens = sampled(
             module,
             tokens,
-            asked,
+            settings,
             vocab_size=tokenizer.vocab_size,
             context=config.dataset.get("sequence_length"),
             generator=torch.Generator().manual_seed(derive(config.seed, "sample")),
@@ -65,7 +66,7 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
             for number, token in enumerate(new_tokens, start=1):
                 tokens.append(token)
                 logger.step_done(step=number, epoch=1)
-                if number < asked.num_tokens and stop_requested():
+                if number < count and stop_requested():
                     logger.finish(Status.PREEMPTED, step=weights.step, epoch=0)
                     return Status.PREEMPTED
         text = tokenizer.decode(tokens)
@@ -78,10 +79,10 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
 
 
 def encoded_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; of an empty one, those of a line end.
+    """Return the tokens of a prompt, or of a line end if it is empty.
 
     Raises:
-        UserError: there are none, or the run's vocabulary lacks some of its characters.
+        UserError: it has no tokens, or has characters that the run's vocabulary lacks.
     """
     text = prompt or DEFAULT_PROMPT
     if isinstance(tokenizer, Characters) and (unknown := {*text} - {*tokenizer.characters}):
@@ -99,45 +100,45 @@ def encoded_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
 def sampled(
     model: nn.Module,
     tokens: Sequence[int],
-    asked: InferenceConfig,
+    settings: InferenceConfig,
     *,
     vocab_size: int,
     context: int | None,
     generator: torch.Generator,
     device: torch.device,
 ) -> Iterator[int]:
-    """Yield ``inference.num_tokens`` tokens that the model writes after others.
+    """Yield ``inference.num_tokens`` tokens that the model writes after `tokens`.
 
     Args:
         model: maps int64 (1, length) to logits (1, length, vocabulary).
-        tokens: to go on from, at least one.
-        asked: how to choose a token.
+        tokens: start of the text, at least one token.
+        settings: number of tokens, temperature and top_k.
         vocab_size: tokens of the tokenizer; the model may have logits for more.
         context: most tokens that the model sees; None: all.
-        generator: of the CPU, so that each device draws the same numbers.
+        generator: on the CPU, so that every device draws the same numbers.
         device: of the model.
 
     Raises:
-        UserError: the model gives no such logits, or none that are finite.
+        UserError: the model returns other shapes, or logits that are not finite.
     """
     written = list(tokens)
-    for _ in range(asked.num_tokens):
+    for _ in range(settings.num_tokens):
         seen = written[-context:] if context else written
         logits = _next_logits(model, torch.tensor([seen], device=device), vocab_size)
-        written.append(choose(logits, asked.temperature, asked.top_k, generator))
+        written.append(choose(logits, settings.temperature, settings.top_k, generator))
         yield written[-1]
 
 
 def choose(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> int:
-    """Return a token drawn by its logits (vocab_size,); with temperature 0 the likeliest."""
+    """Draw a token by its logits (vocab_size,); return the likeliest with temperature 0."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
         least = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    # The largest is 0, so that no temperature overflows.
+    # Make the largest logit 0: no temperature overflows then.
     chances = ((logits - logits.max()) / temperature).softmax(dim=0)
     return int(chances.multinomial(1, generator=generator))
 
@@ -147,12 +148,12 @@ def _next_logits(model: nn.Module, tokens: Tensor, vocab_size: int) -> Tensor:
     fix = "task=sample takes a language model, such as model=gpt"
     with taking("the model cannot take tokens,", tokens, fix=fix):
         outputs = model(tokens)
-    wanted = (*tokens.shape, vocab_size)
+    expected = (*tokens.shape, vocab_size)
     fits = isinstance(outputs, Tensor) and outputs.shape[:-1] == tokens.shape
     if not fits or outputs.shape[-1] < vocab_size:
         raise UserError(
             f"the model returns {shape_of(outputs)} for tokens {tuple(tokens.shape)}, not logits "
-            f"{wanted}; {fix}"
+            f"{expected}; {fix}"
         )
     logits: Tensor = outputs[0, -1, :vocab_size].double().cpu()
     if not logits.isfinite().all():

@@ -135,7 +135,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
     "attribute": (
         of_class("Averaging"),
         untouched,
-        "all ranks evaluate a sample alike",
+        "all ranks compute the same outputs",
         "mean, a plain attribute, on ranks 1, 2 is not rank 0's (largest difference ",
     ),
     "mean loss": (
@@ -147,7 +147,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
     "random evaluation": (
         of_class("Dropping"),
         untouched,
-        "all ranks evaluate a sample alike",
+        "all ranks compute the same outputs",
         "no tensor of the model differs: evaluation draws random numbers",
     ),
 }

@@ -61,7 +61,7 @@ ON_TWO: dict[str, Case] = {
         "fsdp",
         unreduced,
         MEAN,
-        "not net1.bias, net1.weight, net2.bias and 1 more; of 4 the farthest is ",
+        "not net1.bias, net1.weight, net2.bias and 1 more; the farthest of 4 is ",
     ),
     "samples": (
         "tp",

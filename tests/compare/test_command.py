@@ -336,9 +336,12 @@ def test_a_doubtful_speed_is_marked_wherever_it_is_shown(
     [
         (["nowhere"], "nowhere contains no run"),
         ([".", "--target", "eval/accuracy"], "is not METRIC=VALUE"),
-        ([".", "--best", "eval/beauty"], "--best (eval/beauty) is a metric of no run; use one of"),
-        ([".", "--best", "accuracy"], "of no run; did you mean eval/accuracy? There are eval/acc"),
-        ([".", "--best", "eval/acc"], "of no run; did you mean eval/accuracy? There are eval/acc"),
+        (
+            [".", "--best", "eval/beauty"],
+            "--best (eval/beauty): no run has this metric; use one of",
+        ),
+        ([".", "--best", "accuracy"], "; did you mean eval/accuracy? The metrics are eval/acc"),
+        ([".", "--best", "eval/acc"], "; did you mean eval/accuracy? The metrics are eval/acc"),
         ([".", "--out", "lost/run.json"], "--out (lost/run.json) cannot be written"),
     ],
 )

@@ -229,7 +229,7 @@ def test_time_to_target_is_the_time_of_the_first_line_that_reached_it(tmp_path: 
     assert only.stats["time_to_target_s"] == Stat(2.5, pytest.approx(math.sqrt(0.5)), 2)
     (only,) = compared(tmp_path, target=Target("train/loss", 0.7)).rows
     assert only.stats["time_to_target_s"] == Stat(3.0, 0.0, 3)
-    with pytest.raises(UserError, match=r"eval/f1.*metric of no run; use one of eval/accuracy"):
+    with pytest.raises(UserError, match=r"eval/f1.*no run has.*; use one of eval/accuracy"):
         compared(tmp_path, target=Target("eval/f1", 0.9))
 
 
@@ -278,7 +278,7 @@ def test_folds_are_averaged_and_the_best_is_a_setting(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"--over \({over}\) is equal in all runs"):
             compared(tmp_path, over=over)
     with pytest.raises(
-        UserError, match=r"--over \(dataset.train.flod\) is no .*dataset.train.fold"
+        UserError, match=r"--over \(dataset.train.flod\) is not a key.*dataset.train.fold"
     ):
         compared(tmp_path, over="dataset.train.flod")
 
@@ -330,11 +330,11 @@ def test_the_metrics_are_those_of_the_step_that_is_exported(tmp_path: Path) -> N
         write_run(tmp_path / str(seed), config={"seed": seed}, lines=lines_of([1.0, 2.0]),
                   record={"step": 20, "exported_step": 10 + 10 * (seed == 2)})  # fmt: skip
     comparison = compared(tmp_path)
-    notes = [note for note in comparison.notes if "of its best step" in note.sentence]
+    notes = [note for note in comparison.notes if "from its best step" in note.sentence]
     assert [note.run.folder.name for note in notes] == ["0", "1"]
     text = as_text(comparison)
-    assert text.count("of its best step") == 1
-    runs = f" 2 runs ({tmp_path / '0'}, {tmp_path / '1'}): losses and metrics of its best"
+    assert text.count("from its best step") == 1
+    runs = f" 2 runs ({tmp_path / '0'}, {tmp_path / '1'}): losses and metrics are from its best"
     assert runs in " ".join(text.split())
 
 

@@ -76,7 +76,7 @@ def test_without_a_run_to_compare_only_the_reasons_are_left(tmp_path: Path) -> N
     (write_run(tmp_path / "run", lines=lines_of([1.0])) / "run.json").write_text("{")
     text = FORMATS["table"](compare(read_runs([tmp_path])))
     headline, empty, title, *reason = text.splitlines()
-    assert (headline, empty, title) == ("0 run_reader compared", "", "skipped, 1 run:")
+    assert (headline, empty, title) == ("0 runs compared", "", "skipped, 1 run:")
     assert "run.json is not valid JSON" in " ".join(" ".join(reason).split())
 
 

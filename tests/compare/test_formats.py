@@ -134,4 +134,4 @@ def test_repeats_of_one_seed_have_no_spread_of_results(
     assert row.stats["perf/samples_per_s"].sd == pytest.approx(0.5**0.5)
     text = " ".join(as_text(comparison).split())
     assert "±: standard deviation over the runs of a row, which differ at most in seed" in text
-    assert ("results of one seed alone have no ±" in text) != has_spread
+    assert ("results of a single seed have no ±" in text) != has_spread

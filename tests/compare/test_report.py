@@ -140,7 +140,7 @@ def test_every_section_has_its_numbers(written: Path) -> None:
     page = read_page(written)
     speedups = {tuple(row[1:4]): row[5] for row in texts(captioned(page, "Speedup and efficiency"))}
     assert speedups["ddp", "2", "0.1"] == "1.50x"
-    parity = captioned(page, "Losses beside those of the simplest mode on the fewest ranks")
+    parity = captioned(page, "Losses compared with the simplest mode on the fewest ranks")
     assert {row[-1] for row in texts(parity)} == {"ok"}
     settings = captioned(page, "All keys that differ")
     by_key = {row[0]: row[1:] for row in texts(settings)}

@@ -63,8 +63,9 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     own = run_function(OF_ITS_OWN, folder=tmp_path / "own").run_dir
     command = ("task=predict", f"resume={own}")
     line = error_line(run_command(*command, folder=tmp_path))
-    assert "has no model that anybody else can build; let its loop take it from run.m" in line
-    with pytest.raises(UserError, match="no model that anybody else can build"):
+    assert "built its model in its own loop" in line
+    assert line.endswith("let the loop take it from run.model()")
+    with pytest.raises(UserError, match="built its model in its own loop"):
         ddp_runner.load(own)
     source = OF_THE_CONFIG.replace("run.export(run.wrap(model))", "run.wrap(model)")
     nothing = run_function(source, *KEYS, folder=tmp_path / "nothing").run_dir

@@ -171,7 +171,7 @@ def test_what_is_exported_is_what_is_shown_and_ranked(sweep: CommandResult) -> N
     assert objective_of(folder, found, name="eval/loss") == losses[best]
     (run,) = read_runs([folder])
     assert run.result("eval/loss") == losses[best]
-    assert any("of its best step" in note for note in run.notes)
+    assert any("from its best step" in note for note in run.notes)
     assert record(run_dir(sweep, "steps"))["exported_step"] == 9
 
 
