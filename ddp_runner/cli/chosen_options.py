@@ -26,11 +26,8 @@ def keep_chosen_options(
 ) -> Iterator[str]:
     """Restore the keys of the options that a command chooses, in place; yield notes about it.
 
-    Args:
-        raw: the config that Hydra has composed.
-        words: the overrides that the user wrote.
-        choices: the option of each group.
-        folders: URLs of the user's own groups.
+    Hydra has composed `raw` from the user's `words`, with an option for each group in
+    `choices`; the `folders` are URLs of the user's own groups.
     """
     given, is_new = dict(zip(chosen_keys(words), words, strict=True)), raw.resume in (None, AUTO)
     for group in (key for key in GROUPS if key in given):

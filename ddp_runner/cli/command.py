@@ -68,12 +68,7 @@ class CommandLine:
 
 
 def parse(arguments: Sequence[str]) -> CommandLine:
-    """Read a command line.
-
-    Raises:
-        UserError: an option does not exist, lacks its value, or excludes another.
-        HydraException: an override cannot be read.
-    """
+    """Read a command line; raise a UserError or a HydraException if it is wrong."""
     parsed, unknown = parse_options(arguments)
     _validate_options(parsed, unknown, arguments)
     options = list(arguments)

@@ -20,13 +20,7 @@ from ddp_runner.cli.compose import UNNAMED, compose_config, opened, opened_node
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.cli.resume import dropped_trackers, lacks_run, with_resumed
 from ddp_runner.cli.resume_arguments import resume_arguments
-from ddp_runner.config.load import (
-    as_written,
-    chosen_keys,
-    interpolations,
-    resolved_texts,
-    to_config,
-)
+from ddp_runner.config.load import chosen_keys, interpolations, resolved_texts, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import LIST_GROUPS, Config, has_own_loop
 from ddp_runner.config.secrets import KeyPath, Secrets
@@ -103,12 +97,7 @@ def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Jo
 def plan_at(
     composed: DictConfig, hardware_for: Callable[[Config], JobHardware], invocation: Invocation
 ) -> Job:
-    """Return the job of a composed config; it has no run folder yet.
-
-    Args:
-        composed: with its ``hydra`` node.
-        hardware_for: returns the hardware for a job with this config.
-        invocation: the command.
+    """Return the job of a composed config, with its ``hydra`` node; it has no run folder yet.
 
     Raises:
         UserError: the config is invalid, or a file that it names does not exist.
@@ -231,4 +220,5 @@ def job_folder(composed: DictConfig, command: CommandLine) -> str:
 
 def _written(node: HydraConf, command: CommandLine) -> tuple[str, ...]:
     """Return the overrides as the user wrote them, without those of a resumed run."""
-    return tuple(word for word in as_written(node.overrides.task) if word not in command.implied)
+    words: Any = OmegaConf.to_container(node.overrides.task, resolve=False)  # may hold secrets
+    return tuple(word for word in map(str, words) if word not in command.implied)

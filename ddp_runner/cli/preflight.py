@@ -26,9 +26,6 @@ def validate_files(config: Config, *, env: DistEnv | None = None, is_here: bool 
 
     `env` holds this rank's facts if the ranks run already. Without `is_here` this machine only
     submits the job, and its memory does not matter.
-
-    Raises:
-        UserError: something is missing; the message says how to fix it.
     """
     model, dataset = config.model, config.dataset
     validate_requires(config)

@@ -33,9 +33,6 @@ def resumed_overrides(
     groups, and reject keys that only the run's groups have. Several runs, in a sweep, add the
     groups that they share; each job then adds the rest. ``resume=last`` becomes a path. The
     `folders` hold the groups, the project's and the user's own.
-
-    Raises:
-        UserError: there is no last run.
     """
     overrides = list(overrides)
     indices = [index for index, word in enumerate(overrides) if word.startswith("resume=")]
@@ -158,9 +155,6 @@ def _take_model(
 
     The launch and the global batch are not taken. The samples per forward stay, so that the results
     are equal to the last digit.
-
-    Raises:
-        UserError: the run has trained no model.
     """
     run_dir = RunDir(Path(raw.resume).absolute())
     if has_own_loop(trained):

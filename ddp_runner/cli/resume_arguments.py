@@ -30,8 +30,8 @@ def restore_interpolations(frozen: DictConfig, run: Any, dataset: Mapping[str, A
 
     Args:
         frozen: the run's config.
-        run: the same as plain containers, unresolved.
-        dataset: the dataset that this command composes, unresolved.
+        run: the same as plain containers.
+        dataset: as this command composes it, unresolved.
     """
     values = OmegaConf.create(_without_interpolations(run))
     for path, text in walk_texts(dataset):
@@ -68,12 +68,7 @@ def resume_arguments(
 ) -> tuple[str, ...]:
     """Return the arguments that a command must repeat to resume this run; see ``Job``.
 
-    Args:
-        config: this run's, as it is frozen.
-        given: the config that this command composes.
-        overrides: as the user wrote them.
-        own_groups: see ``CommandLine``.
-        choices: the option of each group.
+    `config` is this run's as it is frozen, and `given` the config that this command composes.
     """
     allowed = ",".join(given_packages(given))
     trackers = [word for word in overrides if re.match(r"[+~]*trackers\b", word)]
@@ -89,12 +84,7 @@ def resume_arguments(
 def validate_foreign_keys(frozen: DictConfig, composed: Mapping[str, Any]) -> None:
     """Reject a run's keys that read the environment or name an address, unless repeated.
 
-    Args:
-        frozen: the run's config, with this command's keys.
-        composed: the plain config that this command composes, unresolved.
-
-    Raises:
-        UserError: this command does not repeat such a key.
+    `frozen` is the run's config with this command's keys, and `composed` this command's config.
     """
     tree: Any = OmegaConf.to_container(frozen)
     if keys := foreign_keys(tree, composed):

@@ -45,11 +45,8 @@ class Jobs:
 
     For each config Hydra reads every YAML again. Here it composes only the first job of each shape;
     the other jobs set their values in that config. The plan of the first job is reused too: the
-    other jobs resolve interpolations and validate every rule again.
-
-    Args:
-        common: the composed config that the jobs share, with the ``hydra`` node.
-        invocation: the command.
+    other jobs resolve interpolations and validate every rule again. `common` is the composed config
+    that the jobs share, with the ``hydra`` node.
     """
 
     def __init__(self, common: DictConfig, invocation: Invocation) -> None:
@@ -62,11 +59,7 @@ class Jobs:
         self._words: Sequence[str] = ()  # of the latest job
 
     def compose(self, words: Sequence[str], number: int) -> DictConfig:
-        """Return the config of a job; the next call may change it.
-
-        Args:
-            words: the overrides of the job.
-            number: the job's index in the sweep, from 0.
+        """Return the config of a job by its overrides and its index; the next call may change it.
 
         Raises:
             UserError: Hydra cannot compose it.

@@ -77,22 +77,14 @@ def plain_kind(kind: Any) -> Any:
 
 
 def validate_kind(name: str, value: Any, kind: Any) -> None:
-    """Reject a value of the wrong type; a float key also takes an int.
-
-    Raises:
-        UserError: naming the key.
-    """
+    """Reject a value of the wrong type; a float key also takes an int."""
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
         raise UserError(f"{name} ({in_yaml(value)}) must be {(KINDS | CONTAINERS)[kind]}")
 
 
 def validate_value(name: str, value: Any, rule: Rule) -> None:
-    """Reject a value that breaks the rule of its key, and numbers that torch cannot hold.
-
-    Raises:
-        UserError: naming the key, the value and the rule.
-    """
+    """Reject a value that breaks the rule of its key, and numbers that torch cannot hold."""
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, float) and not math.isfinite(item):
             raise UserError(f"{name} ({value}) must be a finite number")

@@ -80,12 +80,8 @@ def leaves(
 def only_used(keys: Mapping[str, Any], *, uses: Any) -> dict[str, Any]:
     """Return the dotted keys that describe the work of a run.
 
-    Blocks `requires` are dropped. For the user's own loop, unused groups and defaults of `train`
-    are dropped too, since the runner does not apply them.
-
-    Args:
-        keys: the keys of a config, with their values.
-        uses: the groups that an own loop built from, as in run.json; ignored for other tasks.
+    Blocks `requires` are dropped. The user's own loop has in run.json the groups that it `uses`;
+    its other groups and defaults of `train` are dropped too: the runner does not apply them.
     """
     used = {key: value for key, value in keys.items() if not _REQUIRED.match(key)}
     if not isinstance(uses, list) or not has_own_loop(str(keys.get("task"))):

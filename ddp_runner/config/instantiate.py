@@ -158,8 +158,7 @@ def construct(
     becomes that dtype. For `before_each` see ``make``.
 
     Raises:
-        UserError: a name is not allowed.
-        Exception: any error of a target.
+        Exception: any error of a target; a UserError if a name is not allowed.
     """
     if isinstance(value, list):
         return [

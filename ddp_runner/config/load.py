@@ -74,11 +74,7 @@ def _validate_texts(config: Config) -> None:
 
 
 def with_values(config: Config, values: Mapping[KeyPath, Any]) -> Config:
-    """Set values of a config in place, and return it.
-
-    Raises:
-        UserError: a list of texts holds another value.
-    """
+    """Set values of a config in place, and return it."""
     for path, value in values.items():
         set_value(config, path, value)
     if any(isinstance(value, list) for value in values.values()):
@@ -87,11 +83,7 @@ def with_values(config: Config, values: Mapping[KeyPath, Any]) -> Config:
 
 
 def value_at(raw: DictConfig, path: KeyPath) -> Any:
-    """Return a value of a composed config, its interpolations resolved.
-
-    Raises:
-        OmegaConfBaseException: an interpolation cannot be resolved.
-    """
+    """Return a value of a composed config, its interpolations resolved."""
     value = reduce(getitem, path, cast(Any, raw))
     return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
@@ -138,11 +130,7 @@ def frozen_config(path: Path) -> DictConfig:
 
 
 def forced_override(override: str, paths: Iterable[Path], *, chosen: Collection[str]) -> str:
-    """Return an override with ++ if all these frozen configs have its key: the YAMLs may not.
-
-    Raises:
-        UserError: a config is damaged, or cannot be read.
-    """
+    """Return an override with ++ if all these frozen configs have its key: the YAMLs may not."""
     key = override.partition("=")[0]
     if "." not in key or key.partition(".")[0] not in {"loop", "metrics", *RUNNER_KEYS} - {*chosen}:
         return override
@@ -161,13 +149,6 @@ def forced_override(override: str, paths: Iterable[Path], *, chosen: Collection[
 def _schema() -> DictConfig:
     """Return the schema for OmegaConf.merge, which copies it."""
     return cast(DictConfig, OmegaConf.structured(Config))
-
-
-def as_written(overrides: Any) -> list[str]:
-    """Return Hydra's overrides without resolving interpolations, which may be secrets."""
-    written = OmegaConf.to_container(overrides, resolve=False)
-    assert isinstance(written, list)
-    return list(map(str, written))
 
 
 def chosen_keys(overrides: Sequence[str]) -> list[str]:

@@ -31,9 +31,6 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
     """Reject a monitored metric that the run does not have, or the wrong mode for it.
 
     Without `known`, which only a rank has, metrics of the user's own code are not checked.
-
-    Raises:
-        UserError: a rule is broken.
     """
     if config.task in INFERENCE:
         return  # they monitor nothing, and may evaluate other data
@@ -64,7 +61,8 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
                     f"best; write {group}.mode={best}"
                 )
         elif not is_unknown:
-            _validate_name(group, monitor, [*choices, *(f"eval/{name}" for name in unknown)])
+            choices += [f"eval/{name}" for name in unknown]
+            validate_value(f"{group}.monitor", monitor, Rule(choices=tuple(choices)))
         if own_loop:
             continue
         _validate_evaluated(f"{group}.monitor", monitor, train)
@@ -76,16 +74,11 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
 
 
 def ensure_monitored(config: Config, metrics: Mapping[str, float], *, part: str) -> None:
-    """Reject the metrics of a part, train or eval, if a monitored metric is missing.
-
-    Raises:
-        UserError: the metric is missing, which two samples could not show.
-    """
+    """Reject the metrics of a part, train or eval, that lack a monitored metric."""
     for group, monitor, _ in _monitored(config):
         if monitor.startswith(f"{part}/"):
-            _validate_name(
-                group, monitor, [name for name in metrics if name.startswith(f"{part}/")]
-            )
+            choices = tuple(name for name in metrics if name.startswith(f"{part}/"))
+            validate_value(f"{group}.monitor", monitor, Rule(choices=choices))
 
 
 def _validate_objective(name: str | None, names: Iterable[str], unknown: Iterable[str]) -> None:
@@ -106,10 +99,6 @@ def _validate_evaluated(key: str, metric: str, train: TrainConfig) -> None:
             f"{key}={metric} needs evaluations and train.eval_every_epochs is 0; "
             "write train.eval_every_epochs=1"
         )
-
-
-def _validate_name(group: str, monitor: str, names: Iterable[str]) -> None:
-    validate_value(f"{group}.monitor", monitor, Rule(choices=tuple(names)))
 
 
 def _monitored(config: Config) -> Iterator[tuple[str, str, str | None]]:

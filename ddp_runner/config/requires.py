@@ -32,11 +32,7 @@ EXTRAS = {
 
 
 def validate_requires(config: Config) -> None:
-    """Reject a config that needs a missing package, file or folder.
-
-    Raises:
-        UserError: something is missing; the message says how to fix it.
-    """
+    """Reject a config that needs a missing package, file or folder."""
     for key in filter(lambda key: key.rule.packages, walk(config)):
         for choice in key.value if isinstance(key.value, list) else [key.value]:
             if choice in key.rule.packages:

@@ -77,11 +77,7 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
 
 
 def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
-    """Reject a dataset with fewer samples than ranks.
-
-    Raises:
-        UserError: some ranks would have no sample.
-    """
+    """Reject a dataset with fewer samples than ranks."""
     if count < ranks:
         raise UserError(
             f"dataset={name} has {count} training samples and world_size is {ranks}; use "

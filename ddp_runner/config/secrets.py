@@ -76,11 +76,8 @@ class Secrets:
 def foreign_keys(config: Mapping[str, Any], composed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a run's config with an interpolation or an address, and their values.
 
-    In a frozen config only interpolations that read the environment are left.
-
-    Args:
-        config: the run's config, with unresolved interpolations.
-        composed: the present command's, with unresolved interpolations; equal texts are skipped.
+    Texts that the present command `composed` too are skipped. Both configs are unresolved: in a
+    frozen config only interpolations that read the environment are left.
     """
     tree: Any = config
     trusted, keys = dict(walk_texts(composed)), dict[str, Any]()
@@ -94,11 +91,7 @@ def foreign_keys(config: Mapping[str, Any], composed: Mapping[str, Any]) -> dict
 
 
 def set_value(config: Config, path: KeyPath, value: Any) -> None:
-    """Set a value of a config in place.
-
-    Raises:
-        LookupError: nothing is there.
-    """
+    """Set a value of a config in place; raise a LookupError if its owner does not exist."""
     owner: Any = config
     for key in path[:-1]:
         owner = getattr(owner, str(key)) if is_dataclass(owner) else owner[key]

@@ -51,11 +51,7 @@ TORCH_LOSS_NAMES = (
 
 
 def validate_targets(config: Config) -> None:
-    """Reject a config that names code that it may not: importing it could run anything.
-
-    Raises:
-        UserError: a name is not allowed or does not exist, or a text has an interpolation.
-    """
+    """Reject a config that names code that it may not: importing it could run anything."""
     tree = plain(config)
     for key, value in leaves(tree):
         if isinstance(value, str | list) and "${" in str(value):
@@ -129,16 +125,9 @@ def validate_name(
 ) -> None:
     """Reject a dotted name that a config may not use.
 
-    The key ``model.loss`` may name only loss functions, and ``task`` only the user's own code.
-
-    Args:
-        name: the value of the key.
-        key: dotted.
-        allowed: the user's own packages, in which any name is accepted.
-        needed: more packages for the message to list: its fix replaces `allowed`.
-
-    Raises:
-        UserError: it is not allowed, or it is ours and does not exist.
+    The key ``model.loss`` may name only loss functions, and ``task`` only the user's own code. In
+    the `allowed` packages, the user's own, any name is accepted. The fix in the message replaces
+    `allowed`, so it lists these and the `needed` packages.
     """
     is_loss, parts = key == "model.loss", str(name).split(".")
     if len(parts) == 1 or not all(part.isidentifier() and part[:2] != "__" for part in parts):

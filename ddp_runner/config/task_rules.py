@@ -47,11 +47,7 @@ _TRAIN_IN_OWN_LOOP = ("train.deterministic", "train.num_threads")  # the excepti
 
 
 def validate_task(config: Config, *, chosen: Collection[str]) -> None:
-    """Reject keys that do not fit the task.
-
-    Raises:
-        UserError: a rule is broken.
-    """
+    """Reject keys that do not fit the task."""
     task, sizes = config.task, config.collectives
     if sizes.min_bytes > sizes.max_bytes:
         raise UserError(

@@ -16,9 +16,8 @@ EXPORTS = ("onnx", "torch_export")  # in addition to safetensors
 def traced_steps(profile: Any, *, done: int = 0) -> range:
     """Return the steps that a value of ``train.profile`` names, counted from 1.
 
-    Args:
-        profile: a number of steps, or FIRST-LAST, both included.
-        done: the run's steps before it starts or resumes; a number of steps counts from there.
+    It is FIRST-LAST, both included, or a number of steps after those that the run has `done` when
+    it starts or resumes.
 
     Raises:
         UserError: the value is neither, or names too many steps.

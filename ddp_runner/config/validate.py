@@ -45,12 +45,7 @@ PASSED_TO_MODEL = re.compile(r"_.*|dev\d+|padding_id|vocab_size")
 
 
 def validate_values(config: Config) -> None:
-    """Reject a value that no run can use, whatever the other keys are.
-
-    Raises:
-        UserError: a value is infinite, has the wrong type, is out of range or is not a choice; or a
-            class or function does not exist, or does not take the key.
-    """
+    """Reject a value that no run can use, whatever the other keys are."""
     for group in RUNNER_KEYS:
         if not isinstance(getattr(config, group).get("_target_"), str):
             raise UserError(
