@@ -129,7 +129,7 @@ def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> Prepa
     overrides = _written(node, command)
     keys = chosen_keys(overrides)
     notes = _keep_options(given, node, command)
-    # Of several machines only rank 0's must have the run to resume.
+    # On several machines only rank 0 must have the run to resume.
     is_elsewhere = (env.num_nodes if env else given.launch.nnodes) > 1 and lacks_run(given)
     launched = env is not None
     raw = with_resumed(given, overrides, is_launched=launched, is_elsewhere=is_elsewhere)

@@ -66,7 +66,7 @@ def validate_mode(config: Config) -> None:
             f"parallelism={name} needs {least} ranks or more{multiple} and world_size is "
             f"{ranks}; write world_size={max(least, -(-ranks // parts) * parts)}"
         )
-    # An own loop places its modules itself.
+    # The user's own loop places its modules itself.
     if stages != needs.devices_per_rank and not has_own_loop(config.task):
         other = "ddp_mp" if stages > 1 else "ddp, or choose a model with 2 stages: convnet_mp"
         raise UserError(

@@ -48,7 +48,7 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
         _validate_evaluated("sweep.objective", config.sweep.objective or "", train)
     for group, monitor, mode in _monitored(config):
         if own_loop and group != "checkpoint":
-            continue  # an own loop does not use them
+            continue  # the user's own loop does not use them
         parts = ("eval/",) if group in READ_EVALUATIONS else ("eval/", "train/", "perf/")
         choices = [name for name in names if name.startswith(parts)]
         is_unknown = any(f"{monitor}_".startswith(f"eval/{name}_") for name in unknown)

@@ -48,11 +48,11 @@ LIST_GROUPS = ("metrics", "trackers")  # groups with any number of options
 GROUP_KEYS: Mapping[str, Rule] = {
     # Other numbers of our own classes and torch's schedulers must not be negative.
     **dict.fromkeys(("dataset.mean", "scheduler.last_epoch"), Rule()),
-    # torch silently accepts negative values.
-    **dict.fromkeys(("optimizer.dampening", "optimizer.ns_steps", "optimizer.t0"), Rule(least=0)),
     "trackers.wandb.mode": Rule(choices=(None, "online", "offline")),
     **dict.fromkeys(
         (
+            # torch silently accepts negative values of these three
+            *("optimizer.dampening", "optimizer.ns_steps", "optimizer.t0"),
             *("optimizer.weight_decay", "optimizer.momentum", "scheduler.warmup_steps"),
             "dataset.num_workers",
         ),

@@ -74,7 +74,7 @@ def validate_task(config: Config, *, chosen: Collection[str]) -> None:
 def unused_note(task: str, given: Iterable[str]) -> list[str]:
     """Return a line that names the given keys without effect; an empty list if all have one.
 
-    `given` are the command's keys and, in an own loop, also the keys of the YAMLs that it chooses.
+    `given` are the command's keys and, for the user's own loop, the keys of the chosen YAMLs.
     """
     if has_own_loop(task):
         unused = [key for key in given if is_inside(key, _UNUSED_IN_OWN_LOOP)]

@@ -145,7 +145,7 @@ def _validate_options(tree: Any, key: str = "") -> None:
 def _validate_required(config: Config) -> None:
     """Reject a model or a metric without a keyword that its class requires."""
     options = {f"metrics.{name}": settings for name, settings in config.metrics.items()}
-    # An own loop may pass more keywords to its model; inference takes them from that run.
+    # The user's own loop may pass more keywords to its model; inference takes that run's.
     if not has_own_loop(config.task) and config.task not in INFERENCE:
         options["model"] = config.model
     for key, settings in options.items():

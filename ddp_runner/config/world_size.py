@@ -92,8 +92,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> R
         if per_rank is None:
             raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
         total = per_rank * parts
-        return ResolvedBatch(**vars(config.batch) | {"global_size": total, "per_rank": per_rank})
-    if total % parts:
+    elif total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
         factor = "world_size" if shares == ranks else "the ranks with samples of their own"
