@@ -18,7 +18,7 @@ GPT_TP = "model=gpt parallelism=tp"
         (
             "parallelism=fsdp world_size=4 parallelism.reshard_after_forward=3",
             "parallelism.reshard_after_forward (3) must be true or false, or a number of ranks "
-            "that divides the 4 with a shard each",
+            "that divides the 4 ranks with a shard",
         ),
         (
             "parallelism=hsdp world_size=4 parallelism.reshard_after_forward=4",
