@@ -1,8 +1,7 @@
-"""The command ``python -m ddp_runner``, on its own or in each worker of torchrun, srun or mpirun.
+"""The command ``python -m ddp_runner``, alone or as a rank of torchrun, srun or mpirun.
 
-Reads the command line, composes the config with Hydra, resolves and validates it without importing
-torch, and claims the run folder. Then ``launch`` starts the ranks; where this process is a rank
-already, ``worker`` runs its part.
+It composes the config with Hydra, resolves and validates it without torch, and claims the run
+folder. Then ``launch`` starts the ranks; in a process that is a rank, ``worker`` runs it.
 """
 
 import os
@@ -20,14 +19,7 @@ from omegaconf import DictConfig
 from ddp_runner.cli.command import CommandLine, parse
 from ddp_runner.cli.compose import FULL_ERROR, UNNAMED, help_page, parse_sweep, run_hydra
 from ddp_runner.cli.messages import user_error
-from ddp_runner.cli.plan import (
-    Invocation,
-    compose,
-    is_sweep,
-    job_folder,
-    plan,
-    shown_arguments,
-)
+from ddp_runner.cli.plan import Invocation, compose, is_sweep, job_folder, plan, shown_arguments
 from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.config.load import find_secrets
 from ddp_runner.config.sections import AUTO
@@ -46,30 +38,26 @@ from ddp_runner.tracking.run_folder_claim import claim_run, claimed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line; exit with one of the codes that the README lists.
-
-    Args:
-        arguments: the words after ``python -m ddp_runner``; None: those of this process.
-    """
+    """Run a command line, by default this process's; exit with a code that the README lists."""
     started_at = time.time()
-    lost: list[str] = []  # what is wrong with stdout and stderr
-    keep_streams(lost.append)
+    warnings: list[str] = []  # about stdout and stderr
+    keep_streams(warnings.append)
     # A rank of torchrun other than 0 soon writes to its log.
     stderr, descriptor = sys.stderr, os.dup(2) if "TORCHELASTIC_RUN_ID" in os.environ else 2
     for signum in handled_signals():
         # Before any worker there is nothing to save.
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
-    given = sys.argv[1:] if arguments is None else arguments
-    arguments = ["verbose=true" if one == "-v" else one for one in given]
+    words = sys.argv[1:] if arguments is None else arguments
+    arguments = ["verbose=true" if word == "-v" else word for word in words]
     if "--version" in arguments:
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         sys.exit()
     if is_noted():
         sys.exit(EXIT_USER_ERROR)
     try:
-        sys.exit(run(arguments, started_at=started_at, warnings=lost))
+        sys.exit(run(arguments, started_at=started_at, warnings=warnings))
     except Exception as error:
-        if "COMP_LINE" in os.environ:  # a message would land in the line that is being completed
+        if "COMP_LINE" in os.environ:  # a message would be pasted into the completed line
             sys.exit(EXIT_USER_ERROR)
         explained = user_error(error, arguments)
         if explained is None or FULL_ERROR in os.environ:
@@ -81,15 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] = ()) -> int:
-    """Run a command: one run, a sweep of runs, or one rank's part of a run; return the exit code.
+    """Run a command: one run, a sweep, or one rank of a run; return the exit code.
 
-    The command began at `started_at`, a time.time(). The `warnings` are printed with those about
-    the config.
+    The command began at `started_at`, a time.time(). The `warnings` are printed with the config's.
 
     Raises:
         UserError: the command or the config is invalid.
-        HydraException, OmegaConfBaseException: Hydra cannot compose the config; see
-            ``messages``.
+        HydraException, OmegaConfBaseException: Hydra cannot compose the config; see ``messages``.
     """
     command = parse(arguments)
     composed = compose(command)
@@ -111,28 +97,27 @@ def _run(
         env = None
     code = {"git_revision": git_revision(), "versions": versions()}
     invocation = Invocation(command, env, started_at, code, tuple(warnings))
-    is_one, keys = not is_sweep(command, composed), [one.key_or_group for one in command.overrides]
-    if (key := "hydra.sweep.dir" if is_one else "hydra.run.dir") in keys:
+    sweeps, keys = is_sweep(command, composed), [item.key_or_group for item in command.overrides]
+    if (key := "hydra.run.dir" if sweeps else "hydra.sweep.dir") in keys:
         raise UserError(
-            f"{key} is the folder of {'a sweep' if is_one else 'one run'}; write "
-            f"{'hydra.run.dir' if is_one else 'hydra.sweep.dir'}=FOLDER"
+            f"{key} is the folder of {'one run' if sweeps else 'a sweep'}; write "
+            f"{'hydra.sweep.dir' if sweeps else 'hydra.run.dir'}=FOLDER"
         )
-    if not is_one:
+    if sweeps:
         return _sweep(composed, invocation)
     if composed.sweep.dry_run:
         raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run; write -m")
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(is_rank=env is not None), invocation)
     if (env.num_nodes if env else job.config.launch.nnodes) > 1:
-        # Keeps torch from a warning for each connection, where names of addresses are not known.
+        # Without reverse DNS torch would print a warning for each connection.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if env is None:
-        start_fork_server()  # as early as can be: it imports torch while this process goes on
-    asked, config = _asked_folder(composed, job), job.config
+        start_fork_server()  # as early as possible: it imports torch in the background
+    job, config = replace(job, run_dir=_named_folder(composed, job)), job.config
     if env is not None or config.launch.nnodes > 1:
-        # Rank 0 claims the folder, since this process may not be on its machine.
-        job = replace(job, run_dir=asked)
-        if asked and is_over(job):
+        # Rank 0 claims the folder: it may be on another machine.
+        if job.run_dir and is_over(job):
             return EXIT_COMPLETED
         if env is None:
             return launch(job).exit_code
@@ -142,40 +127,36 @@ def _run(
         run_under_launcher(job, env)
     with ExitStack() as held:
         launch_ids = list(filter(None, [launch_id()]))
-        run_dir, size = claim_run(replace(job, run_dir=asked), launch_ids=launch_ids, held=held)
+        run_dir, size = claim_run(job, launch_ids=launch_ids, held=held)
         return launch(claimed(job, run_dir, size)).exit_code
 
 
-def _asked_folder(composed: DictConfig, job: Job) -> Path | None:
-    """Return the folder that the user names, by resume or hydra.run.dir; None if the runner does.
-
-    Raises:
-        UserError: the two differ.
-    """
+def _named_folder(composed: DictConfig, job: Job) -> Path | None:
+    """Return the run folder that resume or hydra.run.dir names; None if neither does."""
     resume, run_dir = job.config.resume, str(composed.hydra.run.dir)
     if not run_dir:
         raise UserError("hydra.run.dir is empty; write hydra.run.dir=FOLDER, or leave it out")
-    asked = None if run_dir == UNNAMED else Path(run_dir).absolute()
+    named = None if run_dir == UNNAMED else Path(run_dir).absolute()
     if resume in (None, AUTO):
-        return asked
+        return named
     resumed = Path(resume).absolute()
-    if asked is not None and asked.resolve() != resumed.resolve():
+    if named is not None and named.resolve() != resumed.resolve():
         raise UserError(
-            f"hydra.run.dir ({asked}) and resume ({resume}) name two folders; leave "
-            "hydra.run.dir out: a run goes on in its own"
+            f"hydra.run.dir ({named}) and resume ({resume}) name two folders; leave "
+            "hydra.run.dir out: a run continues in its own"
         )
     return resumed
 
 
 def _sweep(composed: DictConfig, invocation: Invocation) -> int:
-    """Run a sweep, and return its exit code."""
+    """Run a sweep; return its exit code."""
     if invocation.env is not None:
         raise UserError("-m starts its own workers; run a sweep without torchrun or srun")
     command, jobs = invocation.command, Jobs(composed, invocation)
     return run_sweep(
         SweepCommand(
             words=command.written,
-            overrides=[str(one.input_line) for one in command.overrides],
+            overrides=[str(item.input_line) for item in command.overrides],
             read=partial(parse_sweep, folders=command.folders),
             common=composed,
             compose=jobs.compose,

@@ -1,7 +1,7 @@
-"""An option that the command line chooses, as in optimizer=adam, keeps its own keys.
+"""Keeps the keys of an option that the command line chooses, as in optimizer=adam.
 
-Hydra merges the YAMLs of the model and the experiment last. What they say of the optimizer that
-they choose would be merged into any other optimizer, too, and win over its own YAML.
+Hydra merges the YAMLs of the model and the experiment last. Their keys for the optimizer that they
+choose would be merged into any other optimizer too, and win over its own YAML.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,85 +11,79 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_runner.cli.compose import compose_config, literal
-from ddp_runner.config.identity import leaves
+from ddp_runner.config.identity import is_inside, leaves
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
 from ddp_runner.config.sections import AUTO
 from ddp_runner.errors import listed
 
 GROUPS = (*RUNNER_KEYS, "backend", *LIST_GROUPS)
-LATER = ("model", "experiment")  # their YAMLs may set keys of any group
+MERGED_LAST = ("model", "experiment")  # their YAMLs may set keys of any group
 
 
 def keep_chosen_options(
-    raw: DictConfig, words: Sequence[str], *, choices: Mapping[str, Any], folders: Sequence[str]
+    raw: DictConfig, words: Sequence[str], *, choices: Mapping[str, Any], folders: tuple[str, ...]
 ) -> Iterator[str]:
-    """Give the options that a command chooses their own keys, in place; yield what is left out.
+    """Restore the keys of the options that a command chooses, in place; yield notes about it.
 
-    Args:
-        raw: what Hydra has composed.
-        words: the overrides that the user wrote.
-        choices: the option of each group.
-        folders: URLs of the user's own groups.
+    Hydra has composed `raw` from the user's `words`, with an option for each group in
+    `choices`; the `folders` are URLs of the user's own groups.
     """
     given, is_new = dict(zip(chosen_keys(words), words, strict=True)), raw.resume in (None, AUTO)
-    for group in (one for one in GROUPS if one in given):
-        later = LATER[1:] if group == "model" else LATER
-        # The default model says nothing of other groups; that of a resumed run may.
-        asked = [one for one in later if choices.get(one) and (one in given or not is_new)]
-        if not asked:
+    for group in (key for key in GROUPS if key in given):
+        last = MERGED_LAST[1:] if group == "model" else MERGED_LAST
+        # The default model sets no keys of other groups; the model of a resumed run may.
+        merged = [key for key in last if choices.get(key) and (key in given or not is_new)]
+        if not merged:
             continue
-        others, without = [f"{one}={choices[one]}" for one in asked], [f"~{one}" for one in later]
+        last_words = [f"{key}={choices[key]}" for key in merged]
         words_within = [word for key, word in given.items() if key.startswith(f"{group}.")]
-        # By two plus signs a key may be there or not.
-        keys = [one if one[0] == "~" else f"++{one.lstrip('+')}" for one in words_within]
-        own = _composed(*without, given[group], *keys, folders=tuple(folders))
-        # All options of backend have the same other keys, such as timeout_s.
+        # With ++ a key may exist or not.
+        keys = [word if word[0] == "~" else f"++{word.lstrip('+')}" for word in words_within]
+        alone = _composed(*(f"~{key}" for key in last), given[group], *keys, folders=folders)
+        # All options of backend share the other keys, such as timeout_s.
         part, before = "backend.name" if group == "backend" else group, _keys(raw)
-        wanted = OmegaConf.select(own, part)
+        wanted = OmegaConf.select(alone, part)
         if OmegaConf.select(raw, part) == wanted:
             continue
-        if _is_same(own, _composed(*others, folders=tuple(folders)), group):
+        if _is_same(alone, _composed(*last_words, folders=folders), group):
             continue
         OmegaConf.update(raw, part, wanted, merge=False)
         after = _keys(raw)
-        if left_out := [key for key, value in before.items() if after.get(key) != value]:
-            paths = " and ".join(f"{one.replace('=', '/')}.yaml" for one in others)
+        if dropped := [key for key, value in before.items() if after.get(key) != value]:
+            paths = " and ".join(f"{word.replace('=', '/')}.yaml" for word in last_words)
             yield (
-                f"{given[group]} does not take what {paths} says of another option: "
-                f"{listed(sorted(left_out))}"
+                f"{given[group]} does not take the keys that {paths} sets for another option: "
+                f"{listed(sorted(dropped))}"
             )
 
 
-def replace_targets(raw: DictConfig, words: Sequence[str], *, folders: Sequence[str]) -> None:
-    """Where the command names another ``_target_``, drop the keys of the replaced one, in place.
+def replace_targets(raw: DictConfig, words: Sequence[str], *, folders: tuple[str, ...]) -> None:
+    """Where the command names another ``_target_``, drop the keys of the replaced class, in place.
 
-    What the command itself gives stays, and of a group what the runner reads.
+    The command's own keys stay, and those that the runner reads.
     """
     given = chosen_keys(words)
-    for key in (one for one in given if one.endswith("._target_")):
+    for key in (key for key in given if key.endswith("._target_")):
         owner = key.removesuffix("._target_")
         pairs = zip(given, words, strict=True)
-        others = [word for one, word in pairs if not one.startswith(f"{owner}.")]
-        before = OmegaConf.select(_composed(*others, folders=tuple(folders)), key)
+        others = [word for other, word in pairs if not other.startswith(f"{owner}.")]
+        before = OmegaConf.select(_composed(*others, folders=folders), key)
         node = OmegaConf.select(raw, owner)
         if before in (None, node._target_):
             continue
         kept = {*RUNNER_KEYS.get(owner, ()), "name", "_target_"} - {"requires"}
         with open_dict(node):
-            for name in [str(one) for one in node]:
-                if name not in kept and not any(_is_in(one, f"{owner}.{name}") for one in given):
+            for name in map(str, list(node)):
+                is_given = any(is_inside(other, [f"{owner}.{name}"]) for other in given)
+                if name not in kept and not is_given:
                     del node[name]
             if owner in RUNNER_KEYS and "name" in node and f"{owner}.name" not in given:
                 node.name = node._target_.rpartition(".")[2].lower()
 
 
-def _is_in(key: str, group: str) -> bool:
-    return f"{key}.".startswith(f"{group}.")
-
-
 def changes(raw: DictConfig, kept: DictConfig) -> list[str]:
-    """Return the overrides by which Hydra composes `kept` where it has composed `raw`."""
+    """Return the overrides that turn the composed config `raw` into `kept`."""
     before, after = _keys(raw), _keys(kept)
     differing = [key for key, value in after.items() if before.get(key, ...) != value]
     removed = [f"~{key}" for key in before if key not in after]
@@ -97,26 +91,27 @@ def changes(raw: DictConfig, kept: DictConfig) -> list[str]:
 
 
 def changed_keys(raw: DictConfig, words: Sequence[str]) -> list[str]:
-    """Return the keys, and the groups, that a model and an experiment among the words change."""
-    usual = _keys(_composed(*(f"~{one}" for one in LATER if one in chosen_keys(words))))
-    found = [key for key, value in _keys(raw).items() if usual.get(key) != value]
-    return [one.partition(".")[0] if one.startswith(GROUPS) else one for one in found]
+    """Return the keys and groups that the chosen model and experiment change."""
+    usual = _keys(_composed(*(f"~{key}" for key in MERGED_LAST if key in chosen_keys(words))))
+    changed = [key for key, value in _keys(raw).items() if usual.get(key) != value]
+    return [key.partition(".")[0] if key.startswith(GROUPS) else key for key in changed]
 
 
-@lru_cache(maxsize=99)  # the jobs of a sweep choose the same options again and again
-def _composed(*words: str, folders: Sequence[str] = ()) -> DictConfig:
+@lru_cache(maxsize=99)  # the jobs of a sweep choose the same options
+def _composed(*words: str, folders: tuple[str, ...] = ()) -> DictConfig:
     return compose_config(words, folders=folders)
 
 
-def _is_same(own: DictConfig, usual: DictConfig, group: str) -> bool:
-    """Return whether a chosen option is the usual one; with a name of its own it is another."""
+def _is_same(alone: DictConfig, usual: DictConfig, group: str) -> bool:
+    """Return whether the chosen option is the usual option of a group, with the same name."""
     if group in LIST_GROUPS:
-        return bool(own[group]) and set(own[group]) <= set(usual[group])
-    kinds = [(one.hydra.runtime.choices[group], one[group].get("name")) for one in (own, usual)]
-    return bool(kinds[0] == kinds[1])
+        return bool(alone[group]) and set(alone[group]) <= set(usual[group])
+    return bool(
+        alone.hydra.runtime.choices[group] == usual.hydra.runtime.choices[group]
+        and alone[group].get("name") == usual[group].get("name")
+    )
 
 
 def _keys(config: DictConfig) -> dict[str, Any]:
-    tree = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(tree, dict)
+    tree: Any = OmegaConf.to_container(config, resolve=False)
     return dict(leaves(tree, whole_lists=True))

@@ -1,8 +1,7 @@
-"""Composes configs: every place that depends on how Hydra works inside. For hydra-core 1.3.8.
+"""Composes configs, and holds all uses of Hydra's private names. For hydra-core 1.3.8.
 
-Hydra documents ``hydra.main``, the compose API, plug-ins and ``HydraConf``. What has no public name
-is here: its argument parser, and the globals that it reads.
-``tests/cli/test_compose.py`` fails when one of them goes away.
+Hydra documents ``hydra.main``, the compose API, plug-ins and ``HydraConf``. Its argument parser and
+its globals have no public name. ``tests/cli/test_compose.py`` fails when one of them disappears.
 """
 
 import os
@@ -33,9 +32,9 @@ from ddp_runner.config.keys import help_text
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.errors import UserError
 
-ROOT_CONFIG = "ddp_runner"  # in conf/; a project of the user's has a config.yaml of its own
-OWN_GROUPS = list[str]()  # URLs of the folders that Hydra reads before conf/: those of the command
-UNNAMED = "auto"  # in conf/ for hydra.run.dir and its like: the runner names the folder
+ROOT_CONFIG = "ddp_runner"  # in conf/; a user's project may have its own config.yaml
+OWN_GROUPS = list[str]()  # URLs of the folders that Hydra reads before conf/, for this command
+UNNAMED = "auto"  # in conf/ for hydra.run.dir: the runner names the folder
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises; else it prints an error itself and exits
 
 
@@ -43,22 +42,22 @@ def parse_options(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Return Hydra's options of a command line, with its ``overrides``, and unknown options.
 
     Raises:
-        UserError: an option lacks its value, or does not have the value that it is given.
+        UserError: an option lacks its value, or its value is not a choice.
     """
 
     def fail(reason: str) -> NoReturn:
         raise UserError(f"{reason}; see --help")
 
     parser = get_args_parser()
-    vars(parser)["error"] = fail  # argparse prints a usage that names no key
-    # Intermixed: keys may stand before and after options, as in `model=toy -m seed=1,2`.
+    vars(parser)["error"] = fail  # argparse's own prints Hydra's usage, without the keys
+    # Intermixed: keys may be before and after options, as in `model=toy -m seed=1,2`.
     return parser.parse_known_intermixed_args(list(arguments))
 
 
 def run_hydra(task_function: TaskFunction, arguments: Sequence[str]) -> None:
     """Let ``hydra.main`` answer a command line: --cfg, --info, --hydra-help, shell completion.
 
-    It reads sys.argv, which meanwhile holds the arguments.
+    It reads sys.argv and its environment, which are restored afterwards.
     """
     entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=ROOT_CONFIG)
     before, sys.argv[1:] = sys.argv[1:], arguments
@@ -78,15 +77,15 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
     data_root = partial(os.environ.get, "DDP_RUNNER_DATA_ROOT", "data")
     OmegaConf.register_new_resolver("data_root", data_root, replace=True)
-    OmegaConf.register_new_resolver("keys", cache(help_text), replace=True)  # asked each time
+    OmegaConf.register_new_resolver("keys", cache(help_text), replace=True)
     OmegaConf.register_new_resolver("groups", _groups_text, replace=True)
 
 
 def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> DictConfig:
-    """Return the config of one job, whose overrides are no sweeps, with its ``hydra`` node.
+    """Return the config of one job with its ``hydra`` node; the overrides have no sweeps.
 
-    The `folders` are URLs of the user's own groups. They include those of a hydra.searchpath among
-    the overrides, since Hydra reads only the first hydra.searchpath.
+    The `folders` are URLs of the user's own groups, including those of a hydra.searchpath among the
+    overrides: Hydra reads only the first hydra.searchpath.
     """
     register()  # a hint about an unknown option composes before the command does
     path = [f"hydra.searchpath=[{','.join(map(quoted, folders))}]"] if folders else []
@@ -108,40 +107,40 @@ def own_folders(config_dir: str | None, overrides: Sequence[Override]) -> list[s
 
 
 def group_folders(urls: Sequence[str]) -> list[Path]:
-    """Return the folders that hold groups: the project's, and the user's own by their URLs."""
+    """Return the folders that hold groups: conf/, and the user's own by their URLs."""
     return [CONFIG_DIR, *(Path(url.removeprefix("file://")) for url in urls)]
 
 
 def group_options() -> dict[str, list[str]]:
-    """Return the options of each group, of the user's own folders as well, by name."""
-    found = dict[str, set[str]]()
+    """Return the options of each group by name, including the user's own."""
+    groups = dict[str, set[str]]()
     for folder in group_folders(OWN_GROUPS):
         for path in folder.rglob("*.yaml"):
             group = path.parent.relative_to(folder)
             if group.parts and group.parts[0] != "hydra":
-                found.setdefault(group.as_posix(), set()).add(path.stem)
-    return {group: sorted(options) for group, options in sorted(found.items())}
+                groups.setdefault(group.as_posix(), set()).add(path.stem)
+    return {group: sorted(options) for group, options in sorted(groups.items())}
 
 
 def yaml_of(error: BaseException) -> str:
-    """Return the YAML that Hydra was reading when it raised an error: not all of them name it."""
+    """Return the YAML that Hydra was reading when it raised an error: some errors lack it."""
     paths = [frame.f_locals.get("full_path") for frame, _ in walk_tb(error.__traceback__)]
     return next(filter(None, paths), "a YAML")
 
 
 def _groups_text() -> str:
     lines = (f"{group}: {', '.join(options)}" for group, options in group_options().items())
-    return "\n".join(textwrap.fill(one, width=80, subsequent_indent="    ") for one in lines)
+    return "\n".join(textwrap.fill(line, width=80, subsequent_indent="    ") for line in lines)
 
 
 def help_page(composed: DictConfig) -> str:
-    """Return what --help prints. Hydra's own way of making it takes three times as long."""
+    """Return the text of --help. Hydra's own code takes three times as long."""
     with opened_node(composed) as node:
         return str(node.help.template)
 
 
 def parse_sweep(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> list[Override]:
-    """Return the overrides of a sweep parsed; a glob needs the groups, of the folders as well."""
+    """Return the parsed overrides of a sweep; a glob finds the options of all folders."""
     OWN_GROUPS[:] = folders
     with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
@@ -150,7 +149,7 @@ def parse_sweep(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> lis
 
 @contextmanager
 def opened(composed: DictConfig) -> Iterator[tuple[DictConfig, HydraConf]]:
-    """Give a composed config without its ``hydra`` node, and that node; see ``opened_node``."""
+    """Give a copy of a composed config without its ``hydra`` node, and that node."""
     with opened_node(composed) as node:
         raw = pickle.loads(pickle.dumps(composed))  # OmegaConf's own copy takes twice as long
         with open_dict(raw):
@@ -162,12 +161,12 @@ def opened(composed: DictConfig) -> Iterator[tuple[DictConfig, HydraConf]]:
 def opened_node(composed: DictConfig) -> Iterator[HydraConf]:
     """Give the ``hydra`` node of a composed config.
 
-    Interpolations such as ``${hydra:job.num}`` resolve within the block: they ask a global. It is
-    set as it is: ``set_config`` would copy it, which takes longer than composing a job.
+    Interpolations such as ``${hydra:job.num}`` read a global, which is set within the block.
+    ``set_config`` would copy the config, which takes longer than composing a job.
     """
     holder = HydraConfig.instance()
     before = holder.cfg
-    vars(holder)["cfg"] = composed  # its type says that there is the node `hydra` alone
+    vars(holder)["cfg"] = composed  # its declared type has only the node `hydra`
     try:
         yield HydraConfig.get()
     finally:
@@ -175,13 +174,13 @@ def opened_node(composed: DictConfig) -> Iterator[HydraConf]:
 
 
 def literal(value: Any) -> str:
-    """Return a plain value, such as a mapping, as a value of an override."""
+    """Return a plain value, such as a mapping, as the value of an override."""
 
     def with_quotes(tree: Any) -> Any:
         if isinstance(tree, dict):
-            return {key: with_quotes(one) for key, one in tree.items()}
+            return {key: with_quotes(item) for key, item in tree.items()}
         if isinstance(tree, list):
-            return [with_quotes(one) for one in tree]
+            return [with_quotes(item) for item in tree]
         is_text = isinstance(tree, str | bytes)
         return QuotedString(str(tree), Quote.double) if is_text else tree
 
@@ -189,5 +188,5 @@ def literal(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a value of an override, whatever characters it has."""
+    """Return any text as the value of an override."""
     return QuotedString(text, Quote.single).with_quotes()

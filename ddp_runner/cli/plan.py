@@ -1,4 +1,4 @@
-"""From a command line to its composed config, and to a job whose files exist. Torch-free."""
+"""Turns a command line into its composed config, and that into a job. Torch-free."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +18,12 @@ from ddp_runner.cli.chosen_options import (
 from ddp_runner.cli.command import CommandLine
 from ddp_runner.cli.compose import UNNAMED, compose_config, opened, opened_node
 from ddp_runner.cli.preflight import validate_files
-from ddp_runner.cli.resume import NotARunError, left_trackers, with_resumed
+from ddp_runner.cli.resume import dropped_trackers, lacks_run, with_resumed
 from ddp_runner.cli.resume_arguments import resume_arguments
-from ddp_runner.config.load import (
-    as_written,
-    chosen_keys,
-    interpolations,
-    resolved_texts,
-    to_config,
-)
+from ddp_runner.config.load import chosen_keys, interpolations, resolved_texts, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import LIST_GROUPS, Config, has_own_loop
-from ddp_runner.config.secrets import Place, Secrets
+from ddp_runner.config.secrets import KeyPath, Secrets
 from ddp_runner.config.sections import AUTO, INFERENCE
 from ddp_runner.config.task_rules import unused_note
 from ddp_runner.dist_env import DistEnv
@@ -46,25 +40,25 @@ GRID = "ddp_runner.sweep.grid.Grid"  # the _target_ of hydra/sweeper=grid
 
 @dataclass(frozen=True)
 class Invocation:
-    """What all jobs of a command have in common."""
+    """The facts that all jobs of a command share."""
 
     command: CommandLine
-    env: DistEnv | None  # this rank's facts; None where no launcher has started this process
+    env: DistEnv | None  # this rank's facts; None if no launcher started this process
     started_at: float  # time.time()
     code: Mapping[str, Any]  # git_revision and versions
     warnings: tuple[str, ...] = ()  # about stdout and stderr
 
 
 def compose(command: CommandLine) -> DictConfig:
-    """Return the composed config of a run, or what all jobs of a sweep have in common.
+    """Return the composed config of a run, or the part that all jobs of a sweep share.
 
     Raises:
         UserError: a key has several values and the command is not a sweep.
         HydraException: the config cannot be composed.
     """
-    sweeps = [one for one in command.overrides if one.is_sweep_override()]
-    same = [str(one.input_line) for one in command.overrides if one not in sweeps]  # in all jobs
-    composed = compose_config(same, folders=command.folders)
+    sweeps = [item for item in command.overrides if item.is_sweep_override()]
+    shared = [str(item.input_line) for item in command.overrides if item not in sweeps]
+    composed = compose_config(shared, folders=command.folders)
     for sweep in sweeps:
         line = sweep.input_line
         if is_sweep(command, composed):
@@ -85,7 +79,7 @@ def compose(command: CommandLine) -> DictConfig:
     if composed.hydra.verbose or composed.hydra.job.chdir:
         raise UserError(
             "hydra.verbose and hydra.job.chdir are not for this program; leave them out: a run "
-            "writes all that it leaves into its own folder, tracebacks into RUN/logs"
+            "writes all its files into its own folder, tracebacks into RUN/logs"
         )
     return composed
 
@@ -96,141 +90,135 @@ def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
 
 
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
-    """Return the job that a composed config describes, on this machine; see ``plan_at``."""
+    """Return the job of a composed config on this machine; see ``plan_at``."""
     return plan_at(composed, lambda _: JobHardware(hardware, env=invocation.env), invocation)
 
 
 def plan_at(
-    composed: DictConfig, place_of: Callable[[Config], JobHardware], invocation: Invocation
+    composed: DictConfig, hardware_for: Callable[[Config], JobHardware], invocation: Invocation
 ) -> Job:
-    """Return the job that a composed config describes; it has no run folder yet.
-
-    Args:
-        composed: with its ``hydra`` node.
-        place_of: gives the place where a job of this config will run.
-        invocation: the command.
+    """Return the job of a composed config, with its ``hydra`` node; it has no run folder yet.
 
     Raises:
         UserError: the config is invalid, or a file that it names does not exist.
     """
     with opened(composed) as (given, node):
-        one = prepare(given, node, invocation)
-        _, secrets = resolved_texts(one.raw, one.interpolations)
+        prepared = prepare(given, node, invocation)
+        _, secrets = resolved_texts(prepared.raw, prepared.interpolations)
         with secrets.hidden_in_errors():
-            return finish(one, to_config(one.raw), place_of, secrets, one.overrides, invocation)
+            config, words = to_config(prepared.raw), prepared.overrides
+            return finish(prepared, config, hardware_for, secrets, words, invocation)
 
 
 @dataclass(frozen=True)
 class PreparedConfig:
-    """A composed config, and all that does not follow from the values of its plain keys."""
+    """A composed config with all facts that do not depend on the values of its plain keys."""
 
     given: DictConfig  # without its ``hydra`` node
-    raw: DictConfig  # likewise; of a resumed run its own config, with this command's keys
-    interpolations: Mapping[Place, str]
-    overrides: tuple[str, ...]  # that the user wrote
+    raw: DictConfig  # `given`, or a resumed run's config with this command's keys
+    interpolations: Mapping[KeyPath, str]
+    overrides: tuple[str, ...]  # as the user wrote them
     choices: Mapping[str, str]  # the option of each group
-    lacks_run: bool
+    lacks_run: bool  # the run to resume is not on this machine
     notes: Sequence[str]
 
 
 def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> PreparedConfig:
-    """Apply what follows from a command's choices to its composed config, in place."""
+    """Apply the effects of a command's choices to its composed config, in place."""
     command, env = invocation.command, invocation.env
-    raw, overrides, lacks_run = given, _written(node, command), False
-    own_keys = chosen_keys(overrides)
+    overrides = _written(node, command)
+    keys = chosen_keys(overrides)
     notes = _keep_options(given, node, command)
-    try:
-        raw = with_resumed(given, overrides, is_launched=env is not None)
-        if raw is not given:
-            notes = left_trackers(given, overrides)
-        elif has_own_loop(raw.task):
-            own_keys += changed_keys(raw, overrides)
-        notes += unused_note(raw.task, own_keys)
-    except NotARunError:
-        lacks_run = (env.num_nodes if env else given.launch.nnodes) > 1
-        if not lacks_run:
-            raise
-    choices = _choices(node, raw)
-    return PreparedConfig(given, raw, interpolations(raw), overrides, choices, lacks_run, notes)
+    # On several machines only rank 0 must have the run to resume.
+    is_elsewhere = (env.num_nodes if env else given.launch.nnodes) > 1 and lacks_run(given)
+    launched = env is not None
+    raw = with_resumed(given, overrides, is_launched=launched, is_elsewhere=is_elsewhere)
+    if raw is not given:
+        notes = dropped_trackers(given, overrides)
+    elif has_own_loop(raw.task):
+        keys += changed_keys(raw, overrides)
+    if not is_elsewhere:
+        notes += unused_note(raw.task, keys)
+    choices = {
+        str(group): str(option)
+        for group, option in node.runtime.choices.items()
+        if option is not None and "/" not in str(group)
+    }
+    for group in LIST_GROUPS:  # Hydra leaves out groups with a list of options
+        if raw[group]:
+            choices[group] = f"[{','.join(map(str, raw[group]))}]"
+    return PreparedConfig(given, raw, interpolations(raw), overrides, choices, is_elsewhere, notes)
 
 
 def finish(
-    one: PreparedConfig,
+    prepared: PreparedConfig,
     unresolved: Config,
-    place_of: Callable[[Config], JobHardware],
+    hardware_for: Callable[[Config], JobHardware],
     secrets: Secrets,
     overrides: tuple[str, ...],
     invocation: Invocation,
 ) -> Job:
     """Return the job of a prepared config: resolved and validated."""
-    env, own_groups, place = invocation.env, invocation.command.own_groups, place_of(unresolved)
+    env, own_groups, here = invocation.env, invocation.command.own_groups, hardware_for(unresolved)
     config, warnings = resolve(
-        unresolved, hardware=place.hardware, chosen=chosen_keys(overrides), env=place.env
+        unresolved, hardware=here.hardware, chosen=chosen_keys(overrides), env=here.env
     )
-    validate_files(config, env=place.env, is_here=place.env is env)
+    validate_files(config, env=here.env, is_here=here.env is env)
+    written, choices = secrets.written(config), prepared.choices
     return Job(
         config=config,
         started_at=invocation.started_at,
-        lacks_run=one.lacks_run,
+        lacks_run=prepared.lacks_run,
         code=invocation.code,
         overrides=overrides,
         own_groups=own_groups if env is None else None,
         resume_arguments=resume_arguments(
-            secrets.written(config), one.given, overrides, own_groups, choices=one.choices
+            written, prepared.given, overrides, own_groups, choices=choices
         ),
         secrets=secrets,
-        choices=one.choices,
-        warnings=(*invocation.warnings, *map(secrets.hide, [*one.notes, *warnings])),
+        choices=choices,
+        warnings=(*invocation.warnings, *map(secrets.hide, [*prepared.notes, *warnings])),
     )
 
 
 def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
-    """Return the arguments by which Hydra shows the config that a run would have."""
+    """Return the arguments with which Hydra shows the config that a run would have."""
     with opened(composed) as (raw, node), opened(composed) as (kept, _):
         _keep_options(kept, node, command)
         return command.arguments(*changes(raw, kept))
 
 
 def _keep_options(raw: DictConfig, node: HydraConf, command: CommandLine) -> list[str]:
+    """Restore the keys of chosen options and targets, in place; return notes about it."""
     words, choices = _written(node, command), node.runtime.choices
-    said = list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
+    notes = list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
     replace_targets(raw, words, folders=command.folders)
-    return said
-
-
-def _choices(node: HydraConf, raw: DictConfig) -> dict[str, str]:
-    """Return the option of each group; a list for those of several, which Hydra leaves out."""
-    choices = {
-        str(group): str(option)
-        for group, option in node.runtime.choices.items()
-        if option is not None and "/" not in str(group)
-    }
-    lists = {one: ",".join(map(str, raw[one])) for one in LIST_GROUPS}
-    return choices | {group: f"[{names}]" for group, names in lists.items() if names}
+    return notes
 
 
 def job_folder(composed: DictConfig, command: CommandLine) -> str:
     """Return the name of a sweep job's folder: the overrides that differ between the jobs.
 
-    A job that goes on with a run has that run's folder: an absolute path.
+    A job that resumes a run has that run's folder: an absolute path.
     """
     with opened_node(composed) as node:
         if composed.resume not in (None, AUTO) and composed.task not in INFERENCE:
             if node.sweep.subdir != UNNAMED:
                 raise UserError(
                     f"hydra.sweep.subdir ({node.sweep.subdir}) names a new folder, and resume="
-                    f"{composed.resume} goes on in its own; leave hydra.sweep.subdir out"
+                    f"{composed.resume} continues in its own; leave hydra.sweep.subdir out"
                 )
             return str(Path(composed.resume).absolute())
         if node.sweep.subdir != UNNAMED:
-            return safe_name(str(node.sweep.subdir))  # a job's folder is directly in the sweep's
-        swept = {one.key_or_group for one in command.overrides if one.is_sweep_override()}
-        fixed = {one.key_or_group for one in command.overrides} - swept
-        overrides = sweep_command(_written(node, command))
-        varied = [one for one in overrides if one.partition("=")[0].lstrip("+~") not in fixed]
-        return job_name([one.removeprefix("++") for one in varied or overrides])
+            return safe_name(str(node.sweep.subdir))  # directly in the sweep's folder
+        swept = {item.key_or_group for item in command.overrides if item.is_sweep_override()}
+        fixed = {item.key_or_group for item in command.overrides} - swept
+        words = sweep_command(_written(node, command))
+        varied = [word for word in words if word.partition("=")[0].lstrip("+~") not in fixed]
+        return job_name([word.removeprefix("++") for word in varied or words])
 
 
 def _written(node: HydraConf, command: CommandLine) -> tuple[str, ...]:
-    """Return the overrides that the user wrote, as they were written."""
-    return tuple(one for one in as_written(node.overrides.task) if one not in command.implied)
+    """Return the overrides as the user wrote them, without those of a resumed run."""
+    words: Any = OmegaConf.to_container(node.overrides.task, resolve=False)  # may hold secrets
+    return tuple(word for word in map(str, words) if word not in command.implied)

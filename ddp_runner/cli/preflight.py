@@ -1,4 +1,4 @@
-"""What a resolved config needs before anything starts: packages, files and memory. Torch-free."""
+"""Validates the packages, files and memory that a resolved config needs. Torch-free."""
 
 import math
 from collections.abc import Mapping
@@ -16,21 +16,16 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import memory_bytes
 from ddp_runner.tracking.run_dir import RunDir
 
-MODEL_FILE = "config.json"  # of a folder of trained weights
-SMALL_BYTES = 2**26  # of a dataset that fits any machine
+MODEL_FILE = "config.json"  # in a folder of transformers' weights
+SMALL_BYTES = 2**26  # a dataset of this size fits into any memory
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
 def validate_files(config: Config, *, env: DistEnv | None = None, is_here: bool = True) -> None:
     """Reject a resolved config that needs a missing file, folder or package, or more memory.
 
-    Args:
-        config: resolved.
-        env: this rank's facts if the ranks run already.
-        is_here: whether this machine runs ranks; one that only submits them has other memory.
-
-    Raises:
-        UserError: something is missing; the message says what to write instead.
+    `env` holds this rank's facts if the ranks run already. Without `is_here` this machine only
+    submits the job, and its memory does not matter.
     """
     model, dataset = config.model, config.dataset
     validate_requires(config)
@@ -40,18 +35,18 @@ def validate_files(config: Config, *, env: DistEnv | None = None, is_here: bool 
     if (name := model.get("pretrained")) is not None and not Path(str(name), MODEL_FILE).is_file():
         raise UserError(
             f"model.pretrained ({name}): there is no {MODEL_FILE} in {Path(str(name)).absolute()}; "
-            "name a folder of trained weights, as transformers' save_pretrained leaves it"
+            "name a folder that transformers' save_pretrained has written"
         )
     if config.task != SAMPLE and (name := dataset.get("tokenizer")) is not None:
         tokenizer_file(Path(str(name)))
-    # Only rank 0 reads the weights, perhaps on another machine. A resumed run needs them no more.
+    # Only rank 0 reads the weights, perhaps on another machine. A resumed run does not need them.
     num_nodes = env.num_nodes if env else config.launch.nnodes
     if (name := model.get("weights")) is not None and config.resume is None and num_nodes == 1:
         weights = Path(str(name))
         run = RunDir(weights)
-        is_run = run.checkpoints.is_dir() or run.export.exists()
-        is_checkpoint = is_run or (weights / MANIFEST).exists()
-        if not (weights.exists() and (is_checkpoint or weights.suffix in WEIGHT_FILES)):
+        parts = (run.checkpoints, run.export, weights / MANIFEST)
+        is_right = any(part.exists() for part in parts) or weights.suffix in WEIGHT_FILES
+        if not (weights.exists() and is_right):
             fault = "is not a weights file or run folder" if weights.exists() else "does not exist"
             raise UserError(
                 f"model.weights ({weights}) {fault}; give a run folder, its "
@@ -70,7 +65,7 @@ def _validate_memory(dataset: Mapping[str, Any]) -> None:
         sample_bytes = 4 * (sizes.get("input_size", 0) + sizes.get("target_size", 0))
     count = sizes.get("num_samples", 0) + sizes.get("eval_samples", 0)
     if count * sample_bytes < SMALL_BYTES:
-        return  # without asking the machine for each job of a sweep
+        return  # each job of a sweep would measure the memory again
     needed, memory = (size / 2**30 for size in (count * sample_bytes, memory_bytes()))
     if needed > memory:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The arguments of a command that resumes a run: what it must repeat, and which keys follow."""
+"""The arguments that a command must repeat to resume a run, and keys that follow other keys."""
 
 import re
 import shlex
@@ -14,50 +14,48 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_runner.cli.compose import literal
 from ddp_runner.config.fields import plain
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.config.secrets import foreign_keys, texts
+from ddp_runner.config.secrets import foreign_keys, walk_texts
 from ddp_runner.config.targets import given_packages
 from ddp_runner.errors import UserError
 
+COMMAND_GROUPS = ("allowed_targets", "launch", "sweep", "trackers")  # not taken from the run
 
-def follow_again(frozen: DictConfig, own: Any, unresolved: Mapping[str, Any]) -> None:
-    """Let what followed other keys of a run's dataset follow them again. Change it in place.
 
-    A frozen config holds values, so without this dataset.folder would change, and not the root of
-    the pictures. What the run's own command had changed stays as it is. A run may be anybody's:
-    only our texts are resolved, among the run's values that are no texts to resolve.
+def restore_interpolations(frozen: DictConfig, run: Any, dataset: Mapping[str, Any]) -> None:
+    """Restore the interpolations of a resumed run's dataset, in place.
+
+    A frozen config holds values: without this a new dataset.folder would not change the root of the
+    pictures. Values that the run's command had changed stay. A run may come from anybody: only our
+    own texts are resolved, among the run's values without interpolations.
 
     Args:
         frozen: the run's config.
-        own: likewise, with nothing resolved.
-        unresolved: the dataset that this command composes.
+        run: the same as plain containers.
+        dataset: as this command composes it, unresolved.
     """
-    plain = OmegaConf.create(_without_texts(own))
-    for place, text in texts(unresolved):
+    values = OmegaConf.create(_without_interpolations(run))
+    for path, text in walk_texts(dataset):
         if not re.search(r"\$\{(dataset\.|data_root\})", text):
             continue
-        with suppress(LookupError, TypeError, OmegaConfBaseException):  # it is another dataset
-            value = reduce(getitem, place, own["dataset"])
-            owner: Any = reduce(getitem, place[:-1], plain.dataset)
-            before = owner[place[-1]]
-            owner[place[-1]] = text
+        with suppress(LookupError, TypeError, OmegaConfBaseException):  # another dataset
+            value = reduce(getitem, path, run["dataset"])
+            owner: Any = reduce(getitem, path[:-1], values.dataset)
+            before, owner[path[-1]] = owner[path[-1]], text
             try:
-                follows = owner[place[-1]] == value
+                is_equal = owner[path[-1]] == value
             finally:
-                owner[place[-1]] = before
-            if follows:
-                reduce(getitem, place[:-1], cast(Any, frozen.dataset))[place[-1]] = text
+                owner[path[-1]] = before
+            if is_equal:
+                reduce(getitem, path[:-1], cast(Any, frozen.dataset))[path[-1]] = text
 
 
-def _without_texts(tree: Any) -> Any:
-    """Return a plain tree with None in place of what OmegaConf would resolve."""
+def _without_interpolations(tree: Any) -> Any:
+    """Return a plain tree with None in place of each text with an interpolation."""
     if isinstance(tree, dict):
-        return {key: _without_texts(one) for key, one in tree.items()}
+        return {key: _without_interpolations(value) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [*map(_without_texts, tree)]
+        return [*map(_without_interpolations, tree)]
     return None if isinstance(tree, str) and "${" in tree else tree
-
-
-OF_COMMAND = ("allowed_targets", "launch", "sweep", "trackers")  # a resume takes none of a run's
 
 
 def resume_arguments(
@@ -68,46 +66,36 @@ def resume_arguments(
     *,
     choices: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """Return what a command that resumes this run says again; see ``Job``.
+    """Return the arguments that a command must repeat to resume this run; see ``Job``.
 
-    Args:
-        config: of this run, as it is frozen.
-        given: what this command composes.
-        overrides: that the user wrote.
-        own_groups: where the user's own groups are; see ``CommandLine``.
-        choices: the option of each group.
+    `config` is this run's as it is frozen, and `given` the config that this command composes.
     """
     allowed = ",".join(given_packages(given))
-    trackers = [one for one in overrides if re.match(r"[+~]*trackers\b", one)]
-    # A run that is resumed leaves out its experiment, so its trackers are given key by key.
+    trackers = [word for word in overrides if re.match(r"[+~]*trackers\b", word)]
+    # A resumed run leaves out its experiment, so its trackers are given key by key.
     if own_groups and "experiment" in choices:
-        found: Any = OmegaConf.to_container(given.trackers, resolve=False)
-        trackers = [f"+trackers.{name}={literal(keys)}" for name, keys in found.items()]
-    kept = {key: one for key, one in plain(config).items() if key not in OF_COMMAND}
+        tree: Any = OmegaConf.to_container(given.trackers, resolve=False)
+        trackers = [f"+trackers.{name}={literal(keys)}" for name, keys in tree.items()]
+    kept = {key: value for key, value in plain(config).items() if key not in COMMAND_GROUPS}
     words = _words(foreign_keys(kept, {}))
     return (*([f"allowed_targets=[{allowed}]"] if allowed else []), *own_groups, *trackers, *words)
 
 
-def validate_repeated(frozen: DictConfig, own: Mapping[str, Any]) -> None:
-    """Reject a resumed run's config that reads the environment, or names an address, by itself.
+def validate_foreign_keys(frozen: DictConfig, composed: Mapping[str, Any]) -> None:
+    """Reject a run's keys that read the environment or name an address, unless repeated.
 
-    Args:
-        frozen: the config, with this command's keys.
-        own: what this command composes, unresolved.
-
-    Raises:
-        UserError: this command does not say so, too.
+    `frozen` is the run's config with this command's keys, and `composed` this command's config.
     """
-    plain: Any = OmegaConf.to_container(frozen)
-    if found := foreign_keys(plain, own):
-        key, value = next(iter(found.items()))
+    tree: Any = OmegaConf.to_container(frozen)
+    if keys := foreign_keys(tree, composed):
+        key, value = next(iter(keys.items()))
         raise UserError(
-            f"{key} ({value}) of the run reads the environment or names an address, and a run's "
-            "config may be anybody's, so this command must say it, too; if you trust it, add "
-            f"{shlex.join(_words(found))}"
+            f"{key} ({value}) of the run reads the environment or names an address, and a run may "
+            "come from anybody, so this command must repeat it; if you trust it, add "
+            f"{shlex.join(_words(keys))}"
         )
 
 
 def _words(values: Mapping[str, Any]) -> list[str]:
-    """Return the overrides that set these keys, whether another YAML has them or not."""
+    """Return the overrides that set these keys, whether they exist or not."""
     return [f"++{key}={literal(value)}" for key, value in values.items()]

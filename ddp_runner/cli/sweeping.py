@@ -1,4 +1,4 @@
-"""Composes and plans the jobs of a sweep, each from its own words. Torch-free."""
+"""Composes and plans the jobs of a sweep. Torch-free."""
 
 import pickle
 import re
@@ -12,7 +12,6 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.cli.compose import compose_config, group_folders, opened, opened_node
 from ddp_runner.cli.messages import user_error
@@ -21,12 +20,11 @@ from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.load import resolved_texts, to_config, value_at, with_values
 from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import AUTO
-from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.sweep.layout import JobHardware
 
-MOST_SHAPES = 200  # that are kept
-# What decides more than its own value: how other keys are composed, or what holds for the sweep.
+MAX_SHAPES = 200  # kept in memory
+# Keys that decide how other keys are composed, or that hold for the whole sweep.
 DECIDING = re.compile(
     r"(task|resume|allowed_targets|trackers|launch|sweep|backend)\b|.*\._target_$"
 )
@@ -34,158 +32,134 @@ DECIDING = re.compile(
 
 @dataclass
 class PreparedJobs:
-    """Jobs of a sweep that choose the same options, and give the same plain keys other values."""
+    """Jobs of one shape: they choose the same options and set the same plain keys."""
 
-    composed: DictConfig  # of the job that was composed last, with its ``hydra`` node
-    values: Mapping[str, Any] = field(default_factory=dict)  # of its plain keys
+    composed: DictConfig  # the latest job's, with its ``hydra`` node
+    values: Mapping[str, Any] = field(default_factory=dict)  # of the latest job's plain keys
     words: tuple[str, ...] = ()
-    # Of the first job that was planned: prepared, and its config, pickled.
-    planned: tuple[PreparedConfig, bytes] | None = None
+    planned: tuple[PreparedConfig, bytes] | None = None  # of the first job; bytes: pickled config
 
 
 class Jobs:
-    """Composes and plans one job of a sweep after another.
+    """Composes and plans the jobs of a sweep in turn.
 
-    Hydra reads every YAML again for each config that it composes. Here it composes the first job of
-    each shape; for the others their values are set. What they have in common is planned once, too:
-    of each job are its values, what is interpolated, and every rule.
-
-    Args:
-        common: what the jobs have in common, composed, with the ``hydra`` node.
-        invocation: the command.
+    For each config Hydra reads every YAML again. Here it composes only the first job of each shape;
+    the other jobs set their values in that config. The plan of the first job is reused too: the
+    other jobs resolve interpolations and validate every rule again. `common` is the composed config
+    that the jobs share, with the ``hydra`` node.
     """
 
     def __init__(self, common: DictConfig, invocation: Invocation) -> None:
         command = invocation.command
         self._common, self._invocation = common, invocation
         self._urls, self._folders = command.folders, group_folders(command.folders)
-        self._of_hydra = [str(o.input_line) for o in command.overrides if o.is_hydra_override()]
+        self._hydra_words = [str(o.input_line) for o in command.overrides if o.is_hydra_override()]
         self._shapes = dict[tuple[str, ...], PreparedJobs]()
-        self._last: PreparedJobs | None = None
-        self._words: Sequence[str] = ()  # of the job that was composed last
+        self._latest: PreparedJobs | None = None
+        self._words: Sequence[str] = ()  # of the latest job
 
     def compose(self, words: Sequence[str], number: int) -> DictConfig:
-        """Return the config of a job; the next call may change it.
-
-        Args:
-            words: its overrides.
-            number: its place in the sweep, from 0.
+        """Return the config of a job by its overrides and its index; the next call may change it.
 
         Raises:
             UserError: Hydra cannot compose it.
         """
         self._words = words
-        with self._explained():
-            return self._compose(words, number)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Raise a UserError for what Hydra and OmegaConf say of a job: the others are not wrong."""
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:
-            given = (*self._invocation.command.own_groups, *self._words)
-            explained = user_error(error, given)
-            if explained is None:  # a fault of this program
-                raise
-            raise explained from error
-
-    def _compose(self, words: Sequence[str], number: int) -> DictConfig:
-        whole, implied = resumed_overrides(words, folders=self._folders)
-        overrides = [_parsed(word) for word in whole]
-        keys = {o.key_or_group: o for o in overrides if _is_plain(o, self._folders)}
-        name = tuple(
-            o.key_or_group if o.key_or_group in keys else str(o.input_line) for o in overrides
-        )
-        values = {key: o.value() for key, o in keys.items()}
-        if (shape := self._shapes.get(name)) is None or not _set(shape.composed, values):
-            composed = compose_config([*self._of_hydra, *whole], folders=self._urls)
-            if len(self._shapes) == MOST_SHAPES:
-                self._shapes.clear()
-            shape = self._shapes[name] = PreparedJobs(composed)
-        shape.values, shape.words = values, tuple(one for one in whole if one not in implied)
-        self._last, job = shape, shape.composed
-        OmegaConf.copy_cache(from_config=self._common, to_config=job)  # of a time, for example
+        with self._explained_errors():
+            whole, implied = resumed_overrides(words, folders=self._folders)
+            overrides = [_parsed(word) for word in whole]
+            keys = {o.key_or_group: o for o in overrides if _is_plain(o, self._folders)}
+            name = tuple(
+                o.key_or_group if o.key_or_group in keys else str(o.input_line) for o in overrides
+            )
+            values = {key: o.value() for key, o in keys.items()}
+            if shape := self._shapes.get(name):
+                _set(shape.composed, values)
+            else:
+                composed = compose_config([*self._hydra_words, *whole], folders=self._urls)
+                if len(self._shapes) == MAX_SHAPES:
+                    self._shapes.clear()
+                shape = self._shapes[name] = PreparedJobs(composed)
+        shape.values, shape.words = values, tuple(word for word in whole if word not in implied)
+        self._latest, job = shape, shape.composed
+        OmegaConf.copy_cache(from_config=self._common, to_config=job)  # such as ${now:...}
         with open_dict(job):
             node = job.hydra
             node.overrides.task = list(shape.words)
             node.job.id = node.job.num = number
-            node.job.override_dirname = _dirname(node.job.config.override_dirname, overrides)
+            node.job.override_dirname = _override_dirname(node, overrides)
         return job
 
-    def plan(self, composed: DictConfig, place_of: Callable[[Config], JobHardware]) -> Job:
+    def plan(self, composed: DictConfig, hardware_for: Callable[[Config], JobHardware]) -> Job:
         """Return the job that was composed last; see ``plan_at``."""
-        with self._explained():
-            return self._plan(composed, place_of)
-
-    def _plan(self, composed: DictConfig, place_of: Callable[[Config], JobHardware]) -> Job:
-        shape = self._last
+        shape, invocation = self._latest, self._invocation
         assert shape is not None
         assert shape.composed is composed
-        if shape.planned is None:
-            job = plan_at(composed, place_of, self._invocation)
-            if composed.resume in (None, AUTO):
-                shape.planned = _common(shape, self._invocation)
-            return job
-        prepared, config = shape.planned
-        with opened_node(composed):
-            is_set = _set(prepared.raw, shape.values)
-            assert is_set
-            texts, secrets = resolved_texts(prepared.raw, prepared.interpolations)
-            with secrets.hidden_in_errors():
-                if texts.keys() != prepared.interpolations.keys():
-                    return plan_at(composed, place_of, self._invocation)  # which says why
-                values = {_place(key): value_at(prepared.raw, _place(key)) for key in shape.values}
-                unresolved = with_values(pickle.loads(config), values | texts)
-                return finish(
-                    prepared, unresolved, place_of, secrets, shape.words, self._invocation
-                )
+        with self._explained_errors():
+            if shape.planned is None:
+                job = plan_at(composed, hardware_for, invocation)
+                if composed.resume in (None, AUTO):
+                    shape.planned = _reusable_plan(shape, invocation)
+                return job
+            prepared, config = shape.planned
+            with opened_node(composed):
+                _set(prepared.raw, shape.values)
+                texts, secrets = resolved_texts(prepared.raw, prepared.interpolations)
+                with secrets.hidden_in_errors():
+                    if texts.keys() != prepared.interpolations.keys():
+                        return plan_at(composed, hardware_for, invocation)  # raises the error
+                    paths = [tuple(key.split(".")) for key in shape.values]
+                    values = {path: value_at(prepared.raw, path) for path in paths}
+                    unresolved = with_values(pickle.loads(config), values | texts)
+                    return finish(
+                        prepared, unresolved, hardware_for, secrets, shape.words, invocation
+                    )
+
+    @contextmanager
+    def _explained_errors(self) -> Iterator[None]:
+        """Turn errors about one job into a UserError, so that the other jobs can run."""
+        try:
+            yield
+        except Exception as error:
+            explained = user_error(error, (*self._invocation.command.own_groups, *self._words))
+            if explained is None or explained is error:
+                raise
+            raise explained from error
 
 
-def _common(shape: PreparedJobs, invocation: Invocation) -> tuple[PreparedConfig, bytes] | None:
-    """Return what the next job of a shape begins with; None if its values cannot be set alone."""
+def _reusable_plan(
+    shape: PreparedJobs, invocation: Invocation
+) -> tuple[PreparedConfig, bytes] | None:
+    """Return the plan for the next jobs of a shape; None if setting values alone is not enough."""
     with opened(shape.composed) as (given, node):
         prepared = prepare(given, node, invocation)
         config = to_config(prepared.raw)
-        kept = pickle.dumps(config)
-        try:
-            places = [*map(_place, shape.values), *prepared.interpolations]
-            values = {place: value_at(prepared.raw, place) for place in places}
-            again = with_values(pickle.loads(kept), values)
-        except (LookupError, AttributeError, TypeError):  # a key that is no text
-            return None
-    return (prepared, kept) if again == config else None
+        pickled = pickle.dumps(config)
+        paths = [*(tuple(key.split(".")) for key in shape.values), *prepared.interpolations]
+        values = {path: value_at(prepared.raw, path) for path in paths}
+        rebuilt = with_values(pickle.loads(pickled), values)
+    return (prepared, pickled) if rebuilt == config else None
 
 
-def _set(config: DictConfig, values: Mapping[str, Any]) -> bool:
-    """Set values of plain keys; return whether all of them could be."""
-    try:
-        for key, value in values.items():
-            OmegaConf.update(config, key, value, merge=True)
-    except OmegaConfBaseException:
-        return False  # Hydra says what is wrong
-    return True
+def _set(config: DictConfig, values: Mapping[str, Any]) -> None:
+    """Set values of plain keys as Hydra does."""
+    for key, value in values.items():
+        OmegaConf.update(config, key, value, merge=True)
 
 
-def _place(key: str) -> tuple[str, ...]:
-    return tuple(key.split("."))
-
-
-@lru_cache(maxsize=10_000)  # the jobs of a grid have few words, again and again
+@lru_cache(maxsize=10_000)  # the jobs of a grid repeat their words
 def _parsed(word: str) -> Override:
     return OverridesParser.create().parse_override(word)
 
 
 def _is_plain(override: Override, folders: Sequence[Path]) -> bool:
-    """Return whether an override gives a plain key a value, and decides nothing else."""
+    """Return whether an override only gives a plain key a value."""
     key = override.key_or_group
     return (
         override.type == OverrideType.CHANGE
         and override.package is None
         and not override.is_sweep_override()
-        and not re.search(r"[/\[]|\$\{", str(override.input_line).partition("=")[0])
+        and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key) is not None
         and "${" not in str(override.input_line)
         and not isinstance(override.value(), dict)
         and not DECIDING.match(key)
@@ -193,8 +167,9 @@ def _is_plain(override: Override, folders: Sequence[Path]) -> bool:
     )
 
 
-def _dirname(rules: DictConfig, overrides: Sequence[Override]) -> str:
-    """Return what ``hydra.job.override_dirname`` stands for, which a folder's name may use."""
-    shown = [one for one in overrides if one.key_or_group not in rules.exclude_keys]
-    text = rules.item_sep.join(sorted(str(one.input_line) for one in shown))
+def _override_dirname(node: DictConfig, overrides: Sequence[Override]) -> str:
+    """Return ``hydra.job.override_dirname`` of a job, which a folder's name may use."""
+    rules = node.job.config.override_dirname
+    shown = [item for item in overrides if item.key_or_group not in rules.exclude_keys]
+    text = rules.item_sep.join(sorted(str(item.input_line) for item in shown))
     return re.sub("=", rules.kv_sep, text)

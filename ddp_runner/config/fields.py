@@ -1,4 +1,4 @@
-"""A key of the schema: its default, its meaning and its rule stand beside the field. Torch-free."""
+"""The fields of the schema: each holds the default, meaning and rule of its key. Torch-free."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,24 +11,24 @@ from ddp_runner.errors import UserError, in_yaml, nearest
 
 # The words for the types of keys, in messages and in --help.
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-OF_SEVERAL = {list: "a list", dict: "a mapping"}
+CONTAINERS = {list: "a list", dict: "a mapping"}
 T = TypeVar("T")
-MOST = 2**63 - 1  # the largest whole number of torch and NumPy, seeds included
+MOST = 2**63 - 1  # the largest integer of torch and NumPy, also for seeds
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a key means, and what its value must be."""
+    """The meaning of a key and the values that it allows."""
 
     doc: str = ""
     unit: str | None = None
-    kind: str | None = None  # words for the type of a key that takes several
+    kind: str | None = None  # words for the type of a key that takes several types
     above: float | None = None
     least: float | None = None
     most: float | None = None
-    choices: tuple[str | None, ...] = ()  # of a list: of each item
+    choices: tuple[str | None, ...] = ()  # for a list: the choices for each item
     check: Callable[[Any], object] | None = None  # raises a UserError
-    packages: Mapping[str, str] = field(default_factory=dict)  # that a choice needs
+    packages: Mapping[str, str] = field(default_factory=dict)  # choice -> the package it needs
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Key:
     """One key of a config."""
 
     name: str  # dotted
-    kind: Any  # the type that the schema gives it
+    kind: Any  # the type in the schema
     rule: Rule
     value: Any
 
@@ -45,28 +45,27 @@ def key(default: T, doc: str, **rule: Any) -> T:
     """Return a field of the schema; `rule` has the other fields of ``Rule``."""
     metadata = {"rule": Rule(doc, **rule)}
     if isinstance(default, list | dict):
-        made: Any = field(default_factory=lambda: copy(default), metadata=metadata)
+        result: T = field(default_factory=lambda: copy(default), metadata=metadata)
     else:
-        made = field(default=default, metadata=metadata)
-    found: T = made
-    return found
+        result = field(default=default, metadata=metadata)
+    return result
 
 
 def walk(owner: Any, prefix: str = "") -> Iterator[Key]:
-    """Yield the keys of a config, or of a section of it, in the order of the schema.
+    """Yield the keys of a config or of a section, in the order of the schema.
 
-    The groups that are chosen by name have no keys here: their YAMLs give them.
+    Groups are left out: the YAML of the chosen option defines their keys.
     """
-    for one in fields(owner):
-        name, value = f"{prefix}{one.name}", getattr(owner, one.name)
+    for item in fields(owner):
+        name, value = f"{prefix}{item.name}", getattr(owner, item.name)
         if is_dataclass(value):
             yield from walk(value, f"{name}.")
-        elif "rule" in one.metadata:
-            yield Key(name, one.type, one.metadata["rule"], value)
+        elif "rule" in item.metadata:
+            yield Key(name, item.type, item.metadata["rule"], value)
 
 
 def plain(owner: Any) -> dict[str, Any]:
-    """Return a config as a tree of dictionaries to read: unlike asdict's its values are shared."""
+    """Return a config as nested dicts, to read only: unlike asdict it does not copy the values."""
     return {
         name: plain(value) if is_dataclass(value) else value for name, value in vars(owner).items()
     }
@@ -78,22 +77,14 @@ def plain_kind(kind: Any) -> Any:
 
 
 def validate_kind(name: str, value: Any, kind: Any) -> None:
-    """Reject a value of another kind than a plain type; a whole number is a number, too.
-
-    Raises:
-        UserError: naming the key.
-    """
+    """Reject a value of the wrong type; a float key also takes an int."""
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
-        raise UserError(f"{name} ({in_yaml(value)}) must be {(KINDS | OF_SEVERAL)[kind]}")
+        raise UserError(f"{name} ({in_yaml(value)}) must be {(KINDS | CONTAINERS)[kind]}")
 
 
 def validate_value(name: str, value: Any, rule: Rule) -> None:
-    """Reject a value that breaks the rule of its key, or a number that no library takes.
-
-    Raises:
-        UserError: naming the key, the value and the rule.
-    """
+    """Reject a value that breaks the rule of its key, and numbers that torch cannot hold."""
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, float) and not math.isfinite(item):
             raise UserError(f"{name} ({value}) must be a finite number")
@@ -101,11 +92,11 @@ def validate_value(name: str, value: Any, rule: Rule) -> None:
             limit = f"{MOST} or less" if item > 0 else f"{-MOST} or greater"
             raise UserError(f"{name} ({value}) must be {limit}")
         if item is not None and rule.choices and item not in rule.choices:
-            known = [in_yaml(one) for one in rule.choices]
-            meant = nearest(str(item), known)
-            hint = f"; did you mean {meant}?" if meant else ""
+            choices = [in_yaml(choice) for choice in rule.choices]
+            match = nearest(str(item), choices)
+            hint = f"; did you mean {match}?" if match else ""
             among = "among" if isinstance(value, list) else "one of"
-            raise UserError(f"{name} ({in_yaml(item)}) must be {among} {', '.join(known)}{hint}")
+            raise UserError(f"{name} ({in_yaml(item)}) must be {among} {', '.join(choices)}{hint}")
     if value is not None and (rule.above, rule.least, rule.most) != (None, None, None):
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UserError(f"{name} ({in_yaml(value)}) must be a number")

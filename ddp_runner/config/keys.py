@@ -1,7 +1,4 @@
-"""The plain keys of the config with type, default and meaning: --help and docs/keys.md.
-
-The one source is the schema: see ``fields``.
-"""
+"""The keys of the schema with type, default and meaning, for --help and docs/keys.md."""
 
 import inspect
 import json
@@ -26,7 +23,7 @@ this list, and the options of each group. The keys of an option, such as `optimi
 YAML below [conf/](../conf); `--cfg job` shows them all. `hydra.run.dir` is the folder of a run. The
 `hydra.` keys of sweeps, Slurm and searches are in [sweeps.md](sweeps.md).
 
-This page is made by `python -m ddp_runner.config.keys > docs/keys.md`.
+To update this page, run `python -m ddp_runner.config.keys > docs/keys.md`.
 """
 
 
@@ -34,7 +31,7 @@ def help_text() -> str:
     """Return the keys for a terminal, each with its meaning below it."""
     lines = []
     for key in walk(Config()):
-        lines.append(f"{key.name}={in_one_word(key.value)}  ({_kind(key)})")
+        lines.append(f"{key.name}={shown_default(key.value)}  ({_kind_words(key)})")
         lines.append(textwrap.indent(textwrap.fill(key.rule.doc, width=76), "    "))
     return "\n".join(lines)
 
@@ -42,27 +39,27 @@ def help_text() -> str:
 def page() -> str:
     """Return docs/keys.md: a table for each group of keys."""
     lines = [HEADER]
-    kinds = {field.name: field.type for field in fields(Config)}
-    sections = sorted(walk(Config()), key=lambda key: "." in key.name)  # the keys of no group first
-    for group, keys in groupby(sections, key=lambda key: key.name.rpartition(".")[0]):
+    sections = {field.name: field.type for field in fields(Config)}
+    top_level_first = sorted(walk(Config()), key=lambda key: "." in key.name)
+    for group, keys in groupby(top_level_first, key=lambda key: key.name.rpartition(".")[0]):
         lines += [f"## {group or 'The run'}", ""]
         if group:
-            lines += [" ".join((inspect.getdoc(kinds[group]) or "").split()), ""]
+            lines += [" ".join((inspect.getdoc(sections[group]) or "").split()), ""]
         lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in keys:
-            default, meaning = in_one_word(key.value), key.rule.doc.replace("|", "\\|")
-            lines.append(f"| `{key.name}` | {_kind(key)} | `{default}` | {meaning} |")
+            default, meaning = shown_default(key.value), key.rule.doc.replace("|", "\\|")
+            lines.append(f"| `{key.name}` | {_kind_words(key)} | `{default}` | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def in_one_word(default: Any) -> str:
-    """Return a key's default as a command line gives it."""
+def shown_default(default: Any) -> str:
+    """Return a key's default as written on a command line."""
     return json.dumps(default).replace('"', "")
 
 
-def _kind(key: Key) -> str:
-    """Return the words for a key's type, with its unit, its range, or the words to choose from."""
+def _kind_words(key: Key) -> str:
+    """Return the words for a key's type, with its unit, its range, or its choices."""
     plain, rule = plain_kind(key.kind), key.rule
     choices = f": {' or '.join(filter(None, rule.choices))}" if rule.choices else ""
     words = [(rule.kind or KIND_WORDS[plain]) + (f" of {rule.unit}" if rule.unit else "") + choices]

@@ -1,4 +1,4 @@
-"""Reads a composed config: as the schema's object, its overrides, and its secrets. Torch-free."""
+"""Reads a composed or a frozen config: the schema's object, overrides and secrets. Torch-free."""
 
 import os
 import re
@@ -16,18 +16,18 @@ from omegaconf.resolvers import oc
 
 from ddp_runner.config.fields import walk
 from ddp_runner.config.schema import RUNNER_KEYS, Config
-from ddp_runner.config.secrets import Place, Secrets, put, texts
+from ddp_runner.config.secrets import KeyPath, Secrets, set_value, walk_texts
 from ddp_runner.errors import UserError, nearest, one_line, os_errors
-from ddp_runner.files import yaml_text
+from ddp_runner.files import is_missing, yaml_text
 
-LEAST_LENGTH = 4  # of a value that is hidden in sentences: shorter ones are words or numbers
+MIN_SECRET_LENGTH = 4  # shorter values are common words or numbers: not hidden in messages
 
 
 def to_config(raw: DictConfig) -> Config:
     """Return a composed config as the schema's object, its interpolations resolved.
 
     Raises:
-        UserError: a key is not in the schema, or a list of texts holds something else.
+        UserError: a key is not in the schema, or a list of texts holds another value.
     """
     for group in RUNNER_KEYS:
         keys = raw.get(group)
@@ -35,78 +35,69 @@ def to_config(raw: DictConfig) -> Config:
             fix = "begin its YAML with the line # @package _global_"
             raise UserError(f"{group}.{group} has the keys of {group}; {fix}")
     if not _is_typed(raw, Config):
-        _validate_known(raw, Config)
-        merged = OmegaConf.merge(_schema(), raw)
-        assert isinstance(merged, DictConfig)
-        raw = merged
+        _validate_keys(raw, Config)
+        raw = cast(DictConfig, OmegaConf.merge(_schema(), raw))
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
     _validate_texts(config)
     return config
 
 
-def _validate_known(raw: DictConfig, kind: type[Any], prefix: str = "") -> None:
-    """Reject a key that the schema lacks: below a section OmegaConf would drop it in silence."""
-    known = {one.name: one.type for one in fields(kind)}
+def _validate_keys(raw: DictConfig, kind: type[Any], prefix: str = "") -> None:
+    """Reject a key that the schema lacks: OmegaConf silently drops it inside a section."""
+    types = {item.name: item.type for item in fields(kind)}
     for key in map(str, raw):
-        if key not in known:
+        if key not in types:
             hint = f"see --help for all keys, and put your own under user, as in user.{key}"
-            if meant := nearest(key, known):
-                hint = f"did you mean {prefix}{meant}?"
+            if match := nearest(key, types):
+                hint = f"did you mean {prefix}{match}?"
             raise UserError(f"{prefix}{key} is not a key of the config; {hint}")
-        if is_dataclass(known[key]) and OmegaConf.is_interpolation(raw, key):
+        if is_dataclass(types[key]) and OmegaConf.is_interpolation(raw, key):
             raise UserError(
-                f"{prefix}{key} has keys of its own, and an interpolation cannot stand for all of "
-                "them; write one for each key"
+                f"{prefix}{key} is a section, and an interpolation cannot replace all its keys; "
+                "write an interpolation for each key"
             )
-        if is_dataclass(known[key]) and OmegaConf.is_dict(raw[key]):
-            _validate_known(raw[key], cast(type[Any], known[key]), f"{prefix}{key}.")
+        if is_dataclass(types[key]) and OmegaConf.is_dict(raw[key]):
+            _validate_keys(raw[key], cast(type[Any], types[key]), f"{prefix}{key}.")
 
 
 def _validate_texts(config: Config) -> None:
-    for one in walk(config):  # OmegaConf lets lists and mappings into lists of texts
-        texts = one.value if one.kind in (list[str], list[str] | None) else None
+    """Reject lists and mappings in a list of texts: OmegaConf accepts them."""
+    for key in walk(config):
+        texts = key.value if key.kind in (list[str], list[str] | None) else None
         for index, text in enumerate(texts or ()):
             if not isinstance(text, str):
                 shown = str(text).replace("'", "")
                 raise UserError(
-                    f"{one.name}[{index}] ({shown}) must be a text; write {one.name}=[ONE,OTHER]"
+                    f"{key.name}[{index}] ({shown}) must be a text; write {key.name}=[ONE,OTHER]"
                 )
 
 
-def with_values(config: Config, values: Mapping[Place, Any]) -> Config:
-    """Set values of a config, in place; return it.
-
-    Raises:
-        UserError: a list of texts holds something else.
-    """
-    for place, value in values.items():
-        put(config, place, value)
+def with_values(config: Config, values: Mapping[KeyPath, Any]) -> Config:
+    """Set values of a config in place, and return it."""
+    for path, value in values.items():
+        set_value(config, path, value)
     if any(isinstance(value, list) for value in values.values()):
         _validate_texts(config)
     return config
 
 
-def value_at(raw: DictConfig, place: Place) -> Any:
-    """Return the value at a place of a composed config, its interpolations resolved.
-
-    Raises:
-        OmegaConfBaseException: they cannot be.
-    """
-    value = reduce(getitem, place, cast(Any, raw))
+def value_at(raw: DictConfig, path: KeyPath) -> Any:
+    """Return a value of a composed config, its interpolations resolved."""
+    value = reduce(getitem, path, cast(Any, raw))
     return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
 def _is_typed(node: Any, kind: type[Any]) -> bool:
-    """Return whether a node has the keys of this class and no others, in its sections as well.
+    """Return whether a node and its sections have exactly the keys of their classes.
 
-    What Hydra composes is, unless the command has added a key. To merge it into the schema once
-    more takes ten times as long as all else.
+    Hydra composes such nodes unless the command adds a key. Merging them into the schema again
+    would take ten times as long as the rest of ``to_config``.
     """
-    if OmegaConf.get_type(node) is not kind or set(node) != {one.name for one in fields(kind)}:
+    if OmegaConf.get_type(node) is not kind or set(node) != {item.name for item in fields(kind)}:
         return False
-    sections = [one for one in fields(kind) if is_dataclass(one.type)]
-    return all(_is_typed(node[one.name], cast(type[Any], one.type)) for one in sections)
+    sections = [item for item in fields(kind) if is_dataclass(item.type)]
+    return all(_is_typed(node[item.name], cast(type[Any], item.type)) for item in sections)
 
 
 def frozen_config(path: Path) -> DictConfig:
@@ -120,96 +111,90 @@ def frozen_config(path: Path) -> DictConfig:
             text = yaml_text(path).strip()
         if text.startswith("---") and not text.endswith("..."):
             raise ValueError("it is cut off")
-        frozen = OmegaConf.merge(_schema(), OmegaConf.load(StringIO(text)))
-        assert isinstance(frozen, DictConfig)
+        frozen = cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.load(StringIO(text))))
         plain: Any = OmegaConf.to_container(frozen)
         for group, keys in asdict(Config()).items():
             if isinstance(keys, dict) and not isinstance(plain[group], dict):
                 raise ValueError(f"{group} is not a mapping")
-        lacking = [group for group in RUNNER_KEYS if "_target_" not in plain[group]]
-        if lacking:
-            raise ValueError(f"it ends before {lacking[0]}")
-    except UserError:
-        raise
+        for group in RUNNER_KEYS:
+            if "_target_" not in plain[group]:
+                raise ValueError(f"it ends before {group}")
     except Exception as error:  # PyYAML raises errors of any kind for odd tags
-        reason = one_line(error)
+        if isinstance(error, UserError):
+            raise
         raise UserError(
-            f"{path} is damaged or of another version ({reason}); restore it, or start a new run"
+            f"{path} is damaged or of another version ({one_line(error)}); restore it, or start a "
+            "new run"
         ) from error
     return frozen
 
 
-def forced(override: str, paths: Iterable[Path], *, chosen: Collection[str]) -> str:
-    """Return an override with two plus signs if these frozen configs have its key: no YAML may."""
+def forced_override(override: str, paths: Iterable[Path], *, chosen: Collection[str]) -> str:
+    """Return an override with ++ if all these frozen configs have its key: the YAMLs may not."""
     key = override.partition("=")[0]
     if "." not in key or key.partition(".")[0] not in {"loop", "metrics", *RUNNER_KEYS} - {*chosen}:
         return override
-    with suppress(UserError, LookupError, TypeError):  # with_resumed reports a damaged config
-        for path in paths:
-            held: Any = OmegaConf.to_container(frozen_config(path), resolve=False)
-            reduce(getitem, key.split("."), held)
-        return f"++{override}"
-    return override
+    for path in paths:
+        if is_missing(path):  # with_resumed reports it
+            return override
+        tree: Any = OmegaConf.to_container(frozen_config(path), resolve=False)
+        for part in key.split("."):
+            if not isinstance(tree, dict) or part not in tree:
+                return override
+            tree = tree[part]
+    return f"++{override}"
 
 
 @cache
 def _schema() -> DictConfig:
-    """Return the schema as OmegaConf merges it: into a copy."""
-    schema: DictConfig = OmegaConf.structured(Config)
-    return schema
-
-
-def as_written(overrides: Any) -> list[str]:
-    """Return Hydra's overrides without resolving interpolations, which may be secrets."""
-    written = OmegaConf.to_container(overrides, resolve=False)
-    assert isinstance(written, list)
-    return list(map(str, written))
+    """Return the schema for OmegaConf.merge, which copies it."""
+    return cast(DictConfig, OmegaConf.structured(Config))
 
 
 def chosen_keys(overrides: Sequence[str]) -> list[str]:
-    """Return the keys that the command line gives."""
+    """Return the keys of the overrides."""
     return [override.partition("=")[0].lstrip("+~") for override in overrides]
 
 
-def interpolations(raw: DictConfig) -> dict[Place, str]:
-    """Return the texts of a composed config that are to be resolved, and where they stand."""
+def interpolations(raw: DictConfig) -> dict[KeyPath, str]:
+    """Return the texts with interpolations in a composed config, by their paths."""
     tree = OmegaConf.to_container(raw, resolve=False)
-    return {place: text for place, text in texts(tree) if "${" in text}
+    return {path: text for path, text in walk_texts(tree) if "${" in text}
 
 
 def find_secrets(raw: DictConfig) -> Secrets:
     """Return the values that a composed config and its ``hydra`` node read from the environment."""
-    found = interpolations(raw)
-    reads = any("oc.env" in text for text in found.values())
-    return resolved_texts(raw, found)[1] if reads else Secrets()
+    unresolved = interpolations(raw)
+    reads = any("oc.env" in text for text in unresolved.values())
+    return resolved_texts(raw, unresolved)[1] if reads else Secrets()
 
 
 def resolved_texts(
-    raw: DictConfig, unresolved: Mapping[Place, str]
-) -> tuple[dict[Place, Any], Secrets]:
+    raw: DictConfig, unresolved: Mapping[KeyPath, str]
+) -> tuple[dict[KeyPath, Any], Secrets]:
     """Return the values of a composed config's interpolations, and those from the environment.
 
-    Each is resolved while ``oc.env`` is watched: a value may come through other keys, in a longer
-    text, in a list, or through other resolvers. What cannot be resolved is left out.
+    ``oc.env`` is watched while each is resolved: a value may come through other keys, in a longer
+    text, in a list, or through other resolvers. Interpolations that fail are left out.
     """
-    read, from_environ, written = list[str](), dict[str, str](), dict[Place, str]()
-    values = dict[Place, Any]()
+    read, from_environ, written = list[str](), dict[str, str](), dict[KeyPath, str]()
+    values = dict[KeyPath, Any]()
 
     def watched(name: str, *default: Any) -> str | None:
         read.append(name)
         value = os.environ.get(name, "")
-        if len(value) >= LEAST_LENGTH and not re.fullmatch(r"[\d.eE+-]+", value):
+        if len(value) >= MIN_SECRET_LENGTH and not re.fullmatch(r"[\d.eE+-]+", value):
             from_environ[value] = f"${{oc.env:{name}}}"
         return oc.env(name, *default)
 
     OmegaConf.register_new_resolver("oc.env", watched, replace=True)
     try:
-        for place, text in unresolved.items():
+        for path, text in unresolved.items():
             read.clear()
-            with suppress(Exception):  # it is reported when the config is resolved
-                values[place] = value_at(raw, place)
+            with suppress(Exception):  # to_config reports a failed interpolation
+                values[path] = value_at(raw, path)
             if read:
-                written[place] = text
+                written[path] = text
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     longest_first = sorted(from_environ, key=len, reverse=True)

@@ -1,7 +1,6 @@
-"""What each mode of parallelism needs of the rest of a config. Torch-free.
+"""The rules between a mode of parallelism and the rest of a config. Torch-free.
 
-Each pair was tried with torch 2.15: only what fails, or is wrong silently, is rejected, by a
-UserError for the first rule that is broken.
+Each combination was tried with torch 2.15: those that fail, or are silently wrong, are rejected.
 """
 
 import math
@@ -14,7 +13,7 @@ COMM_HOOKS = ("bf16", "fp16")
 
 
 def validate_clashes(config: Config) -> None:
-    """Reject keys that do not fit a mode, on however many ranks and on any device."""
+    """Reject keys that do not fit a mode, on any number of ranks and any device."""
     mode, train = config.parallelism, config.train
     needs, name, cap_mb = mode_needs(mode), mode.get("name"), mode.get("bucket_cap_mb")
     if needs.num_servers and mode.get("mode") not in ("sync", "async"):
@@ -23,8 +22,8 @@ def validate_clashes(config: Config) -> None:
         raise UserError(f"task=check compares equal ranks, not parallelism={name}; write ddp")
     if has_own_loop(config.task) and (needs.num_servers or needs.model_ranks != 1):
         raise UserError(
-            f"task={config.task} runs a loop with samples of its own on each rank, not under "
-            f"parallelism={name}; write ddp or fsdp"
+            f"task={config.task} needs samples of its own on each rank, which parallelism={name} "
+            "does not give; write ddp or fsdp"
         )
     if needs.num_servers and train.profile is not None:
         raise UserError(
@@ -51,10 +50,7 @@ def validate_clashes(config: Config) -> None:
 
 
 def validate_mode(config: Config) -> None:
-    """Reject keys of a mode that do not fit each other, the ranks, the model or the device.
-
-    `config` has its backend and its number of ranks filled in.
-    """
+    """Reject a mode that does not fit the model, or the resolved ranks and backend."""
     mode, name, model = config.parallelism, config.parallelism.get("name"), config.model.get("name")
     needs, ranks, stages = mode_needs(mode), config.world_size, config.model.get("num_stages") or 1
     if needs.max_ranks is not None and ranks > needs.max_ranks:
@@ -70,15 +66,15 @@ def validate_mode(config: Config) -> None:
             f"parallelism={name} needs {least} ranks or more{multiple} and world_size is "
             f"{ranks}; write world_size={max(least, -(-ranks // parts) * parts)}"
         )
-    # A function of the user's own places its modules itself.
+    # The user's own loop places its modules itself.
     if stages != needs.devices_per_rank and not has_own_loop(config.task):
-        other = "ddp_mp" if stages > 1 else "ddp, or take a model cut in two, such as convnet_mp"
+        other = "ddp_mp" if stages > 1 else "ddp, or choose a model with 2 stages: convnet_mp"
         raise UserError(
             f"model={model} is cut into {counted(stages, 'stage')} and parallelism={name} gives a "
             f"replica {counted(needs.devices_per_rank, 'device')}; write parallelism={other}"
         )
     if mode.get("sync_batchnorm") and config.backend.device == "cpu":
-        raise UserError("parallelism.sync_batchnorm=true exists on GPUs only; set it to false")
+        raise UserError("parallelism.sync_batchnorm=true works on GPUs only; set it to false")
     if (hook := mode.get("comm_hook")) is not None:
         _validate_hook(config, hook)
     if "tensor_parallel_size" in mode:
@@ -99,8 +95,8 @@ def _validate_hook(config: Config, hook: object) -> None:
         )
     if not is_own and config.backend.name == "mpi":
         raise UserError(
-            f"parallelism.comm_hook={hook} does not work with backend=mpi, which has no 16-bit "
-            "numbers in torch; write backend=gloo or parallelism.comm_hook=null"
+            f"parallelism.comm_hook={hook} does not work with backend=mpi, which cannot send "
+            "16-bit numbers; write backend=gloo or parallelism.comm_hook=null"
         )
 
 
@@ -111,11 +107,11 @@ def _validate_mesh(config: Config) -> None:
     size = needs.model_ranks or config.world_size
     num_shards = config.world_size // (needs.num_replicas * size)
     if mode.get("cpu_offload") and config.backend.device == "cpu":
-        raise UserError("parallelism.cpu_offload=true exists on GPUs only; set it to false")
+        raise UserError("parallelism.cpu_offload=true works on GPUs only; set it to false")
     if mode.get("cpu_offload") and 1 < size == config.world_size:
         raise UserError(
             f"parallelism.cpu_offload=true keeps shards in the host's memory, and "
-            f"parallelism={name} has none; write parallelism=fsdp_tp, or set it to false"
+            f"parallelism={name} has no shards; write parallelism=fsdp_tp, or set it to false"
         )
     if not num_shards:
         raise UserError(
@@ -125,21 +121,21 @@ def _validate_mesh(config: Config) -> None:
         )
     is_number = type(reshard) is int and reshard > 0 and num_shards % reshard == 0 and size == 1
     if not (isinstance(reshard, bool) or is_number):
-        # Beside tensor parallelism torch would make groups of ranks that collide.
-        number = f", or a number of ranks that divides the {num_shards} with a shard each"
+        # With tensor parallelism torch would make process groups that collide.
+        number = f", or a number of ranks that divides the {num_shards} ranks with a shard"
         raise UserError(
             f"parallelism.reshard_after_forward ({reshard}) must be true or false"
-            f"{number if size == 1 else ' beside tensor parallelism'}"
+            f"{number if size == 1 else ' with tensor parallelism'}"
         )
     if size == 1 and mode.get("sequence_parallel"):
         raise UserError(
-            "parallelism.sequence_parallel=true splits what the ranks of tensor parallelism share, "
-            f"and parallelism={name} has none; write parallelism=tp, or set it to false"
+            "parallelism.sequence_parallel=true needs tensor parallelism, which "
+            f"parallelism={name} does not have; write parallelism=tp, or set it to false"
         )
     if size > 1 and not model.get("tensor_parallel"):
         raise UserError(
-            f"parallelism={name} splits the layers that the key tensor_parallel of the model names "
-            f"and model={model.get('name')} has none; add it, or write parallelism=fsdp"
+            f"parallelism={name} splits the layers in model.tensor_parallel, which "
+            f"model={model.get('name')} does not have; add it, or write parallelism=fsdp"
         )
     length = config.dataset.get("sequence_length") if mode.get("sequence_parallel") else None
     for key, count in (

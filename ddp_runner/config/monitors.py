@@ -1,8 +1,7 @@
-"""Which metric a config may monitor, and which end of it is best. Torch-free.
+"""Which metric a config may monitor, and which of its values is best. Torch-free.
 
-The launcher knows the metrics of every run. A rank learns the others when it tries two samples:
-what the user's metrics and training step return, and whether the dataset has classes. Each
-function raises a UserError for the first rule that is broken.
+The launcher knows the metrics of every run. A rank learns the others from two samples: those of the
+user's metrics and training step, and of datasets with classes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,24 +15,22 @@ from ddp_runner.errors import UserError
 from ddp_runner.metric_names import CLASS_METRICS, LISTED, MONITORS, best_end
 
 ALWAYS = tuple(name for name in MONITORS if name not in CLASS_METRICS)
-OF_EVALUATIONS = ("scheduler", "early_stop")  # they read a metric after each evaluation
+READ_EVALUATIONS = ("scheduler", "early_stop")  # they read a metric after each evaluation
 
 
 @dataclass(frozen=True)
 class KnownMetrics:
-    """The metrics of a run, as far as two samples show them."""
+    """The metrics of a run that two samples show."""
 
-    names: Collection[str]  # eval/NAME, and train/NAME of a training step's scalars
-    # Metrics that cannot be computed from two samples: what they return is not known yet.
-    unknown: Collection[str] = ()
+    names: Collection[str]  # eval/NAME, and train/NAME for each scalar of the training step
+    unknown: Collection[str] = ()  # metrics that need more samples: their results are not known yet
     directions: Mapping[str, str] = field(default_factory=dict)  # eval/NAME -> max or min
 
 
 def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None:
-    """Reject a monitored metric that no run of this config has, and the wrong end of one.
+    """Reject a monitored metric that the run does not have, or the wrong mode for it.
 
-    `known` is what a rank knows. Before that, what the user's metrics and training step return is
-    left to it.
+    Without `known`, which only a rank has, metrics of the user's own code are not checked.
     """
     if config.task in INFERENCE:
         return  # they monitor nothing, and may evaluate other data
@@ -51,16 +48,21 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
         _validate_evaluated("sweep.objective", config.sweep.objective or "", train)
     for group, monitor, mode in _monitored(config):
         if own_loop and group != "checkpoint":
-            continue  # nobody reads it
-        parts = ("eval/",) if group in OF_EVALUATIONS else ("eval/", "train/", "perf/")
+            continue  # the user's own loop does not use them
+        parts = ("eval/",) if group in READ_EVALUATIONS else ("eval/", "train/", "perf/")
         choices = [name for name in names if name.startswith(parts)]
         is_unknown = any(f"{monitor}_".startswith(f"eval/{name}_") for name in unknown)
         is_unknown |= own_step and monitor.startswith(parts)
         best = best_end(monitor, known.directions if known else None)
         if monitor in choices or own_loop or (known and is_unknown):
-            _validate_end(group, monitor, mode, best)
+            if None not in (mode, best) and mode != best:
+                raise UserError(
+                    f"{group}.monitor={monitor} with {group}.mode={mode} takes the worst for the "
+                    f"best; write {group}.mode={best}"
+                )
         elif not is_unknown:
-            _validate_name(group, monitor, [*choices, *(f"eval/{name}" for name in unknown)])
+            choices += [f"eval/{name}" for name in unknown]
+            validate_value(f"{group}.monitor", monitor, Rule(choices=tuple(choices)))
         if own_loop:
             continue
         _validate_evaluated(f"{group}.monitor", monitor, train)
@@ -72,25 +74,22 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
 
 
 def ensure_monitored(config: Config, metrics: Mapping[str, float], *, part: str) -> None:
-    """Reject metrics of a part, train or eval, that lack one that is monitored.
-
-    Raises:
-        UserError: two samples did not show that the run does not have it.
-    """
+    """Reject the metrics of a part, train or eval, that lack a monitored metric."""
     for group, monitor, _ in _monitored(config):
         if monitor.startswith(f"{part}/"):
-            _validate_name(group, monitor, [one for one in metrics if one.startswith(f"{part}/")])
+            choices = tuple(name for name in metrics if name.startswith(f"{part}/"))
+            validate_value(f"{group}.monitor", monitor, Rule(choices=choices))
 
 
 def _validate_objective(name: str | None, names: Iterable[str], unknown: Iterable[str]) -> None:
-    """Reject the metric of a search that no trial of it has, before the first one has trained."""
-    own = [f"eval/{one}" for one in unknown]
+    """Reject a search's objective that no trial has, before the first trial trains."""
+    own = [f"eval/{metric}" for metric in unknown]
     evaluated = f"{name}_".replace("best/", "eval/")
-    if any(evaluated.startswith(f"{one}_") for one in own):
+    if any(evaluated.startswith(f"{metric}_") for metric in own):
         return
     is_listed = name in LISTED and name not in CLASS_METRICS
-    known = {*names, *(one.replace("eval/", "best/") for one in names)}
-    if name is not None and not is_listed and name not in known:
+    bests = [metric.replace("eval/", "best/") for metric in names]
+    if name is not None and not is_listed and name not in {*names, *bests}:
         validate_value("sweep.objective", name, Rule(choices=(*names, *own)))
 
 
@@ -102,23 +101,13 @@ def _validate_evaluated(key: str, metric: str, train: TrainConfig) -> None:
         )
 
 
-def _validate_name(group: str, monitor: str, names: Iterable[str]) -> None:
-    validate_value(f"{group}.monitor", monitor, Rule(choices=tuple(names)))
-
-
 def _monitored(config: Config) -> Iterator[tuple[str, str, str | None]]:
-    """Yield the groups that monitor a metric, with the metric and the mode that is given."""
-    if (monitor := config.scheduler.get("monitor")) is not None:
-        yield "scheduler", monitor, config.scheduler.get("mode")
-    if (monitor := config.checkpoint.monitor) is not None:
-        yield "checkpoint", monitor, config.checkpoint.mode
-    if (monitor := config.early_stop.monitor) is not None:
-        yield "early_stop", monitor, config.early_stop.mode
-
-
-def _validate_end(group: str, monitor: str, mode: str | None, best: str | None) -> None:
-    if None not in (mode, best) and mode != best:
-        raise UserError(
-            f"{group}.monitor={monitor} with {group}.mode={mode} takes the worst for the best; "
-            f"write {group}.mode={best}"
-        )
+    """Yield the groups that monitor a metric, each with the metric and its mode."""
+    scheduler = config.scheduler
+    for group, monitor, mode in (
+        ("scheduler", scheduler.get("monitor"), scheduler.get("mode")),
+        ("checkpoint", config.checkpoint.monitor, config.checkpoint.mode),
+        ("early_stop", config.early_stop.monitor, config.early_stop.mode),
+    ):
+        if monitor is not None:
+            yield group, monitor, mode

@@ -1,17 +1,16 @@
-"""What a config needs on this machine before anything starts: packages, files, folders. Torch-free.
+"""The packages, files and folders that a config needs on this machine. Torch-free.
 
-A YAML says so in its block ``requires``, which no constructor gets::
+A YAML lists them in its block ``requires``, which the constructor does not get::
 
     requires:
       packages: [datasets]
       files: [path] # keys that hold a file, or a list of files, under data_root
-      folders: [folder] # likewise folders; one that the dataset downloads need not exist yet
-      streaming=true: [torchdata] # packages that it needs while a key has this value
+      folders: [folder] # keys that hold a folder; it may be missing if the dataset downloads it
+      streaming=true: [torchdata] # packages needed while a key has this value
 """
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ddp_runner.config.targets import foreign_targets, package_of
 from ddp_runner.errors import UserError, in_yaml
 
 LISTS = ("packages", "files", "folders")  # the words of a block, beside KEY=VALUE
-# The extra of ddp-runner that brings a package: see pyproject.toml.
+# The extra of ddp-runner that installs a package: see pyproject.toml.
 EXTRAS = {
     **{"transformers": "text", "tokenizers": "text", "datasets": "hf", "torchdata": "streams"},
     **{"torchmetrics": "metrics", "mlflow": "mlflow", "wandb": "wandb"},
@@ -33,11 +32,7 @@ EXTRAS = {
 
 
 def validate_requires(config: Config) -> None:
-    """Reject a config that needs a missing package, file or folder.
-
-    Raises:
-        UserError: something is missing; the message says what to write or install.
-    """
+    """Reject a config that needs a missing package, file or folder."""
     for key in filter(lambda key: key.rule.packages, walk(config)):
         for choice in key.value if isinstance(key.value, list) else [key.value]:
             if choice in key.rule.packages:
@@ -45,15 +40,15 @@ def validate_requires(config: Config) -> None:
                 _validate_package(f"{key.name}={shown}", key.rule.packages[choice])
     for owner, label, keys in _options(config):
         _validate_block(owner, label, keys, Path(config.data_root))
-    # A config that may name no other code names none.
+    # Without allowed_targets a config names no foreign code.
     for name, target in foreign_targets(asdict(config) if config.allowed_targets else {}).items():
         _validate_package(f"{name} ({target})", package_of(target))
 
 
 def _options(config: Config) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield each option of the groups: its key, its name in a message, and its keys."""
+    """Yield each chosen option: its dotted key, its name in a message, and its keys."""
     for group in RUNNER_KEYS:
-        if not (group == "dataset" and config.task == SAMPLE):  # which needs the run's folder alone
+        if group != "dataset" or config.task != SAMPLE:  # sampling reads no dataset
             keys = getattr(config, group)
             yield group, f"{group}={keys.get('name')}", keys
     for group in LIST_GROUPS:
@@ -84,32 +79,30 @@ def _validate_block(owner: str, label: str, keys: Mapping[str, Any], root: Path)
             if path is not None and not (root / str(path)).is_file():
                 raise UserError(
                     f"{owner}.{name} ({path}): there is no file {(root / str(path)).absolute()}; "
-                    "give a path under data_root, or an absolute one"
+                    "give a path under data_root, or an absolute path"
                 )
+    downloads = any(
+        key.rpartition(".")[2] == "download" and value is True for key, value in leaves(keys)
+    )
     for name in block.get("folders", ()):
         path = keys.get(name)
-        if path is not None and not ((root / str(path)).exists() or _downloads(keys)):
+        if path is not None and not (downloads or (root / str(path)).exists()):
             raise UserError(
                 f"{owner}.{name} ({path}): there is no folder {(root / str(path)).absolute()}; "
-                "give one under data_root"
+                "give a folder under data_root"
             )
     for name, value in keys.items():
         for package in block.get(f"{name}={in_yaml(value)}", ()):
             _validate_package(f"{owner}.{name}={in_yaml(value)}", package)
 
 
-def _downloads(keys: Mapping[str, Any]) -> bool:
-    found = (value for key, value in leaves(keys) if key.rpartition(".")[2] == "download")
-    return any(value is True for value in found)
-
-
 def _validate_package(label: str, package: str) -> None:
-    spec, extra = None, EXTRAS.get(package)
-    with suppress(ValueError):  # for __main__
-        spec = importlib.util.find_spec(package)
-    # A folder of that name, as W&B leaves one, is found as a package without a file.
+    # find_spec raises a ValueError for __main__.
+    spec = None if package == "__main__" else importlib.util.find_spec(package)
+    extra = EXTRAS.get(package)
+    # A plain folder of that name, such as W&B's ./wandb, has a spec without a file.
     if spec is None or (extra and spec.origin is None):
-        # A command to copy names our own extras alone: the config may come with somebody's run.
+        # The command installs only our own extras: the config may come with somebody else's run.
         own = "install it, if you trust it, or start in the folder that holds it"
         fix = f"pip install 'ddp-runner[{extra}]'" if extra else own
         raise UserError(f"{label} needs {package}, which is not installed; {fix}")

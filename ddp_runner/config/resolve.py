@@ -1,4 +1,4 @@
-"""The values of a config that follow from other values and from the machine. Torch-free."""
+"""Fills in the values that follow from other values and from the machine. Torch-free."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -23,19 +23,14 @@ from ddp_runner.host.hardware import Hardware
 
 
 def resolve(
-    config: Config,
-    *,
-    hardware: Hardware,
-    chosen: Collection[str] = (),
-    env: DistEnv | None = None,
+    config: Config, *, hardware: Hardware, chosen: Collection[str] = (), env: DistEnv | None = None
 ) -> tuple[RunConfig, list[str]]:
     """Return the config with every derived value filled in, and warnings to print once.
 
     Args:
         config: as composed.
-        hardware: what this machine has.
-        chosen: the keys given on the command line. If two keys exclude each other, they win over
-            the choice of a group.
+        hardware: this machine's.
+        chosen: the keys given on the command line; they win over a conflicting key of a YAML.
         env: this rank's facts where the ranks run already (torchrun, srun, mpirun).
 
     Raises:
@@ -45,9 +40,9 @@ def resolve(
     validate_values(config)
     validate_config(config, chosen=chosen)
     given = {"backend", "backend.name", "backend.device"} & {*chosen}
-    if config.resume and given == {"backend.device"}:  # which the run's own backend may not serve
+    if config.resume and given == {"backend.device"}:  # the run's own backend may not support it
         config = replace(config, backend=replace(config.backend, name="auto"))
-    config, notes = _fitted(config, hardware, chosen=chosen)
+    config, notes = _fit_to_machine(config, hardware, chosen=chosen)
     ranks = num_ranks(config, hardware, env)
     nproc = env.local_world_size if env else num_local_ranks(config, hardware, ranks)
     # A rank may see only its own GPUs. Unless Slurm says so, that looks like one GPU for all ranks,
@@ -56,12 +51,14 @@ def resolve(
     sees_its_own = env is not None and hardware.num_gpus == per_rank
     backend = resolve_backend(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
     validate_ranks(replace(config, world_size=ranks, backend=backend), env)
-    unnamed = {"name": config.model["_target_"].rpartition(".")[2].lower()}
-    found = {"world_size": ranks, "backend": backend, "batch": resolve_batch(config, ranks, chosen)}
-    resolved = RunConfig(**(vars(config) | found | {"model": unnamed | config.model}))
+    model = {"name": config.model["_target_"].rpartition(".")[2].lower()} | config.model
+    batch = resolve_batch(config, ranks, chosen)
+    resolved = RunConfig(
+        **vars(config) | {"world_size": ranks, "backend": backend, "batch": batch, "model": model}
+    )
     validate_steps(resolved)
     warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
-    # A resumed run has the device of its frozen config, whoever chose it.
+    # A resumed run has the device of its frozen config, even if nobody chose it.
     is_inherited = config.resume is not None and not given - {"backend.name"}
     if backend.device == "cpu" and (config.backend.device != "cpu" or is_inherited):
         idle = idle_gpus(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
@@ -69,13 +66,13 @@ def resolve(
     return resolved, warnings
 
 
-def _fitted(
+def _fit_to_machine(
     config: Config, hardware: Hardware, *, chosen: Collection[str]
 ) -> tuple[Config, list[str]]:
-    """Return the config for this machine, and what to say if it lacks the GPUs of the run.
+    """Return the config for this machine, and a note if it lacks the GPUs of the run.
 
-    A run's model must be usable where the run could not have been trained. Keys that the command
-    line chose stay. A text is sampled by one rank, however many have trained the model.
+    A run's model must be usable where the run could not train. Keys that the command line chose
+    stay. Sampling takes one rank, however many ranks trained the model.
     """
     if config.task == SAMPLE:
         single = (CONFIG_DIR / "parallelism" / "single.yaml").read_text(encoding="utf-8")
@@ -87,19 +84,19 @@ def _fitted(
     fits = backend.device in ("auto", "cpu") or (backend.device == hardware.kind and needed <= gpus)
     if config.task not in INFERENCE or fits or {"backend", "backend.device"} & set(chosen):
         return config, []
-    here = f"{gpus} ({hardware.kind})" if gpus else "none"
-    note = f"the run had {counted(needed, 'GPU')} ({backend.device}) and this machine shows {here}"
-    found = replace(config, backend=replace(backend, name=AUTO, device=AUTO))
+    shown = f"{gpus} ({hardware.kind})" if gpus else "none"
+    note = f"the run had {counted(needed, 'GPU')} ({backend.device}) and this machine shows {shown}"
+    config = replace(config, backend=replace(backend, name=AUTO, device=AUTO))
     if "world_size" not in chosen and config.task != SAMPLE:
-        found = replace(found, world_size=AUTO)
-    return found, [f"{note}; give world_size and backend to choose"]
+        config = replace(config, world_size=AUTO)
+    return config, [f"{note}; give world_size and backend to choose"]
 
 
 def _warnings(config: RunConfig, hardware: Hardware, env: DistEnv | None, nproc: int) -> list[str]:
-    """Return what a resolved config does that the user may not expect."""
+    """Return warnings about effects of a resolved config that the user may not expect."""
     warnings = []
     if env is not None and env.launcher == "torchrun" and config.launch.init_method is not None:
-        warnings.append("launch.init_method is not used: torchrun has a rendezvous of its own")
+        warnings.append("launch.init_method is not used: torchrun has its own rendezvous")
     # Under another launcher this rank may be bound to a part of the cores.
     if env is None and config.backend.device == "cpu" and nproc > hardware.num_cores:
         warnings.append(
@@ -110,8 +107,7 @@ def _warnings(config: RunConfig, hardware: Hardware, env: DistEnv | None, nproc:
             "torch.distributed has no authentication: whoever reaches the ports of these machines "
             "can run code as you; keep them on a trusted network"
         )
-    if mode_needs(config.parallelism).data_parallel and (
-        hardware.num_gpus < 2 or config.backend.device == "cpu"
-    ):
+    has_one_device = hardware.num_gpus < 2 or config.backend.device == "cpu"
+    if mode_needs(config.parallelism).data_parallel and has_one_device:
         warnings.append("parallelism=dp has fewer than two GPUs: it runs as one device")
     return warnings

@@ -1,8 +1,7 @@
-"""What must hold between the keys of a config. Torch-free: an invalid config is reported at once.
+"""The rules between the keys of a config. Torch-free: an invalid config is reported at once.
 
-Each message names the key, its value and the fix. What a value must be by itself is in ``fields``
-and ``validate``; what a task or a mode of parallelism needs is in ``task_rules`` and ``modes``.
-Each function raises a UserError for the first rule that is broken.
+Each function raises a UserError for the first broken rule. Rules for single values are in
+``validate``; rules for a task or a mode of parallelism are in ``task_rules`` and ``modes``.
 """
 
 import math
@@ -21,26 +20,26 @@ from ddp_runner.config.training import traced_steps
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 
-OFFLINE = "ddp_runner.data.sources.offline."  # datasets that are generated or bundled
+OFFLINE = "ddp_runner.data.sources.offline."  # generated and bundled datasets
 MLFLOW = "ddp_runner.tracking.trackers.mlflow.MLflow"
-# W&B's limit; MLflow's names have no empty part, and our tracker and MLflow itself have tags there.
+# W&B limits the length. Names in MLflow have no empty part, and its own tags have these prefixes.
 TAG = re.compile(r"(?!(?:mlflow|ddp_runner|version)\.)[\w:-][\w .:-]{0,63}")
 
 
 def validate_config(config: Config, *, chosen: Collection[str]) -> None:
-    """Reject keys that do not fit each other, on however many ranks.
+    """Reject keys that do not fit each other, on any number of ranks.
 
     `chosen` holds the keys given on the command line.
     """
     if config.task != SAMPLE and config.data_root != "data" and not Path(config.data_root).is_dir():
         raise UserError(
-            f"data_root ({config.data_root}) is not a folder; give one that holds the datasets, "
-            "or dataset=digits, which needs none"
+            f"data_root ({config.data_root}) is not a folder; give the folder of the datasets, "
+            "or dataset=digits, which is bundled"
         )
     if config.resume is not None and "model.weights" in chosen:
         raise UserError(
-            f"resume={config.resume} continues with that run's own weights; leave model.weights "
-            "out, or start a run of its own without resume"
+            f"resume={config.resume} continues with that run's weights; leave model.weights out, "
+            "or start a new run without resume"
         )
     if odd := [tag for tag in config.tags if not TAG.fullmatch(tag)]:
         raise UserError(
@@ -58,18 +57,18 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
 
 
 def validate_ranks(config: Config, env: DistEnv | None) -> None:
-    """Reject keys that do not fit the ranks, whose number and backend are filled in.
+    """Reject keys that do not fit the resolved number of ranks and backend.
 
     `env` holds this rank's facts if the ranks run already.
     """
     if config.task == "collectives" and config.world_size < 2:
         raise UserError(
-            "task=collectives measures what ranks send each other, world_size is "
+            "task=collectives measures messages between ranks and world_size is "
             f"{config.world_size}; write world_size=2 or more"
         )
     _validate_init_method(config, env)
     validate_mode(config)
-    # A rank validates the datasets whose samples are not known yet.
+    # A rank validates the other datasets once it knows their samples.
     name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
     is_offline = config.dataset["_target_"].startswith(OFFLINE)
     if is_offline and config.task in ("train", "check") and isinstance(samples, int):
@@ -78,11 +77,7 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
 
 
 def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
-    """Reject a dataset with fewer samples than ranks.
-
-    Raises:
-        UserError: some ranks would have no sample.
-    """
+    """Reject a dataset with fewer samples than ranks."""
     if count < ranks:
         raise UserError(
             f"dataset={name} has {count} training samples and world_size is {ranks}; use "
@@ -91,7 +86,7 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
 
 
 def validate_steps(config: RunConfig) -> None:
-    """Reject a warm-up or a profile beyond the end of the run, whose batch is filled in."""
+    """Reject a warm-up or a profile beyond the end of a run with a resolved batch."""
     warmup, steps = config.scheduler.get("warmup_steps"), known_steps(config)
     if steps is None or config.task in INFERENCE:
         return
@@ -100,16 +95,18 @@ def validate_steps(config: RunConfig) -> None:
             f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "
             "shorten the warm-up or train longer"
         )
-    asked = config.train.profile
-    if asked is not None and config.task == "train" and (last := traced_steps(asked)[-1]) > steps:
+    profile = config.train.profile
+    if profile is None or config.task != "train":
+        return
+    if (last := traced_steps(profile)[-1]) > steps:
         raise UserError(
-            f"train.profile={asked} traces steps up to {last}, and the run has {steps}; train "
+            f"train.profile={profile} traces steps up to {last}, and the run has {steps}; train "
             "longer, or name earlier steps: train.profile=FIRST-LAST"
         )
 
 
 def known_steps(config: RunConfig) -> int | None:
-    """Return the optimizer steps of a run; None if only its data, or its GPU, can tell."""
+    """Return the optimizer steps of a run; None if the number of samples is not known."""
     steps, samples = config.train.max_steps, config.dataset.get("num_samples")
     if steps is None and isinstance(samples, int):
         steps = config.train.epochs * math.ceil(samples / config.batch.global_size)
@@ -117,15 +114,15 @@ def known_steps(config: RunConfig) -> int | None:
 
 
 def _validate_optimizing(config: Config) -> None:
-    """Reject keys of clipping, parameter groups and averaged weights that do not fit each other.
+    """Reject keys of the optimizer and of clipping that do not fit each other.
 
-    What depends on the parameters or the optimizer's class is validated by a rank.
+    A rank validates the rules about the parameters and the optimizer's class.
     """
     train, optimizer = config.train, config.optimizer
     if optimizer["_target_"] == "torch.optim.LBFGS":
         raise UserError(
             f"optimizer={optimizer.get('name')} (torch.optim.LBFGS) computes the loss several "
-            "times in a step, and a run computes it once; write a loop of your own, as in "
+            "times in a step, and the training loop computes it once; write your own loop, as in "
             "docs/your_own_loop.md#lbfgs, or optimizer=adamw"
         )
     if train.clip_norm is not None and train.clip_value is not None:
@@ -142,21 +139,18 @@ def _validate_optimizing(config: Config) -> None:
 
 
 def _validate_model(config: Config) -> None:
-    """Reject a model with other channels, fewer classes or other tokens than the dataset.
-
-    The model's keys follow the dataset's, so they differ only if the user sets one of them.
-    """
+    """Reject a model with other channels, fewer classes or other tokens than the dataset."""
     model, dataset = config.model, config.dataset
-    wanted, given = model.get("in_channels"), dataset.get("channels")
-    if None not in (wanted, given) and wanted != given:
+    in_channels, channels = model.get("in_channels"), dataset.get("channels")
+    if None not in (in_channels, channels) and in_channels != channels:
         raise UserError(
-            f"model.in_channels ({wanted}) differs from dataset.channels ({given}); leave it out: "
-            "it follows the dataset"
+            f"model.in_channels ({in_channels}) differs from dataset.channels ({channels}); leave "
+            "it out: it follows the dataset"
         )
-    wanted, given = model.get("num_classes"), dataset.get("num_classes")
-    if isinstance(wanted, int) and isinstance(given, int) and wanted < given:
+    outputs, classes = model.get("num_classes"), dataset.get("num_classes")
+    if isinstance(outputs, int) and isinstance(classes, int) and outputs < classes:
         raise UserError(
-            f"model.num_classes ({wanted}) is less than dataset.num_classes ({given}); leave it "
+            f"model.num_classes ({outputs}) is less than dataset.num_classes ({classes}); leave it "
             "out: it follows the dataset"
         )
     pretrained = model.get("pretrained")
@@ -168,7 +162,7 @@ def _validate_model(config: Config) -> None:
 
 
 def _validate_dataset(dataset: Mapping[str, Any]) -> None:
-    """Reject keys of a dataset that exclude each other, whichever dataset has them."""
+    """Reject keys of a dataset that exclude each other."""
     changes = dataset.get("augmentation")
     if changes is not None and not (isinstance(changes, Mapping) and "_target_" in changes):
         raise UserError(
@@ -182,8 +176,8 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
         value = dataset.get(key)
         if isinstance(value, list) and len(value) != (channels or len(value)):
             raise UserError(
-                f"dataset.{key} ({value}) must be one number, or one for each of dataset.channels "
-                f"({channels})"
+                f"dataset.{key} ({value}) must be one number, or a number for each of the "
+                f"dataset.channels ({channels})"
             )
     if changes is not None and mean is None:
         raise UserError(
@@ -195,26 +189,22 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
         raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1; use 0.1")
     if fraction is not None and dataset.get("eval") is not None:
         raise UserError(
-            f"dataset.eval_fraction ({fraction}) is a part of dataset.train, and there is a "
-            "dataset.eval; write dataset.eval=null, or leave the fraction out"
+            f"dataset.eval_fraction ({fraction}) splits dataset.train, but dataset.eval is set; "
+            "write dataset.eval=null, or leave the fraction out"
         )
     if dataset.get("prepare") and folder is None:
         raise UserError(
-            "dataset.prepare=true needs dataset.folder, to see when its files change; name the "
-            "folder under data_root that the samples come from"
+            "dataset.prepare=true needs dataset.folder to notice changed files; name the folder of "
+            "the samples under data_root"
         )
 
 
 def validate_trackers(config: Config) -> None:
-    """Reject MLflow without a server: its own default needs the whole package, with SQLAlchemy.
-
-    Raises:
-        UserError: it says what to write.
-    """
+    """Reject MLflow without a server: its own default needs the whole package, with SQLAlchemy."""
     for name, keys in config.trackers.items():
         uri = keys.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""
         is_mlflow = keys["_target_"] == MLFLOW
-        if is_mlflow and "://" not in uri and uri != "databricks":  # it may have a password
+        if is_mlflow and "://" not in uri and uri != "databricks":  # a password: do not print it
             raise UserError(
                 f"trackers.{name}.tracking_uri, or else the variable MLFLOW_TRACKING_URI, "
                 f"must name a server; write trackers.{name}.tracking_uri=http://HOST:PORT"
@@ -222,18 +212,18 @@ def validate_trackers(config: Config) -> None:
 
 
 def _validate_init_method(config: Config, env: DistEnv | None) -> None:
-    """Reject an address that not all machines, or not all restarts, could use."""
-    asked, launch = config.launch.init_method, config.launch
-    if asked is None:
+    """Reject an address that some machines, or the ranks after a restart, could not use."""
+    method, launch = config.launch.init_method, config.launch
+    if method is None:
         return
-    is_several = env is not None or launch.nnodes > 1  # else file://NAME is in the run folder
-    if not asked.startswith(("tcp://", "file:///" if is_several else "file://")):
+    is_shared = env is not None or launch.nnodes > 1  # else file://NAME is in the run folder
+    if not method.startswith(("tcp://", "file:///" if is_shared else "file://")):
         raise UserError(
-            f"launch.init_method ({asked}) must be tcp://HOST:PORT, or file:///PATH in a folder "
+            f"launch.init_method ({method}) must be tcp://HOST:PORT, or file:///PATH in a folder "
             "that all machines share"
         )
-    if asked.startswith("file:") and launch.nnodes > 1 and launch.max_restarts:
+    if method.startswith("file:") and launch.nnodes > 1 and launch.max_restarts:
         raise UserError(
-            f"launch.init_method ({asked}) serves one start and launch.max_restarts is "
+            f"launch.init_method ({method}) works for one start and launch.max_restarts is "
             f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"
         )

@@ -1,8 +1,4 @@
-"""The schema of the config: every plain key with its type, default, meaning and rule. Torch-free.
-
-Each field says what its value must be by itself: see ``fields``. What must hold between the keys is
-in ``rules``.
-"""
+"""The schema of the config: each plain key with type, default, meaning and rule. Torch-free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,12 +29,12 @@ from ddp_runner.errors import UserError, nearest
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel conf/ lies inside the package, in a checkout beside it.
 CONFIG_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
-# The keys of a group that the runner reads itself, with their kinds, if it is a plain one; the
-# others are arguments of its ``_target_``.
+# The keys of a group that the runner reads itself, with their plain types; the other keys are
+# arguments of its ``_target_``.
 RUNNER_KEYS: Mapping[str, Mapping[str, type | None]] = {
     "model": {
         **{"name": None, "requires": None, "loss": None, "num_stages": int, "weights": str},
-        # of its modules; see conf/model/gpt.yaml
+        # conf/model/gpt.yaml explains these
         **{"channels_last": bool, "meta_init": bool, "blocks": list, "tensor_parallel": dict},
     },
     "dataset": {"requires": None, "shuffle": bool},
@@ -46,17 +42,17 @@ RUNNER_KEYS: Mapping[str, Mapping[str, type | None]] = {
     "optimizer": {"name": None, "requires": None},
     "scheduler": {"name": None, "requires": None},
 }
-LIST_GROUPS = ("metrics", "trackers")  # of which a run takes as many options as it likes
+LIST_GROUPS = ("metrics", "trackers")  # groups with any number of options
 
-# The rules of keys that only YAMLs have.
+# The rules of keys that are not in the schema.
 GROUP_KEYS: Mapping[str, Rule] = {
-    # Numbers of our own classes and torch's schedulers are not negative, but these.
+    # Other numbers of our own classes and torch's schedulers must not be negative.
     **dict.fromkeys(("dataset.mean", "scheduler.last_epoch"), Rule()),
-    # torch takes a negative one without a word.
-    **dict.fromkeys(("optimizer.dampening", "optimizer.ns_steps", "optimizer.t0"), Rule(least=0)),
     "trackers.wandb.mode": Rule(choices=(None, "online", "offline")),
     **dict.fromkeys(
         (
+            # torch silently accepts negative values of these three
+            *("optimizer.dampening", "optimizer.ns_steps", "optimizer.t0"),
             *("optimizer.weight_decay", "optimizer.momentum", "scheduler.warmup_steps"),
             "dataset.num_workers",
         ),
@@ -77,55 +73,51 @@ GROUP_KEYS: Mapping[str, Rule] = {
 
 
 def runner_keys(owner: str) -> Mapping[str, type | None]:
-    """Return the keys of a group, or of an option such as `metrics.NAME`, that the runner reads."""
+    """Return the keys that the runner reads of a group or an option such as `metrics.NAME`."""
     is_option = owner.partition(".")[0] in LIST_GROUPS
     return {"requires": None} if is_option else RUNNER_KEYS.get(owner, {})
 
 
 def has_own_loop(task: str) -> bool:
-    """Return whether a task is a function of the user's own: those have dotted names."""
+    """Return whether a task is a function of the user's own: only these have dotted names."""
     return "." in task
 
 
 def _validate_task(task: str) -> None:
     if task not in TASKS and not has_own_loop(task):
-        hint = f"; did you mean {meant}?" if (meant := nearest(task, TASKS)) else ""
+        hint = f"; did you mean {match}?" if (match := nearest(task, TASKS)) else ""
         raise UserError(
             f"task ({task}) must be one of {', '.join(TASKS)}, or a function of your own, as "
             f"PACKAGE.MODULE.FUNCTION{hint}"
         )
 
 
-def _validate_world_size(asked: Any) -> None:
-    if asked != AUTO and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
-        raise UserError(f"world_size ({asked}) must be a whole number of ranks from 1 up, or auto")
+def _validate_world_size(value: Any) -> None:
+    if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise UserError(f"world_size ({value}) must be a whole number of ranks from 1 up, or auto")
 
 
 @dataclass(frozen=True)
 class ModeNeeds:
-    """What a form of parallelism needs: the block `needs` of its YAML."""
+    """The needs of a mode of parallelism: the block `needs` of its YAML."""
 
-    devices_per_rank: int = key(1, "the stages that a replica is cut into", above=0)
+    devices_per_rank: int = key(1, "stages of a replica", above=0)
     max_ranks: int | None = key(None, "null: any number", above=0)
-    min_ranks: int = key(1, "the fewest ranks that it runs on", above=0)
-    num_replicas: int = key(1, "each is split over equally many ranks", above=0)
-    model_ranks: int | None = key(
-        1, "ranks that compute the same samples together; null: all", above=0
-    )
-    num_servers: int = key(
-        0, "ranks that hold parameters and compute no gradients", least=0, most=1
-    )
+    min_ranks: int = key(1, "fewest ranks", above=0)
+    num_replicas: int = key(1, "replicas, each split over the same number of ranks", above=0)
+    model_ranks: int | None = key(1, "ranks that compute the same samples; null: all", above=0)
+    num_servers: int = key(0, "ranks that hold parameters and do not train", least=0, most=1)
     splits_parameters: bool = key(False, "each rank holds a part of each parameter")
     data_parallel: bool = key(False, "one rank drives all GPUs of its machine")
 
 
 def mode_needs(mode: Mapping[str, Any]) -> ModeNeeds:
-    """Return what the keys of the group `parallelism` need."""
+    """Return the needs of a mode, given the keys of the group `parallelism`."""
     return ModeNeeds(**mode.get("needs", {}))
 
 
 def num_shares(mode: Mapping[str, Any], ranks: int) -> int:
-    """Return the parts into which the ranks of a mode split a global batch."""
+    """Return the number of parts into which the ranks of a mode split a global batch."""
     needs = mode_needs(mode)
     if needs.num_servers > 0 and mode.get("mode") == "async":
         return 1  # each trainer computes whole batches
@@ -134,34 +126,34 @@ def num_shares(mode: Mapping[str, Any], ranks: int) -> int:
 
 @dataclass
 class Config:
-    """One run. A mapping without a rule is a group whose keys come from its option's YAML."""
+    """One run. A mapping without a rule is a group: its option's YAML defines the keys."""
 
     task: str = key(
         "train",
-        "train; evaluate, predict or export a run's model, or sample a text from it; check (what "
-        "DDP guarantees); collectives (measure them); or your own function",
+        "train; evaluate, predict or export a run's model, or sample a text from it; check (the "
+        "guarantees of DDP); collectives (measure them); or a function of your own",
         check=_validate_task,
     )
-    loop: dict[str, Any] = key({}, "arguments of that function")
-    user: dict[str, Any] = key({}, "of your own, to name in interpolations")
+    loop: dict[str, Any] = key({}, "arguments of your own function in task")
+    user: dict[str, Any] = key({}, "your own keys, for interpolations")
     world_size: Any = key(
         AUTO,
         "ranks over all machines; auto: visible GPUs, else min(2, cores)",
         kind="whole number or a word",
         check=_validate_world_size,
     )
-    seed: int = key(0, "of weights, order of the samples, dropout and augmentation", least=0)
-    name: str | None = key(None, "of the run folder; null: model-dataset-parallelism-wsN")
-    tags: list[str] = key([], "words to find the run by; they change nothing")
-    notes: str | None = key(None, "why the run was made, in words of your own")
+    seed: int = key(0, "decides weights, order of samples, dropout, augmentation", least=0)
+    name: str | None = key(None, "the run folder's name; null: model-dataset-parallelism-wsN")
+    tags: list[str] = key([], "labels to find the run; they do not change it")
+    notes: str | None = key(None, "a text about the purpose of the run")
     verbose: bool = key(False, "at the start, explain rank, local rank and node rank; also -v")
-    data_root: str = key("data", "folder of the datasets; the variable DDP_RUNNER_DATA_ROOT, too")
+    data_root: str = key("data", "folder of the datasets; default: DDP_RUNNER_DATA_ROOT")
     resume: str | None = key(
         None,
-        "A run folder: continue exactly where it stopped. last: the newest run. auto: the newest "
-        "unfinished run of the same config, else a new run, for jobs that a scheduler restarts.",
+        "a run folder: continue exactly where it stopped; last: the newest run; auto, for jobs "
+        "that a scheduler restarts: the newest unfinished run of the same config, else a new run",
     )
-    allowed_targets: list[str] = key([], "packages of your own that a config may name")
+    allowed_targets: list[str] = key([], "your own packages whose code a config may name")
     batch: BatchConfig = field(default_factory=BatchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     params: ParamsConfig = field(default_factory=ParamsConfig)
@@ -178,16 +170,13 @@ class Config:
     parallelism: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, Any] = key({}, "of evaluations: NAME -> its _target_")
-    trackers: dict[str, Any] = key({}, "show the run: NAME -> its _target_")
+    metrics: dict[str, Any] = key({}, "metrics of evaluations: NAME -> its _target_")
+    trackers: dict[str, Any] = key({}, "services that show the run: NAME -> its _target_")
 
 
 @dataclass(kw_only=True)
 class RunConfig(Config):
-    """A resolved config: what a run does, with nothing left for the machine to decide.
-
-    It has the keys of ``Config``, with narrower types.
-    """
+    """A resolved config: no value is left for the machine to decide."""
 
     world_size: int
     batch: ResolvedBatch

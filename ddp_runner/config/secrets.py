@@ -1,9 +1,7 @@
-"""Values that a config reads from the environment (``oc.env``): used by a run, never written down.
+"""Values that a config reads from the environment (``oc.env``) are never written. Torch-free.
 
-Whatever writes a config to a file writes ``Secrets.written``. And a run's own config may do some
-things only if the present command says them again, since a run folder may come from anybody: its
-texts must not carry this environment's variables away, nor make this machine ask a server.
-Torch-free.
+Code that writes a config to a file writes ``Secrets.written``. A run folder may come from anybody,
+so its config must not read this environment or name a server unless the present command repeats it.
 """
 
 import re
@@ -18,30 +16,30 @@ from typing import Any
 
 from ddp_runner.config.schema import Config, RunConfig
 
-# An address: of a scheme, or HOST:PORT. A range such as train[100:200] is none.
+# A URL or HOST:PORT; a range such as train[100:200] does not match.
 ADDRESS = re.compile(
     r"://|^(?:\S*@)?(?:[a-z][\w.-]*|\d+(?:\.\d+){3}|\[[\da-f:.]+\]):\d{1,5}(?=/|$)", re.IGNORECASE
 )
-WORDS = ("name", "notes", "resume", "tags")  # they lead nowhere
-Place = tuple[str | int, ...]  # keys, and positions in lists, from the config's root on
+WORDS = ("name", "notes", "resume", "tags")  # keys that no code connects to
+KeyPath = tuple[str | int, ...]  # keys and list indices from the config's root
 
 
 @dataclass(frozen=True)
 class Secrets:
     """The values that one config reads from the environment."""
 
-    texts: Mapping[Place, str] = field(default_factory=dict)  # as the user wrote them: ${oc.env:X}
-    values: Mapping[str, str] = field(default_factory=dict)  # from the value of X to ${oc.env:X}
+    texts: Mapping[KeyPath, str] = field(default_factory=dict)  # as the user wrote: ${oc.env:X}
+    values: Mapping[str, str] = field(default_factory=dict)  # value of X -> ${oc.env:X}
 
     def written(self, config: RunConfig) -> RunConfig:
-        """Return the config as it may be written to a file: with the user's text for each value.
+        """Return the config to write to a file: with the user's text for each value.
 
         A run that is resumed from that file reads the environment again.
         """
         shown = deepcopy(config) if self.texts else config
-        for place, text in self.texts.items():
-            with suppress(LookupError):  # a list that a calibration has replaced
-                put(shown, place, text)
+        for path, text in self.texts.items():
+            with suppress(LookupError):  # task=sample and calibrations replace whole groups
+                set_value(shown, path, text)
         return shown
 
     def hide(self, text: str) -> str:
@@ -49,7 +47,7 @@ class Secrets:
         if not self.values:
             return text
         any_value = "|".join(map(re.escape, self.values))
-        return re.sub(rf"(?<!\w)({any_value})(?!\w)", lambda found: self.values[found[1]], text)
+        return re.sub(rf"(?<!\w)({any_value})(?!\w)", lambda match: self.values[match[1]], text)
 
     @contextmanager
     def hidden_in_errors(self) -> Iterator[None]:
@@ -60,7 +58,7 @@ class Secrets:
             link: BaseException | None = error if self.values else None
             while link is not None:
                 link.args = tuple(map(self._hidden, link.args))
-                if isinstance(getattr(link, "value", None), str):  # of OmegaConf's
+                if isinstance(getattr(link, "value", None), str):  # an OmegaConf error
                     vars(link)["value"] = self._hidden(vars(link)["value"])
                 if isinstance(link, SystemExit):
                     link.code = self._hidden(link.code)
@@ -70,49 +68,46 @@ class Secrets:
             raise
 
     def _hidden(self, argument: Any) -> Any:
-        """Return an argument of an error; if its text holds a value, the text without it."""
+        """Return an error's argument, as a text without secrets if its text has any."""
         shown = str(argument)
         return argument if (hidden := self.hide(shown)) == shown else hidden
 
 
-def foreign_keys(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a run's config that have an interpolation or an address, and their values.
+def foreign_keys(config: Mapping[str, Any], composed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a run's config with an interpolation or an address, and their values.
 
-    A frozen config has interpolations only where the environment is read: see ``Secrets.written``.
-
-    Args:
-        config: of the run, its interpolations unresolved.
-        own: what the present command composes, likewise; texts that stand there, too, are left out.
+    Texts that the present command `composed` too are skipped. Both configs are unresolved: in a
+    frozen config only interpolations that read the environment are left.
     """
     tree: Any = config
-    known, found = dict(texts(own)), dict[str, Any]()
-    for place, text in texts(config):
-        parts = [text, *(str(one) for one in place)]
-        is_address = place[0] not in WORDS and any(map(ADDRESS.search, parts))
-        if (is_address or any("${" in one for one in parts)) and known.get(place) != text:
-            key = list(takewhile(lambda one: re.fullmatch(r"[^\W\d]\w*", str(one)), place))
-            found[".".join(map(str, key))] = reduce(getitem, key, tree)
-    return found
+    trusted, keys = dict(walk_texts(composed)), dict[str, Any]()
+    for path, text in walk_texts(config):
+        parts = [text, *map(str, path)]
+        is_address = path[0] not in WORDS and any(map(ADDRESS.search, parts))
+        if (is_address or any("${" in part for part in parts)) and trusted.get(path) != text:
+            key = list(takewhile(lambda part: re.fullmatch(r"[^\W\d]\w*", str(part)), path))
+            keys[".".join(map(str, key))] = reduce(getitem, key, tree)
+    return keys
 
 
-def put(config: Config, place: Place, value: Any) -> None:
-    """Set a value of a config, in place; a LookupError if nothing is there."""
+def set_value(config: Config, path: KeyPath, value: Any) -> None:
+    """Set a value of a config in place; raise a LookupError if its owner does not exist."""
     owner: Any = config
-    for key in place[:-1]:
+    for key in path[:-1]:
         owner = getattr(owner, str(key)) if is_dataclass(owner) else owner[key]
     if is_dataclass(owner):
-        setattr(owner, str(place[-1]), value)
+        setattr(owner, str(path[-1]), value)
     else:
-        owner[place[-1]] = value
+        owner[path[-1]] = value
 
 
-def texts(tree: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
-    """Yield each text of a plain config, and where it stands."""
+def walk_texts(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield each text of a plain config with its path."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from texts(value, (*place, key))
+            yield from walk_texts(value, (*path, key))
     elif isinstance(tree, list):
         for index, value in enumerate(tree):
-            yield from texts(value, (*place, index))
+            yield from walk_texts(value, (*path, index))
     elif isinstance(tree, str | bytes):
-        yield place, str(tree)
+        yield path, str(tree)

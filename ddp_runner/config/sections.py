@@ -1,4 +1,4 @@
-"""The keys of tasks, launches and sweeps: a part of the schema. Torch-free."""
+"""The part of the schema for tasks, launches and sweeps. Torch-free."""
 
 import re
 from dataclasses import dataclass
@@ -7,16 +7,15 @@ from typing import Any
 from ddp_runner.config.fields import key
 from ddp_runner.errors import UserError
 
-# The tasks that take a run's model and train nothing.
 SAMPLE = "sample"
-INFERENCE = ("evaluate", "predict", "export", SAMPLE)
-WITHOUT_MODEL = (*INFERENCE, "collectives", "check")  # tasks that leave no model of their own
+INFERENCE = ("evaluate", "predict", "export", SAMPLE)  # tasks that take the model of a run
+WITHOUT_MODEL = (*INFERENCE, "collectives", "check")  # tasks that write no model
 WITHOUT_METRICS = ("check", "predict", "export", SAMPLE)
 WITHOUT_STEPS = (*WITHOUT_METRICS, "collectives")
-TASKS = ("train", *WITHOUT_MODEL)  # of this package
+TASKS = ("train", *WITHOUT_MODEL)
 SAMPLE_KEYS = ("prompt", "num_tokens", "temperature", "top_k")  # only task=sample reads them
-AUTO = "auto"  # of resume: this config's newest unfinished run; of a number: the runner finds it
-Asked = str | int  # of weights: best, last, or the step of a checkpoint
+AUTO = "auto"  # resume: the newest unfinished run of this config; numbers: the runner decides
+Asked = str | int  # inference.weights: best, last, or the step of a checkpoint
 
 OPS = (
     "broadcast", "scatter", "gather", "reduce", "all_reduce", "all_gather", "reduce_scatter",
@@ -30,18 +29,18 @@ ENDPOINT = re.compile(r"(?:\[([\da-fA-F:.]+(?:%\w+)?)\]|([^\s\[\]:/@]+))(?::(\d{
 DEFAULT_PORT = 29400  # torchrun's
 
 
-def validate_weights(asked: object) -> None:
-    """Reject a value of ``inference.weights`` that names no weights of a run."""
-    is_step = isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0
-    if not (is_step or asked in ("best", "last")):
+def validate_weights(weights: object) -> None:
+    """Reject a value of ``inference.weights`` that is not best, last or a step."""
+    is_step = isinstance(weights, int) and not isinstance(weights, bool) and weights >= 0
+    if not (is_step or weights in ("best", "last")):
         raise UserError(
-            f"inference.weights ({asked}) must be best, last, or the step of a checkpoint"
+            f"inference.weights ({weights}) must be best, last, or the step of a checkpoint"
         )
 
 
 @dataclass
 class LaunchConfig:
-    """How the ranks start. Under torchrun, which has its own flags, these keys are ignored."""
+    """How the ranks start. Ignored under torchrun, which has its own flags."""
 
     nnodes: int = key(1, "number of machines", above=0)
     nproc_per_node: int | None = key(None, "ranks per machine; null: world_size / nnodes", above=0)
@@ -63,11 +62,11 @@ class LaunchConfig:
     init_method: str | None = key(
         None,
         "where the ranks meet: tcp://HOST:PORT or file:///PATH; file://NAME is in the run folder; "
-        "null: at the rendezvous. A resumed run does not keep it",
+        "null: at the rendezvous; a resumed run does not keep it",
     )
     shutdown_timeout_s: float = key(
         30.0,
-        "from the first Ctrl-C or SIGTERM to SIGKILL; ten times that while a checkpoint is written",
+        "from the first Ctrl-C or SIGTERM to SIGKILL; ten times as long during a checkpoint",
         unit="seconds",
         above=0,
         most=YEAR_S,
@@ -80,39 +79,39 @@ def meeting_place(launch: LaunchConfig) -> tuple[str, int]:
     Raises:
         UserError: it is neither HOST nor HOST:PORT.
     """
-    found = ENDPOINT.fullmatch(launch.rdzv_endpoint or "")
-    port = int(found[3] or DEFAULT_PORT) if found else 0
-    if found is None or not 1 <= port <= 65535:
+    match = ENDPOINT.fullmatch(launch.rdzv_endpoint or "")
+    port = int(match[3] or DEFAULT_PORT) if match else 0
+    if match is None or not 1 <= port <= 65535:
         raise UserError(
             f"launch.rdzv_endpoint ({launch.rdzv_endpoint}) must be HOST:PORT, with a port from 1 "
             "to 65535 and an IPv6 address in brackets; write n1:29400, or [fd00::1]:29400"
         )
-    return found[1] or found[2], port
+    return match[1] or match[2], port
 
 
 @dataclass
 class BackendConfig:
     """Which library carries the collectives."""
 
-    name: str = key("auto", "auto, gloo, mpi, or the one of the GPUs: nccl, xccl, ...")
-    timeout_s: float = key(  # less is too short for ranks that share a core
+    name: str = key("auto", "auto, gloo, mpi, or the GPUs' own backend: nccl, xccl, ...")
+    timeout_s: float = key(  # a shorter time fails when ranks share a core
         300.0, "how long a collective may take", unit="seconds", least=1, most=YEAR_S
     )
-    device: str = key(
-        "auto", "where ranks compute: auto, cpu, or GPUs by kind: cuda, xpu, mps, ..."
-    )
+    device: str = key("auto", "where the ranks compute: auto, cpu, cuda, xpu, mps, ...")
 
 
 @dataclass
 class SweepConfig:
-    """How a sweep (-m) runs its jobs. These keys do not change what a job computes."""
+    """How a sweep (-m) runs its jobs. These keys do not change a job's results."""
 
     retry: str | None = key(None, "run the failed jobs again", choices=(None, "failed"))
     fail_fast: bool = key(False, "stop at the first failure")
-    max_failures: int | None = key(None, "stop at this many; null: run every job", above=0)
+    max_failures: int | None = key(
+        None, "stop after this many failures; null: run every job", above=0
+    )
     skip_invalid: bool = key(False, "skip jobs with an invalid config instead of failing them")
-    dry_run: bool = key(False, "list the jobs and what is wrong with them; start none")
-    parallel_jobs: int = key(1, "jobs side by side, each on its own cores and GPUs", above=0)
+    dry_run: bool = key(False, "list the jobs and their mistakes; start none")
+    parallel_jobs: int = key(1, "jobs at the same time, each on its own cores and GPUs", above=0)
     calibrate: bool = key(False, "first measure all_reduce for each world size and backend")
     report: bool = key(False, "at the end compare the runs, on screen and in the folder report")
     objective: str | None = key(None, "the metric that a search (Optuna) optimizes")
@@ -120,40 +119,44 @@ class SweepConfig:
 
 @dataclass
 class InferenceConfig:
-    """What task=evaluate, predict, export and sample do with the model of the run of resume."""
+    """How task=evaluate, predict, export and sample use the model of the run in resume."""
 
-    run: str | None = key(None, "the folder of that run, filled in from resume")
+    run: str | None = key(None, "the run's folder; the runner fills it in from resume")
     weights: Any = key(
         "best",
-        "best: model.safetensors, or while the run has none its best checkpoint; last: the newest "
+        "best: model.safetensors, or the best checkpoint of an unfinished run; last: the newest "
         "checkpoint; or the step of a checkpoint, such as 600",
         kind="whole number or a word",
         check=validate_weights,
     )
-    split: str = key("eval", "of the dataset; all: of both", choices=("eval", "train", "all"))
+    split: str = key("eval", "split of the dataset; all: both", choices=("eval", "train", "all"))
     format: str = key(
         "csv",
-        "of the predictions; parquet needs pyarrow",
+        "file format of the predictions; parquet needs pyarrow",
         choices=("csv", "parquet"),
         packages={"parquet": "pyarrow"},
     )
-    prompt: str = key("", "of sample: the text to continue; empty: a line end")
-    num_tokens: int = key(200, "of sample: how many to write; seed=1 gives another text", above=0)
-    temperature: float = key(1.0, "of sample: below 1 is more conservative, 0 greedy", least=0)
-    top_k: int | None = key(None, "of sample: choose among the most likely k; null: all", above=0)
+    prompt: str = key("", "task=sample: the text to continue; empty: a line end")
+    num_tokens: int = key(
+        200, "task=sample: length of the text; seed=1 gives another text", above=0
+    )
+    temperature: float = key(1.0, "task=sample: below 1 is more conservative, 0 is greedy", least=0)
+    top_k: int | None = key(
+        None, "task=sample: choose among the k most likely tokens; null: all", above=0
+    )
 
 
 @dataclass
 class CollectivesConfig:
-    """What task=collectives measures."""
+    """The measurements of task=collectives."""
 
-    ops: list[str] | None = key(None, "null: all of them", choices=OPS)
+    ops: list[str] | None = key(None, "collectives to measure; null: all", choices=OPS)
     reduce_ops: list[str] | None = key(
-        None, "null: sum, mean and max, where the backend has them", choices=REDUCE_OPS
+        None, "reductions; null: sum, mean and max, if the backend has them", choices=REDUCE_OPS
     )
-    dtypes: list[str] = key(["float32"], "of the messages", choices=DTYPES)
-    min_bytes: int = key(1024, "of the smallest message, over all ranks", unit="bytes", above=0)
-    max_bytes: int = key(64 * 2**20, "of the largest one, always measured", unit="bytes", above=0)
-    size_factor: int = key(16, "from each size to the next", least=2)
-    warmup_steps: int = key(2, "calls of each size that are not timed", least=0)
+    dtypes: list[str] = key(["float32"], "dtypes of the messages", choices=DTYPES)
+    min_bytes: int = key(1024, "smallest message, over all ranks", unit="bytes", above=0)
+    max_bytes: int = key(64 * 2**20, "largest message, always measured", unit="bytes", above=0)
+    size_factor: int = key(16, "factor from each size to the next", least=2)
+    warmup_steps: int = key(2, "untimed calls of each size", least=0)
     steps: int = key(10, "timed calls of each size", above=0)

@@ -1,6 +1,7 @@
-"""Which keys a class or function takes that a config names, as its source says. Torch-free.
+"""Reads from the source which keywords a class or function takes. Torch-free.
 
-Nothing is imported: the answer comes before torch, and from code that nobody has allowed yet.
+The source is parsed, not imported: the answer must come before torch, and the code may not be
+allowed yet.
 """
 
 import ast
@@ -15,16 +16,16 @@ from typing import Any, NamedTuple
 
 from ddp_runner.errors import UserError, nearest
 
-ANY = "**"  # among keywords: it takes any
-CLOSE = 0.65  # the least likeness of a key's intended name: depth is not width
-# A keyword's type, also where it may be null; None: another than these, or no annotation.
+ANY = "**"  # among keywords: any keyword is accepted
+CLOSE = 0.65  # the least likeness for a hint about a key: depth is not width
+# The types of keywords that are checked, also with ``| None``.
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
 class Keyword(NamedTuple):
     """One keyword of a class or function."""
 
-    kind: type | None
+    kind: type | None  # None: not in PLAIN, or no annotation
     is_required: bool = False
 
 
@@ -32,109 +33,104 @@ Keywords = Mapping[str, Keyword]
 
 
 class _UnknownError(Exception):
-    """The source does not say."""
+    """The source does not show the keywords."""
 
 
 def unknown_key(key: str, group: str, *, target: Any, known: Set[str]) -> UserError:
-    """Return the error of a key in a group whose `target` knows only other keywords."""
+    """Return the error for a key of a group that its `target` does not take."""
     names = sorted(known)
-    meant = nearest(key, names, cutoff=CLOSE)
-    hint = f"did you mean {group}.{meant}?" if meant else f"it has {', '.join(names) or 'none'}"
+    match = nearest(key, names, cutoff=CLOSE)
+    hint = f"did you mean {group}.{match}?" if match else f"it has {', '.join(names) or 'none'}"
     return UserError(f"{group}.{key} is not a keyword of {target}; {hint}")
 
 
 def source_keywords(name: str) -> Keywords | None:
-    """Return the keywords of what a dotted name stands for, ANY among them if it takes any.
+    """Return the keywords of a dotted name, with ANY if it takes any keyword.
 
-    None: the source does not say, since it is compiled, decorated or computed.
+    Return None if the source does not show them: it is compiled, decorated or computed.
 
     Raises:
-        ImportError: there is no such name in its module; the text says what to write.
+        ImportError: the module does not define the name; the text ends with the fix.
     """
     try:
-        return _named(name) or {}
+        return _name_keywords(name) or {}
     except (_UnknownError, RecursionError, OSError, SyntaxError, ValueError):
-        return None  # the rank that imports it reports what is wrong with it
+        return None  # the rank that imports it reports the fault
 
 
 def source_file(name: str) -> Path | None:
-    """Return the file of the module that a dotted name is in; None: it is not known."""
-    try:
-        return _module(name, tuple(sys.path))[0]
-    except (_UnknownError, ImportError, ValueError):
-        return None
+    """Return the file of the module that a dotted name is in; None if it is unknown."""
+    return _find_module(name, tuple(sys.path))[0]
 
 
-def _named(name: str) -> Keywords | None:
-    source, rest = _module(name, tuple(sys.path))
+def _name_keywords(name: str) -> Keywords | None:
+    source, rest = _find_module(name, tuple(sys.path))
     if len(rest) != 1 or source is None or source.suffix != ".py":
         raise _UnknownError
-    return _keywords(source, rest[0], name)
+    return _module_keywords(source, rest[0], name)
 
 
-@cache  # the jobs of a sweep ask again
-def _module(name: str, path: tuple[str, ...]) -> tuple[Path | None, list[str]]:
-    """Return the file of the module that a name is in, and the name's words within it.
-
-    `path` is sys.path.
-    """
+@cache  # the jobs of a sweep repeat their names
+def _find_module(name: str, path: tuple[str, ...]) -> tuple[Path | None, list[str]]:
+    """Return the file of a name's module, and the name's words within it; `path` is sys.path."""
     first, *rest = name.split(".")
-    spec = importlib.util.find_spec(first)
+    # find_spec raises a ValueError for these.
+    spec = None if first in ("", "__main__") else importlib.util.find_spec(first)
     if spec is None:
-        raise _UnknownError
+        return None, rest
     while rest and (inner := _submodule(spec, rest[0])) is not None:
         spec, rest = inner, rest[1:]
     return Path(spec.origin) if spec.has_location and spec.origin else None, rest
 
 
 def _submodule(spec: ModuleSpec, name: str) -> ModuleSpec | None:
-    """Return where a package's submodule is found; None if it has none of that name."""
-    for place in spec.submodule_search_locations or ():
-        inner = FileFinder(place, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(name)
+    for folder in spec.submodule_search_locations or ():
+        inner = FileFinder(folder, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(name)
         if inner is not None:
             return inner
     return None
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield a module's statements, with those inside its if and try blocks."""
+    """Yield a module's statements, also those inside its if and try blocks."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
             yield from _statements([*node.body, *node.orelse])
         if isinstance(node, ast.Try):
-            yield from _statements(one for handler in node.handlers for one in handler.body)
+            for handler in node.handlers:
+                yield from _statements(handler.body)
 
 
-@cache  # likewise
-def _keywords(source: Path, word: str, name: str) -> Keywords | None:
-    """Return the keywords of a module's `word`, whose whole name is `name`; None: of no class's."""
-    known = set[str]()
+@cache  # the jobs of a sweep repeat their names
+def _module_keywords(source: Path, word: str, name: str) -> Keywords | None:
+    """Return the keywords of a module's `word`; None: a class that defines no constructor."""
+    defined = set[str]()
     for node in _statements(ast.parse(source.read_bytes()).body):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            known.add(node.name)
+            defined.add(node.name)
             if node.name == word:
                 if isinstance(node, ast.FunctionDef):
-                    return _arguments(node)
-                return _of_class(source, node, name)
+                    return _function_keywords(node)
+                return _class_keywords(source, node, name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = {(one.asname or one.name): one.name for one in node.names}
-            known |= names.keys()
+            names = {(alias.asname or alias.name): alias.name for alias in node.names}
+            defined |= names.keys()
             if word in names and isinstance(node, ast.ImportFrom):
-                return _named(f"{_module_of(node, source, name)}.{names[word]}")
+                return _name_keywords(f"{_imported_module(node, source, name)}.{names[word]}")
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                known |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
-    if word in known or known & {"*", "__getattr__"}:
+                defined |= {item.id for item in ast.walk(target) if isinstance(item, ast.Name)}
+    if word in defined or defined & {"*", "__getattr__"}:
         raise _UnknownError  # it is computed
-    meant = nearest(word, known)
+    match = nearest(word, defined)
     module = name.rpartition(".")[0]
-    hint = f"did you mean {module}.{meant}?" if meant else "name another"
+    hint = f"did you mean {module}.{match}?" if match else "name another"
     raise ImportError(f"{module} has no {word}; {hint}")
 
 
-def _module_of(node: ast.ImportFrom, source: Path, name: str) -> str:
-    """Return the module that a statement imports from, in the module that `name` is in."""
+def _imported_module(node: ast.ImportFrom, source: Path, name: str) -> str:
+    """Return the absolute module of an import statement in the module that `name` is in."""
     if node.level == 0:
         return node.module or ""
     package = name.split(".")[:-1]
@@ -142,51 +138,54 @@ def _module_of(node: ast.ImportFrom, source: Path, name: str) -> str:
     return ".".join([*package[: len(package) - up], *filter(None, [node.module])])
 
 
-def _of_class(source: Path, node: ast.ClassDef, name: str) -> Keywords | None:
-    """Return the keywords of a class: its own, else of the first base that has any."""
-    decorators = [ast.unparse(one).partition("(")[0] for one in node.decorator_list]
+def _class_keywords(source: Path, node: ast.ClassDef, name: str) -> Keywords | None:
+    """Return the keywords of a class, else of the first base class that has any."""
+    decorators = [ast.unparse(item).partition("(")[0] for item in node.decorator_list]
     is_dataclass = decorators in (["dataclass"], ["dataclasses.dataclass"])
     if node.keywords or (decorators and not is_dataclass):
         raise _UnknownError
     for word in ("__init__", "__new__"):
-        for one in node.body:
-            if isinstance(one, ast.FunctionDef) and one.name == word:
-                return _arguments(one, bound=1)
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef) and item.name == word:
+                return _function_keywords(item, bound=1)
     bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
     if any(base.rpartition(".")[2] == "NamedTuple" or hasattr(builtins, base) for base in bases):
         raise _UnknownError
-    inherited = [
-        _keywords(source, base, f"{name.rpartition('.')[0]}.{base}")
-        for base in bases
-        if base.rpartition(".")[2] not in ("Protocol", "ABC", "Generic", "object")
-    ]
-    found = [one for one in inherited if one is not None]
-    if not is_dataclass and len(found) > 1:  # the order of bases may let another one count
-        return {key: Keyword(one.kind) for key, one in found[0].items()}
+    inherited = []
+    for base in bases:
+        if base.rpartition(".")[2] not in ("Protocol", "ABC", "Generic", "object"):
+            of_base = _module_keywords(source, base, f"{name.rpartition('.')[0]}.{base}")
+            inherited += [] if of_base is None else [of_base]
+    if not is_dataclass and len(inherited) > 1:  # the MRO may choose another base's constructor
+        return {key: Keyword(item.kind) for key, item in inherited[0].items()}
     if not is_dataclass:
-        return found[0] if found else None
-    fields = {key: kind for one in reversed(found) for key, kind in one.items()}
-    for one in node.body:
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
-            if "ClassVar" in ast.unparse(one.annotation):
-                continue
-            fields[one.target.id] = Keyword(_kind(one.annotation), one.value is None)
+        return inherited[0] if inherited else None
+    fields = {key: item for of_base in reversed(inherited) for key, item in of_base.items()}
+    for item in node.body:
+        if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
+            continue
+        if "ClassVar" not in ast.unparse(item.annotation):
+            fields[item.target.id] = Keyword(_plain_type(item.annotation), item.value is None)
     return fields
 
 
-def _arguments(node: ast.FunctionDef, *, bound: int = 0) -> Keywords:
+def _function_keywords(node: ast.FunctionDef, *, bound: int = 0) -> Keywords:
+    """Return the keywords of a function without its first `bound` parameters."""
     if node.decorator_list:
-        raise _UnknownError  # it may take other arguments
-    given = node.args
-    plain = [*given.posonlyargs, *given.args]
-    defaults = [*[None] * (len(plain) - len(given.defaults)), *given.defaults, *given.kw_defaults]
-    pairs = list(zip([*plain, *given.kwonlyargs], defaults, strict=True))[bound:]
-    found = {one.arg: Keyword(_kind(one.annotation), default is None) for one, default in pairs}
-    return found | ({ANY: Keyword(None)} if given.kwarg else {})
+        raise _UnknownError  # a decorator may change the keywords
+    parameters = node.args
+    plain = [*parameters.posonlyargs, *parameters.args]
+    missing = [None] * (len(plain) - len(parameters.defaults))
+    defaults = [*missing, *parameters.defaults, *parameters.kw_defaults]
+    pairs = list(zip([*plain, *parameters.kwonlyargs], defaults, strict=True))[bound:]
+    names = {
+        item.arg: Keyword(_plain_type(item.annotation), value is None) for item, value in pairs
+    }
+    return names | ({ANY: Keyword(None)} if parameters.kwarg else {})
 
 
-def _kind(annotation: ast.expr | None) -> type | None:
-    """Return what an annotation such as ``int`` or ``float | None`` says."""
+def _plain_type(annotation: ast.expr | None) -> type | None:
+    """Return the type of an annotation such as ``int`` or ``float | None``."""
     words = ast.unparse(annotation).split(" | ") if annotation else []
     kinds = [PLAIN.get(word) for word in words if word != "None"]
     return kinds[0] if len(kinds) == 1 else None

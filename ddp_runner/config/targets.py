@@ -1,12 +1,11 @@
-"""Which names a config may give the program to import. Torch-free.
+"""The names of classes and functions that a config may import. Torch-free.
 
-The launcher validates the names as text before anything starts; for this package's own modules it
-reads what their source defines. A rank does so again, and ``instantiate`` validates the object.
+The launcher validates the names as text before anything starts. A rank does so again before it
+imports them, and ``instantiate`` then validates the imported object.
 """
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -17,7 +16,7 @@ from ddp_runner.config.identity import is_inside, leaves
 from ddp_runner.config.schema import PACKAGE, Config, has_own_loop
 from ddp_runner.errors import UserError, nearest
 
-# Modules of this package that a config may name parts of, and what a part is in each.
+# The modules of this package that a config may name, and the kinds of definitions in each.
 OWN: Mapping[str, tuple[type[ast.ClassDef | ast.FunctionDef], ...]] = {
     "ddp_runner.models": (ast.ClassDef, ast.FunctionDef),
     "ddp_runner.data.sources": (ast.ClassDef,),
@@ -30,8 +29,8 @@ OWN: Mapping[str, tuple[type[ast.ClassDef | ast.FunctionDef], ...]] = {
     "ddp_runner.tracking.trackers.mlflow": (ast.ClassDef,),
     "ddp_runner.tracking.trackers.wandb": (ast.ClassDef,),
 }
-# Of torch and torchvision only these modules, and in each only the subclasses of one class of it:
-# none takes a command, a file to read, or the name of a thing to import. Other modules load files
+# The modules of torch and torchvision that a config may name, and the base class of the allowed
+# classes. They take no command, no file to read and no name to import. Other modules load files
 # (torch.load, torch.hub), run commands (torch.utils) or compile code.
 TORCH: Mapping[str, str] = {
     "torch.nn": "Module",
@@ -39,10 +38,10 @@ TORCH: Mapping[str, str] = {
     "torch.optim.lr_scheduler": "LRScheduler",
     "torchvision.transforms.v2": "Transform",
 }
-# Of torchvision's datasets those of our YAMLs. They read pictures, plain data, or tensors without
-# code, and unpickle only what has the published MD5.
+# The torchvision datasets of our YAMLs. They read pictures, plain data, or tensors without code,
+# and unpickle only files with the published MD5.
 DATASETS = ("MNIST", "FashionMNIST", "CIFAR10", "CIFAR100", "ImageFolder")
-FUNCTIONS = ("model.loss", "train.step")  # keys whose plain value is such a name, too
+FUNCTIONS = ("model.loss", "train.step")  # keys that may hold a dotted name as a plain value
 LOSSES, TORCH_LOSSES = "ddp_runner.train.losses", "torch.nn.functional"
 TORCH_LOSS_NAMES = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss",
@@ -52,60 +51,59 @@ TORCH_LOSS_NAMES = (
 
 
 def validate_targets(config: Config) -> None:
-    """Reject a config that names something it may not: importing it could run any code.
-
-    Raises:
-        UserError: a name is not allowed or does not exist, or a text would be resolved again.
-    """
+    """Reject a config that names code that it may not: importing it could run anything."""
     tree = plain(config)
     for key, value in leaves(tree):
         if isinstance(value, str | list) and "${" in str(value):
-            # Written to the run's config, it would be resolved when the run is resumed.
+            # A resumed run would resolve it from the frozen config.
             raise UserError(
                 f"{key} still holds an interpolation (${{) after the config was resolved; write it "
                 "without a backslash before the $, or leave it out"
             )
-    named = list(_named(tree))
-    needed = [package_of(name) for _, name in named if _is_foreign(name)]
-    for key, name in named:
+    names = list(_code_names(tree))
+    needed = [package_of(name) for _, name in names if _is_foreign(name)]
+    for key, name in names:
         validate_name(name, key=key, allowed=config.allowed_targets, needed=needed)
 
 
 def given_targets(given: DictConfig) -> list[str]:
-    """Return the names of foreign code that this command itself gives: its words and its YAMLs.
+    """Return the names of foreign code in the config that this command composes.
 
-    They are the user's own, who may run anything. A config that comes with a run is not among
-    them: see ``allowed_targets``.
+    They come from the user's own words and YAMLs, so they are allowed. Names in a resumed run's
+    config are not among them: see ``allowed_targets``.
     """
     tree: Any = OmegaConf.to_container(given, resolve=False)
-    found = dict[str, None]()
-    for key, written in _named(tree):
-        with suppress(Exception):  # an interpolation; whatever is wrong with it is reported later
-            name = str(OmegaConf.select(given, key) if "${" in str(written) else written)
-            is_of_torch = name.startswith("torch.") and key not in (*FUNCTIONS, "task")
-            if _is_foreign(name) or (is_of_torch and name.rpartition(".")[0] not in TORCH):
-                found[name] = None
-    return list(found)
+    names = dict[str, None]()
+    for key, text in _code_names(tree):
+        name = str(text)
+        if "${" in name:  # a failing interpolation is reported when the config is resolved
+            name = str(OmegaConf.select(given, key, throw_on_resolution_failure=False))
+        is_of_torch = name.startswith("torch.") and key not in (*FUNCTIONS, "task")
+        if _is_foreign(name) or (is_of_torch and name.rpartition(".")[0] not in TORCH):
+            names[name] = None
+    return list(names)
 
 
 def given_packages(given: DictConfig) -> list[str]:
-    """Return what to write as ``allowed_targets`` where only a run's own config has these names."""
+    """Return the value of ``allowed_targets`` that a command needs to resume this run."""
     if not given.allowed_targets:
-        return []  # ``with_resumed`` has put into it what this command names
+        return []  # with_resumed has added the names of this command to it
     own = given_targets(given)
-    packages = [one for one in given.allowed_targets if one not in own]
+    packages = [name for name in given.allowed_targets if name not in own]
     packages += [
-        package_of(one) if _is_foreign(one) else one for one in own if not is_inside(one, packages)
+        package_of(name) if _is_foreign(name) else name
+        for name in own
+        if not is_inside(name, packages)
     ]
     return list(dict.fromkeys(packages))
 
 
 def foreign_targets(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of a config that name code of neither this package nor torch, with it."""
-    return {key: str(name) for key, name in _named(tree) if _is_foreign(name)}
+    """Return the keys of a config that name code outside this package and torch, with the names."""
+    return {key: str(name) for key, name in _code_names(tree) if _is_foreign(name)}
 
 
-def _named(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _code_names(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a config that name code, with the names."""
     for key, value in leaves(tree):
         is_function = key in FUNCTIONS and value is not None
@@ -127,34 +125,30 @@ def validate_name(
 ) -> None:
     """Reject a dotted name that a config may not use.
 
-    The key ``model.loss`` may name loss functions only, and ``task`` no part of ours or torch. In
-    the packages of `allowed`, the user's own that this command gives, any name is accepted. The
-    message lists these and the `needed` packages, which replace them on the command line.
-
-    Raises:
-        UserError: it is not allowed, or it is ours and does not exist.
+    The key ``model.loss`` may name only loss functions, and ``task`` only the user's own code. In
+    the `allowed` packages, the user's own, any name is accepted. The fix in the message replaces
+    `allowed`, so it lists these and the `needed` packages.
     """
     is_loss, parts = key == "model.loss", str(name).split(".")
-    if len(parts) == 1 or not all(one.isidentifier() and one[:2] != "__" for one in parts):
+    if len(parts) == 1 or not all(part.isidentifier() and part[:2] != "__" for part in parts):
         example = "train.step.supervised" if key == "train.step" else "models.convnet.ConvNet"
-        fix = _nearest_losses(name) if is_loss else f"one such as ddp_runner.{example}"
+        fix = _nearest_losses(name) if is_loss else f"a name such as ddp_runner.{example}"
         fix = "PACKAGE.MODULE.FUNCTION" if key == "task" else fix
         raise UserError(f"{key} ({name}) is not a dotted name; write {fix}")
     if is_inside(name, allowed):
         return
     module, _, last = name.rpartition(".")
     is_foreign = _is_foreign(name)
-    wanted = dict.fromkeys([parts[0] if is_foreign else name, *needed])
-    wanted = dict.fromkeys([*(one for one in allowed if not is_inside(one, wanted)), *wanted])
-    fix = f"add allowed_targets=[{','.join(wanted)}]"
+    new = dict.fromkeys([parts[0] if is_foreign else name, *needed])
+    kept = [package for package in allowed if not is_inside(package, new)]
+    fix = f"add allowed_targets=[{','.join(dict.fromkeys([*kept, *new]))}]"
     if key == "task":
         raise UserError(
-            f"task ({name}) is no task of ddp_runner; if it is a function of your own, {fix}"
+            f"task ({name}) is not a task of ddp_runner; if it is a function of your own, {fix}"
         )
     if is_loss:
-        if (module == LOSSES and last in _defined(module)) or (
-            module == TORCH_LOSSES and last in TORCH_LOSS_NAMES
-        ):
+        is_ours = module == LOSSES and last in _defined(module)
+        if is_ours or (module == TORCH_LOSSES and last in TORCH_LOSS_NAMES):
             return
         raise UserError(
             f"{key} ({name}) is not a loss function that a config may name; write "
@@ -170,23 +164,24 @@ def validate_name(
             f"and SECURITY.md does not list it; if you trust it, {fix}"
         )
     if last not in _defined(module):
-        meant = nearest(name, _parts(), cutoff=0.0)
-        raise UserError(f"{key} ({name}) is not a part of ddp_runner; did you mean {meant}?")
+        match = nearest(name, _parts(), cutoff=0.0)
+        raise UserError(f"{key} ({name}) is not a part of ddp_runner; did you mean {match}?")
 
 
 def _parts() -> list[str]:
-    """Return the dotted names of all parts of this package."""
+    """Return the dotted names of all parts of this package that a config may name."""
     paths = [path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py")]
     modules = [".".join(path.parts).removesuffix(".__init__") for path in paths]
-    return [f"{one}.{part}" for one in modules if is_inside(one, OWN) for part in _defined(one)]
+    own = [module for module in modules if is_inside(module, OWN)]
+    return [f"{module}.{part}" for module in own for part in _defined(module)]
 
 
 @cache
 def _defined(module: str) -> frozenset[str]:
-    """Return the public parts that a module of this package defines itself."""
+    """Return the public parts that a module of this package defines."""
     path = PACKAGE.parent.joinpath(*module.split("."))
     source = path / "__init__.py"
-    if not source.is_file():  # an update may leave the folder of a former package
+    if not source.is_file():  # an update may leave the empty folder of a former package
         source = path.with_suffix(".py")
     if not source.is_file():
         return frozenset()
@@ -196,8 +191,8 @@ def _defined(module: str) -> frozenset[str]:
 
 
 def _nearest_losses(name: object) -> str:
-    """Return our loss that a name such as CrossEntropyLoss means, else all of our losses."""
-    known = {one.replace("_", ""): f"{LOSSES}.{one}" for one in sorted(_defined(LOSSES))}
+    """Return the loss of ours nearest to a name such as CrossEntropyLoss, else all of them."""
+    losses = {loss.replace("_", ""): f"{LOSSES}.{loss}" for loss in sorted(_defined(LOSSES))}
     word = str(name).rpartition(".")[2].replace("_", "").lower().removesuffix("loss")
-    meant = nearest(word, known)
-    return known[meant] if meant else " or ".join(known.values())
+    match = nearest(word, losses)
+    return losses[match] if match else " or ".join(losses.values())

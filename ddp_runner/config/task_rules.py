@@ -1,4 +1,4 @@
-"""What each task needs of a config, and which keys it does not read. Torch-free."""
+"""The keys that each task needs, and those that it does not read. Torch-free."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -8,7 +8,7 @@ from ddp_runner.config.sections import AUTO, INFERENCE, SAMPLE, SAMPLE_KEYS
 from ddp_runner.config.training import EXPORTS
 from ddp_runner.errors import UserError, listed
 
-# Keys, or groups of keys, of the training loop; a task that has none of it reads none of them.
+# Keys and groups of the training loop; a task without the loop reads none of them.
 _LOOP = (
     *("train.epochs", "train.max_steps", "train.log_every_steps", "train.eval_every_epochs"),
     *("train.eval_every_steps", "train.clip_norm", "train.clip_value", "train.profile"),
@@ -37,21 +37,17 @@ _UNUSED: Mapping[str, tuple[str, ...]] = {
         *("inference", "loop"),
     ),
 }
-# Of the user's own loop, where they can read any key themselves.
+# Keys that the runner does not apply in the user's own loop, which may read them itself.
 _UNUSED_IN_OWN_LOOP = (
     *("train", "params", "ema", "early_stop", "scheduler", "metrics", "collectives", "inference"),
     *("batch.count", "batch.eval_per_rank", "checkpoint.every_epochs"),
     *("checkpoint.load_best", "checkpoint.export"),
 )
-_TRAIN_IN_OWN_LOOP = ("train.deterministic", "train.num_threads")  # all that the runner applies
+_TRAIN_IN_OWN_LOOP = ("train.deterministic", "train.num_threads")  # the exceptions
 
 
 def validate_task(config: Config, *, chosen: Collection[str]) -> None:
-    """Reject keys that do not fit the task.
-
-    Raises:
-        UserError: a rule is broken.
-    """
+    """Reject keys that do not fit the task."""
     task, sizes = config.task, config.collectives
     if sizes.min_bytes > sizes.max_bytes:
         raise UserError(
@@ -70,25 +66,22 @@ def validate_task(config: Config, *, chosen: Collection[str]) -> None:
         raise UserError("inference.run is filled in by the runner; write resume=RUN")
     if task == "export" and not config.checkpoint.export:
         raise UserError(
-            "task=export writes what checkpoint.export names; write "
+            "task=export writes the formats in checkpoint.export, which is empty; write "
             f"checkpoint.export=[{EXPORTS[0]}]"
         )
 
 
 def unused_note(task: str, given: Iterable[str]) -> list[str]:
-    """Return a line that names those of the given keys that have no effect; else nothing.
+    """Return a line that names the given keys without effect; an empty list if all have one.
 
-    Args:
-        task: of the config.
-        given: dotted keys that the command gives, and in an own loop those of the YAMLs that it
-            chooses, too.
+    `given` are the command's keys and, for the user's own loop, the keys of the chosen YAMLs.
     """
     if has_own_loop(task):
-        applied = [one for one in given if is_inside(one, _TRAIN_IN_OWN_LOOP)]
-        keys = [one for one in given if is_inside(one, _UNUSED_IN_OWN_LOOP) and one not in applied]
+        unused = [key for key in given if is_inside(key, _UNUSED_IN_OWN_LOOP)]
+        keys = [key for key in unused if not is_inside(key, _TRAIN_IN_OWN_LOOP)]
         note = f"task={task}: your function may read run.config, and the runner does not apply"
     else:
-        keys = [one for one in given if is_inside(one, _UNUSED.get(task, ()))]
+        keys = [key for key in given if is_inside(key, _UNUSED.get(task, ()))]
         note = f"task={task} makes no use of"
-    named = {one for one in keys if not any(one.startswith(f"{other}.") for other in keys)}
-    return [f"{note} {listed(sorted(named))}"] if keys else []
+    names = {key for key in keys if not any(key.startswith(f"{other}.") for other in keys)}
+    return [f"{note} {listed(sorted(names))}"] if keys else []

@@ -1,7 +1,4 @@
-"""The keys of a training: its batch, loop, parameters and checkpoints, and when it stops early.
-
-They are a part of the schema. Torch-free.
-"""
+"""The part of the schema for training: batch, loop, parameters and checkpoints. Torch-free."""
 
 import re
 from collections.abc import Mapping
@@ -11,38 +8,36 @@ from typing import Any
 from ddp_runner.config.fields import key
 from ddp_runner.errors import UserError
 
-WARMUP_STEPS = 5  # before a trace, after each start: memory, compilation and buckets settle in them
-MOST_TRACED = 100  # steps: more fill the memory, and no page opens such a trace
-EXPORTS = ("onnx", "torch_export")  # beside safetensors
+WARMUP_STEPS = 5  # before a trace: memory, compilation and buckets change in the first steps
+MOST_TRACED = 100  # steps: a longer trace fills the memory, and no viewer opens it
+EXPORTS = ("onnx", "torch_export")  # in addition to safetensors
 
 
-def traced_steps(asked: Any, *, done: int = 0) -> range:
+def traced_steps(profile: Any, *, done: int = 0) -> range:
     """Return the steps that a value of ``train.profile`` names, counted from 1.
 
-    Args:
-        asked: a number of steps, or FIRST-LAST, which both count.
-        done: the steps that the run has taken when it starts or resumes; a number counts from
-            there.
+    It is FIRST-LAST, both included, or a number of steps after those that the run has `done` when
+    it starts or resumes.
 
     Raises:
-        UserError: it is neither, or it names too many steps.
+        UserError: the value is neither, or names too many steps.
     """
-    if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0:
+    if isinstance(profile, int) and not isinstance(profile, bool) and profile > 0:
         first = done + WARMUP_STEPS + 1
-        steps = range(first, first + asked)
+        steps = range(first, first + profile)
     else:
-        found = re.fullmatch(r"([1-9]\d{0,17})-([1-9]\d{0,17})", str(asked))
-        first, last = map(int, found.groups()) if found else (1, 0)
+        match = re.fullmatch(r"([1-9]\d{0,17})-([1-9]\d{0,17})", str(profile))
+        first, last = map(int, match.groups()) if match else (1, 0)
         steps = range(first, last + 1)
     if not steps:
         raise UserError(
-            f"train.profile ({asked}) must be a number of steps, or the first and the last one; "
-            "write train.profile=5, or train.profile=20-25"
+            f"train.profile ({profile}) must be a number of steps, or FIRST-LAST; write "
+            "train.profile=5, or train.profile=20-25"
         )
     if len(steps) > MOST_TRACED:
         raise UserError(
-            f"train.profile={asked} traces {len(steps)} steps, and {MOST_TRACED} are the most that "
-            "a trace can hold; a handful shows what a step does: write train.profile=5"
+            f"train.profile={profile} traces {len(steps)} steps, and a trace holds {MOST_TRACED} "
+            "at most; a few steps show the pattern: write train.profile=5"
         )
     return steps
 
@@ -62,30 +57,30 @@ def _validate_decay(decay: float) -> None:
 
 @dataclass
 class BatchConfig:
-    """Set one of global_size and per_rank; the other follows from it."""
+    """Set either global_size or per_rank; the other follows from it."""
 
-    global_size: int | None = key(None, "samples of a step over all ranks: strong scaling", above=0)
-    per_rank: int | None = key(100, "samples of one micro-step of one rank: weak scaling", above=0)
+    global_size: int | None = key(None, "samples per step over all ranks: strong scaling", above=0)
+    per_rank: int | None = key(100, "samples per micro-step on each rank: weak scaling", above=0)
     eval_per_rank: int | None = key(
-        None, "samples of one evaluation step of one rank; null: per_rank", above=0
+        None, "samples per evaluation step on each rank; null: per_rank", above=0
     )
     count: str = key(
         "samples",
-        "what the loss is divided by; the training step counts tokens",
+        "unit by which the loss is averaged; the training step counts the tokens",
         choices=("samples", "tokens"),
     )
 
 
 @dataclass
 class ResolvedBatch(BatchConfig):
-    """The batch sizes of a resolved config: both are known."""
+    """The batch of a resolved config: both sizes are set."""
 
     global_size: int
     per_rank: int
 
     @property
     def eval_size(self) -> int:
-        """Samples of one evaluation step of one rank."""
+        """Samples per evaluation step on each rank."""
         return self.eval_per_rank or self.per_rank
 
 
@@ -102,36 +97,36 @@ class TrainConfig:
     )
     epochs: int = key(10, "passes over the training set", above=0)
     max_steps: int | None = key(None, "steps of the whole run; null: by train.epochs", above=0)
-    log_every_steps: int = key(10, "optimizer steps between two lines of metrics", above=0)
+    log_every_steps: int = key(10, "optimizer steps between lines of metrics", above=0)
     eval_every_epochs: int = key(
-        1, "epochs between two evaluations; one at the end; 0: never", least=0
+        1, "epochs between evaluations; the last is at the end; 0: never", least=0
     )
-    eval_every_steps: int | None = key(None, "steps between two more evaluations", above=0)
+    eval_every_steps: int | None = key(None, "steps between additional evaluations", above=0)
     precision: str = key(
         "fp32",
-        "tf32: fp32 with products of 10 bits, CUDA only; bf16: autocast; fp16: autocast with a "
-        "scaled loss, GPUs only",
+        "tf32: fp32 with 10-bit mantissas in products, CUDA only; bf16: autocast; fp16: autocast "
+        "with a scaled loss, GPUs only",
         choices=("fp32", "tf32", "bf16", "fp16"),
     )
-    grad_accum_steps: int = key(1, "micro-steps of one optimizer step", above=0)
+    grad_accum_steps: int = key(1, "micro-steps per optimizer step", above=0)
     clip_norm: float | None = key(
         None, "largest L2 norm of the gradient; null: no clipping", above=0
     )
     clip_value: float | None = key(None, "largest value of a gradient; null: no clipping", above=0)
     compile: bool = key(False, "torch.compile the model, inside its parallel wrapper")
     activation_checkpointing: bool = key(
-        False, "keep only the inputs of each of model.blocks; the backward computes the rest again"
+        False, "store only the inputs of each of model.blocks and recompute the rest in backward"
     )
-    deterministic: bool = key(False, "fail on operations that have no deterministic form")
+    deterministic: bool = key(False, "fail on operations without a deterministic implementation")
     profile: Any | None = key(
         None,
-        "trace these optimizer steps into profile/: a number of them, after 5 steps of warm-up, or "
-        "the first and the last, as in 20-25; null: none",
+        "trace optimizer steps into profile/: a number of steps, after 5 steps of warm-up, or "
+        "FIRST-LAST, as in 20-25; null: none",
         kind="whole number or a word",
         check=traced_steps,
     )
-    num_threads: int | None = key(  # libraries overflow beyond the most
-        None, "intra-op CPU threads of a rank; null: cores // local ranks", above=0, most=4096
+    num_threads: int | None = key(  # libraries overflow with more
+        None, "intra-op CPU threads per rank; null: cores // local ranks", above=0, most=4096
     )
 
 
@@ -139,16 +134,18 @@ class TrainConfig:
 class CheckpointConfig:
     """When checkpoints are written and which are kept."""
 
-    every_epochs: int | None = key(1, "null: not by epochs", above=0)
-    every_steps: int | None = key(None, "optimizer steps; null: not by steps", above=0)
+    every_epochs: int | None = key(1, "epochs between checkpoints; null: only steps count", above=0)
+    every_steps: int | None = key(
+        None, "optimizer steps between checkpoints; null: only epochs count", above=0
+    )
     keep: int = key(3, "how many of the newest checkpoints stay on disk", above=0)
-    monitor: str | None = key(None, "a metric, as eval/accuracy, whose best checkpoint stays, too")
+    monitor: str | None = key(None, "a metric, as eval/accuracy: its best checkpoint stays too")
     mode: str = key("max", "which value of that metric is best", choices=("max", "min"))
-    load_best: bool = key(False, "at the end load the best checkpoint and evaluate it once more")
+    load_best: bool = key(False, "at the end load the best checkpoint and evaluate it again")
     export: list[str] = key(
         [],
-        "at the end write the best model for other programs, too, as [onnx]: to model.onnx, "
-        "model.pt2; model.safetensors is always written",
+        "more formats of the best model, as [onnx]: model.onnx, model.pt2; model.safetensors is "
+        "always written",
         choices=EXPORTS,
         packages={"onnx": "onnxscript"},
     )
@@ -156,39 +153,41 @@ class CheckpointConfig:
 
 @dataclass
 class ParamsConfig:
-    """Parameters by name. A pattern is the shell's, over the dotted names: head.*, *.bias."""
+    """Parameters by name. Patterns are shell patterns over dotted names: head.*, *.bias."""
 
     freeze: list[str] = key([], "patterns of parameters that are not trained")
-    no_decay: bool = key(False, "no weight decay for biases and for norms' parameters of one dim")
+    no_decay: bool = key(False, "no weight decay for biases and the 1-d parameters of norms")
     groups: list[dict[str, Any]] = key(
         [],
-        "mappings with `match`, a pattern, and keys of the optimizer that differ for what it "
-        "matches; the first match counts, and the rest has the optimizer's own keys",
+        "mappings with `match`, a pattern, and the optimizer's keys for the matching parameters; "
+        "the first match counts",
     )
 
 
 @dataclass
 class EmaConfig:
-    """A moving average of the weights, beside those that are trained."""
+    """An exponential moving average of the trained weights."""
 
     decay: float | None = key(
-        None, "part of it that a step keeps, such as 0.999; null: none", check=_validate_decay
+        None,
+        "part of the average that a step keeps, such as 0.999; null: off",
+        check=_validate_decay,
     )
-    evaluate: bool = key(True, "evaluate and export the average in place of the trained weights")
+    evaluate: bool = key(True, "evaluate and export the average instead of the trained weights")
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether evaluations and the exported model have the average."""
+        """Whether evaluations and the exported model use the average."""
         return self.decay is not None and self.evaluate
 
 
 @dataclass
 class EarlyStopConfig:
-    """Ends a run whose evaluations no longer improve."""
+    """Ends a run when its evaluations stop improving."""
 
     monitor: str | None = key(None, "a metric of evaluations, as eval/loss; null: never stop")
-    patience: int = key(3, "evaluations in a row without an improvement that end it", above=0)
+    patience: int = key(3, "evaluations in a row without improvement that end the run", above=0)
     min_delta: float = key(0.0, "least change of the metric that is an improvement", least=0)
     mode: str | None = key(
-        None, "which value is best; null: as is known of the metric", choices=(None, "max", "min")
+        None, "which value is best; null: the metric's own", choices=(None, "max", "min")
     )

@@ -1,7 +1,7 @@
-"""What each value of a config must be by itself: of its kind, in its range, known. Torch-free.
+"""Validates each value of a config alone: its type, its range, its choices. Torch-free.
 
-The rules of the schema's keys stand beside its fields. The keys of an option, and their kinds, are
-those of the class or function that it names. What must hold between several keys is in ``rules``.
+The rules of the schema's keys are beside its fields. The keys of an option, and their types, come
+from the source of its ``_target_``. Rules between several keys are in ``rules``.
 """
 
 import re
@@ -26,41 +26,34 @@ from ddp_runner.config.signatures import ANY, Keyword, Keywords, source_keywords
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import LISTED
 
-ANYTHING = Rule()  # but a number that no library takes
 NOT_NEGATIVE = Rule(least=0)
-WITHOUT_NEGATIVES = ("ddp_runner.", "torch.optim.lr_scheduler.")  # among their numbers
-OF_OPTIMIZER = re.compile(r"params\.groups\.\d+\.")  # its keys have the rules of the optimizer's
-# Keys that the runner reads, though the target may take them, too; and keywords that it gives.
-READ: Mapping[str, Mapping[str, type]] = {
+WITHOUT_NEGATIVES = ("ddp_runner.", "torch.optim.lr_scheduler.")  # targets without negative numbers
+PARAMETER_GROUP = re.compile(r"params\.groups\.\d+\.")  # its keys have the optimizer's rules
+# Keys that the runner reads, though the target may take them too.
+ALSO_READ: Mapping[str, Mapping[str, type]] = {
     "scheduler": {"monitor": str},
     "trackers": {"wait_s": float},
 }
-GIVEN = {
+# Keywords that the runner passes itself.
+PASSED = {
     "optimizer": {"params", "module"},
     "scheduler": {"optimizer", "last_epoch"},
     "loop": {"run"},
 }
-# Hydra's own, and what split modes and datasets give a model.
-OF_RUN = re.compile(r"_.*|dev\d+|padding_id|vocab_size")
+# Keywords that Hydra reads, or that split modes and datasets pass to a model.
+PASSED_TO_MODEL = re.compile(r"_.*|dev\d+|padding_id|vocab_size")
 
 
 def validate_values(config: Config) -> None:
-    """Reject a value that no run can use, whatever the other keys are.
-
-    What the user wrote comes first: a mode's needs may follow from its other keys.
-
-    Raises:
-        UserError: a value is infinite, of another kind, out of its range, or an unknown word; or a
-            class or function does not exist, or does not take the key.
-    """
+    """Reject a value that no run can use, whatever the other keys are."""
     for group in RUNNER_KEYS:
         if not isinstance(getattr(config, group).get("_target_"), str):
             raise UserError(
-                f"{group} has no _target_, the name of what is built; choose an option, as in "
-                f"{group}=NAME: see --help"
+                f"{group} has no _target_, the name of its class or function; choose an option, as "
+                f"in {group}=NAME: see --help"
             )
     for group in LIST_GROUPS:
-        _validate_named(group, getattr(config, group))
+        _validate_list_group(group, getattr(config, group))
     groups = {group: getattr(config, group) for group in (*RUNNER_KEYS, *LIST_GROUPS)}
     _validate_options(groups)
     _validate_required(config)
@@ -69,30 +62,30 @@ def validate_values(config: Config) -> None:
         may_be_null = plain_kind(key.kind) is not key.kind
         if key.value is not None or not may_be_null:
             validate_value(key.name, key.value, key.rule)
-    own = {key: value for key, value in config.parallelism.items() if key != "needs"}
-    others = {"parallelism": own, "loop": config.loop, "params": {"groups": config.params.groups}}
+    # The keys of a mode come before its needs, which may be interpolated from them.
+    mode = {key: value for key, value in config.parallelism.items() if key != "needs"}
+    others = {"parallelism": mode, "loop": config.loop, "params": {"groups": config.params.groups}}
     for name, value in leaves(groups | others):
-        rule = GROUP_KEYS.get(OF_OPTIMIZER.sub("optimizer.", name), ANYTHING)
+        rule = GROUP_KEYS.get(PARAMETER_GROUP.sub("optimizer.", name), Rule())
         validate_value(name, value, rule)
     _validate_needs(config.parallelism)
 
 
 def _validate_needs(mode: Mapping[str, Any]) -> None:
-    try:
-        needs = mode_needs(mode)
-    except TypeError as error:
+    needs, names = mode.get("needs", {}), [item.name for item in fields(ModeNeeds)]
+    if not isinstance(needs, Mapping) or not needs.keys() <= {*names}:
         raise UserError(
-            f"parallelism.needs ({mode['needs']}) must be a mapping with some of the "
-            f"keys {', '.join(one.name for one in fields(ModeNeeds))}"
-        ) from error
-    for key in walk(needs, "parallelism.needs."):
+            f"parallelism.needs ({needs}) must be a mapping with some of the keys "
+            f"{', '.join(names)}"
+        )
+    for key in walk(mode_needs(mode), "parallelism.needs."):
         if key.value is not None or plain_kind(key.kind) is key.kind:
             validate_kind(key.name, key.value, plain_kind(key.kind))
             validate_value(key.name, key.value, key.rule)
 
 
-def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
-    """Reject an option of `metrics` or `trackers` without a name that keys can have, or a class."""
+def _validate_list_group(group: str, options: Mapping[Any, Any]) -> None:
+    """Reject an option of `metrics` or `trackers` with a bad name or without a class."""
     word = group.removesuffix("s")
     for name, keys in options.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII) or name in (group, "_target_"):
@@ -108,7 +101,7 @@ def _validate_named(group: str, options: Mapping[Any, Any]) -> None:
         if not isinstance(keys, Mapping) or not isinstance(keys.get("_target_"), str):
             raise UserError(
                 f"{group}.{name} has no _target_, the class of the {word}; write {group}=[{name}] "
-                f"for one that has a YAML, or +{group}.{name}._target_=my_package.Mine"
+                f"if it has a YAML, or +{group}.{name}._target_=my_package.Mine"
             )
 
 
@@ -122,18 +115,18 @@ def _validate_functions(config: Config) -> None:
         for word in words:
             validate_kind(f"model.{key}", word, str)
     if isinstance(loss, str):
-        _known("model.loss", loss)
+        _keywords("model.loss", loss)
     if isinstance(step, Mapping):
         _validate_options(step, "train.step")
         step = step.get("_target_")
-    takes_loss = "loss" in (_known("train.step", str(step)) or ())
+    takes_loss = "loss" in (_keywords("train.step", str(step)) or ())
     if takes_loss and loss is None and config.task in ("train", "check"):
         raise UserError(
             f"model.loss is null or deleted, and train.step ({step}) needs it; write "
             "model.loss=ddp_runner.train.losses.cross_entropy, or a train.step of your own"
         )
     if has_own_loop(config.task):
-        _known("task", config.task)
+        _keywords("task", config.task)
         _validate_keys({"_target_": config.task, **config.loop}, "loop")
 
 
@@ -145,51 +138,57 @@ def _validate_options(tree: Any, key: str = "") -> None:
         if "_target_" in tree:
             validate_kind(f"{key}._target_", tree["_target_"], str)
             _validate_keys(tree, key)
-        for name, one in tree.items():
-            _validate_options(one, f"{key}.{name}".lstrip("."))
+        for name, value in tree.items():
+            _validate_options(value, f"{key}.{name}".lstrip("."))
 
 
 def _validate_required(config: Config) -> None:
-    """Reject a model or a metric whose class must be given more."""
+    """Reject a model or a metric without a keyword that its class requires."""
     options = {f"metrics.{name}": settings for name, settings in config.metrics.items()}
-    # An own loop may give its model more; what it gave is in the run that inference takes.
-    is_complete = not has_own_loop(config.task) and config.task not in INFERENCE
-    for key, settings in (options | ({"model": config.model} if is_complete else {})).items():
+    # The user's own loop may pass more keywords to its model; inference takes that run's.
+    if not has_own_loop(config.task) and config.task not in INFERENCE:
+        options["model"] = config.model
+    for key, settings in options.items():
         target = settings["_target_"]
-        found = {name for name, one in (source_keywords(target) or {}).items() if one.is_required}
-        lacking = sorted(one for one in found - {*settings} if not OF_RUN.fullmatch(one))
-        if lacking and not {"_args_", "_partial_"} & {*settings}:
+        known = source_keywords(target) or {}
+        missing = sorted(
+            name
+            for name, keyword in known.items()
+            if keyword.is_required and name not in settings and not PASSED_TO_MODEL.fullmatch(name)
+        )
+        if missing and not {"_args_", "_partial_"} & {*settings}:
             raise UserError(
-                f"{key} gives no {lacking[0]}, which {target} needs; put it into the YAML, or "
-                f"write +{key}.{lacking[0]}=VALUE"
+                f"{key} gives no {missing[0]}, which {target} needs; put it into the YAML, or "
+                f"write +{key}.{missing[0]}=VALUE"
             )
 
 
 def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
-    """Reject a key that a target does not take, and a value of another kind.
+    """Reject a key that a target does not take, and a value of the wrong type.
 
-    What the source does not tell is left to the rank, which imports the target.
+    If the source does not show the keywords, the rank that imports the target reports the fault.
     """
     target = settings["_target_"]
-    known = _known(f"{key}._target_", target)
-    read = READ.get(key.partition(".")[0], {})
-    taken = {ANY: Keyword(None)} if known is None else known
-    kinds = {"name": None, **runner_keys(key), **read}
-    kinds |= {name: one.kind for name, one in taken.items()}
+    keywords = _keywords(f"{key}._target_", target)
+    if keywords is None:
+        keywords = {ANY: Keyword(None)}
+    also_read = ALSO_READ.get(key.partition(".")[0], {})
+    kinds = {"name": None, **runner_keys(key), **also_read}
+    kinds |= {name: keyword.kind for name, keyword in keywords.items()}
     for name, value in settings.items():
         if not (name in kinds or ANY in kinds or name.startswith("_")):
-            others = {*taken, *read} - GIVEN.get(key, set())
-            raise unknown_key(name, key, target=target, known=others)
+            known = {*keywords, *also_read} - PASSED.get(key, set())
+            raise unknown_key(name, key, target=target, known=known)
         kind = kinds.get(name)
-        is_built = isinstance(value, Mapping) and "_target_" in value  # its kind is not known
+        is_built = isinstance(value, Mapping) and "_target_" in value  # its type is not known
         if kind is not None and value is not None and not is_built:
             validate_kind(f"{key}.{name}", value, kind)
         if target.startswith(WITHOUT_NEGATIVES) and type(value) in (int, float):
             validate_value(f"{key}.{name}", value, GROUP_KEYS.get(f"{key}.{name}", NOT_NEGATIVE))
 
 
-def _known(key: str, name: str) -> Keywords | None:
-    """Return what ``source_keywords`` does of the value of a key; an error names the key."""
+def _keywords(key: str, name: str) -> Keywords | None:
+    """Return ``source_keywords`` of a key's value; the error names the key."""
     try:
         return source_keywords(name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""How many ranks a config starts, where they compute, and how they share a batch. Torch-free."""
+"""Resolves the number of ranks, their backend and device, and the batch sizes. Torch-free."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -18,34 +18,34 @@ def num_ranks(config: Config, hardware: Hardware, env: DistEnv | None) -> int:
     """Return the number of ranks over all machines.
 
     Raises:
-        UserError: it is not the number of the ranks that run already.
+        UserError: world_size differs from the number of ranks that run already.
     """
-    asked, launch = config.world_size, config.launch
+    world_size, launch = config.world_size, config.launch
     if env is not None:
-        if asked not in ("auto", env.world_size):
+        if world_size not in ("auto", env.world_size):
             raise UserError(
-                f"world_size ({asked}) differs from the {env.world_size} ranks that were launched; "
-                "leave it out, or launch as many"
+                f"world_size ({world_size}) differs from the {env.world_size} ranks that were "
+                "launched; leave it out, or launch as many"
             )
         return env.world_size
-    if asked != "auto":
-        return int(asked)
+    if world_size != "auto":
+        return int(world_size)
     if launch.nproc_per_node is not None:
         return launch.nproc_per_node * launch.nnodes
     needs = mode_needs(config.parallelism)
     if needs.max_ranks is not None:
         return needs.max_ranks
-    alone = hardware.backend in FOR_CPU  # no tensor of theirs travels between ranks
-    gpus = 0 if alone or config.backend.device == "cpu" else hardware.num_gpus
+    no_backend = hardware.backend in FOR_CPU  # no backend sends the accelerators' tensors
+    gpus = 0 if no_backend or config.backend.device == "cpu" else hardware.num_gpus
     per_node = gpus // needs.devices_per_rank
     return max(needs.min_ranks, (per_node or min(2, hardware.num_cores)) * launch.nnodes)
 
 
 def num_local_ranks(config: Config, hardware: Hardware, ranks: int) -> int:
-    """Return the number of ranks of each machine.
+    """Return the number of ranks on each machine.
 
     Raises:
-        UserError: the machines cannot share the ranks equally, or would never meet.
+        UserError: the machines cannot share the ranks equally, or have no rendezvous.
     """
     launch, num_nodes = config.launch, config.launch.nnodes
     if num_nodes > 1 and launch.rdzv_endpoint is None:
@@ -76,12 +76,12 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> R
     """
     total, per_rank = config.batch.global_size, config.batch.per_rank
     if total is not None and per_rank is not None:
-        # The key that the user wrote wins over the default or an experiment's choice.
+        # The key on the command line wins over the default or an experiment's key.
         explicit = {"batch.global_size", "batch.per_rank"} & set(chosen)
         if len(explicit) == 2:
             raise UserError(
                 f"batch.global_size ({total}) and batch.per_rank ({per_rank}) exclude each other; "
-                "give one, the other follows"
+                "give one, and the other follows"
             )
         if explicit == {"batch.per_rank"}:
             total = None
@@ -92,12 +92,11 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> R
         if per_rank is None:
             raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
         total = per_rank * parts
-        return ResolvedBatch(**vars(config.batch) | {"global_size": total, "per_rank": per_rank})
-    if total % parts:
+    elif total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
-        who = "world_size" if shares == ranks else "the ranks with samples of their own"
-        divisor = f"{who} ({shares})"
+        factor = "world_size" if shares == ranks else "the ranks with samples of their own"
+        divisor = f"{factor} ({shares})"
         if num_micro_steps > 1:
             divisor += f" x train.grad_accum_steps ({num_micro_steps})"
         raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")
@@ -115,22 +114,22 @@ def resolve_backend(
         ("device", {"auto", "cpu", *kinds}, "backend.device"),
     ):
         if (value := getattr(config.backend, key)) not in options:
-            known = ", ".join(sorted(options))
-            raise UserError(f"backend.{key} ({value}) must be one of {known}; write {fix}=auto")
-    kind_of = {own: kind for kind, own in kinds.items() if own not in FOR_CPU}
+            choices = ", ".join(sorted(options))
+            raise UserError(f"backend.{key} ({value}) must be one of {choices}; write {fix}=auto")
+    kind_of = {backend: kind for kind, backend in kinds.items() if backend not in FOR_CPU}
     wanted = kind_of.get(name) or (device if device in kinds else None)
     if wanted is not None:
-        asked = f"backend={name}" if name in kind_of else f"backend.device={device}"
+        choice = f"backend={name}" if name in kind_of else f"backend.device={device}"
         if gpus == 0 or hardware.kind != wanted:
             reason = f" ({hardware.unusable})" if hardware.unusable else ""
             raise UserError(
-                f"{asked} needs {wanted.upper()} devices and this machine shows "
+                f"{choice} needs {wanted.upper()} devices and this machine shows "
                 f"{f'{gpus} {hardware.kind}' if gpus else 'none'}{reason}; write "
-                f"{asked.partition('=')[0]}=auto"
+                f"{choice.partition('=')[0]}=auto"
             )
         if device not in ("auto", wanted):
             raise UserError(
-                f"{asked} moves only {wanted.upper()} tensors; backend.device={device} needs "
+                f"{choice} sends only {wanted.upper()} tensors; backend.device={device} needs "
                 f"{kinds.get(device, 'gloo')}"
             )
     num_devices = nproc * needs.devices_per_rank
@@ -144,7 +143,7 @@ def resolve_backend(
         )
     obstacle = _obstacle(config, hardware)
     if wanted is not None and obstacle is not None:
-        raise UserError(f"{asked} cannot be used, {obstacle}, or backend.device=cpu")
+        raise UserError(f"{choice} cannot be used, {obstacle}, or backend.device=cpu")
     if device == "auto":
         device = wanted or (hardware.kind if gpus and fits and obstacle is None else "cpu")
     if name == "auto":
@@ -157,26 +156,26 @@ def resolve_backend(
 
 
 def _obstacle(config: Config, hardware: Hardware) -> str | None:
-    """Return why a config cannot use the accelerators, however many there are, and what would."""
+    """Return why a config cannot use any accelerators, and the fix; None if it can."""
     name, kind, needs = config.backend.name, hardware.kind, mode_needs(config.parallelism)
     if hardware.backend in FOR_CPU and needs.max_ranks != 1:
-        return f"since no backend moves {kind.upper()} tensors; write parallelism=single"
+        return f"since no backend sends {kind.upper()} tensors; write parallelism=single"
     if needs.data_parallel and kind != CUDA:
         other = "single" if hardware.backend in FOR_CPU else "ddp"
-        return f"since torch's DataParallel is for CUDA alone; write parallelism={other}"
+        return f"since torch's DataParallel needs CUDA; write parallelism={other}"
     if name == "mpi" or (name == "gloo" and kind != CUDA and hardware.backend != name):
-        return f"since backend={name} moves CPU tensors; write backend=auto"
+        return f"since backend={name} sends CPU tensors; write backend=auto"
     return None
 
 
 def idle_gpus(config: Config, hardware: Hardware, *, nproc: int, sees_its_own: bool) -> list[str]:
-    """Return why a run on the CPU leaves GPUs idle, and what to write; nothing without GPUs.
+    """Return why a run on the CPU leaves GPUs idle, and the fix; an empty list without GPUs.
 
-    `config` has its backend as the user chose it.
+    `config` has the backend that the user chose.
     """
     backend, gpus = config.backend, hardware.num_gpus
     per_rank = mode_needs(config.parallelism).devices_per_rank
-    meant = "or write backend.device=cpu if this is meant"
+    meant = "or write backend.device=cpu if you meant this"
     if hardware.unusable:
         return [f"the run computes on the CPU: {hardware.unusable}, {meant}"]
     if gpus == 0:
@@ -188,9 +187,9 @@ def idle_gpus(config: Config, hardware: Hardware, *, nproc: int, sees_its_own: b
         reason = f"{obstacle} to use them"
     else:
         most = gpus // per_rank * config.launch.nnodes
-        fix = f"write world_size={most}" if most else "take a model in one piece"
+        fix = f"write world_size={most}" if most else "choose a model with one stage"
         if sees_its_own:
-            fix = f"write backend.device={hardware.kind} if each rank has its own,"
+            fix = f"write backend.device={hardware.kind} if each rank has its own GPU,"
         reason = f"since its {nproc} ranks need {nproc * per_rank}; {fix} to use them"
     noun = "GPU is" if gpus == 1 else "GPUs are"
     return [f"{gpus} {noun} visible and the run computes on the CPU, {reason}, {meant}"]

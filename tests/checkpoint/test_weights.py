@@ -325,4 +325,4 @@ def test_a_resumed_run_does_not_miss_the_weights_that_it_began_with(tmp_path: Pa
     RunDir(tmp_path).freeze(frozen, overrides=(), choices={})
     assert resolved(f"resume={tmp_path}")[0].model["weights"] == "gone"
     message = config_error(f"resume={tmp_path}", "model.weights=other")
-    assert message.endswith("leave model.weights out, or start a run of its own without resume")
+    assert message.endswith("leave model.weights out, or start a new run without resume")

@@ -91,7 +91,9 @@ def test_an_option_of_the_command_line_keeps_its_own_keys(
     keys: Any = getattr(config, group)
     keys = keys if isinstance(keys, dict) else vars(keys)
     assert {key: keys.get(key) for key in expected} == expected
-    assert note.startswith(f"{words} does not take what model/own.yaml says of another option: ")
+    assert note.startswith(
+        f"{words} does not take the keys that model/own.yaml sets for another option: "
+    )
     assert left_out in note
 
 
@@ -109,13 +111,13 @@ def test_an_experiment_gives_way_to_the_command_line_as_well(own: str) -> None:
     assert (config.optimizer["name"], config.optimizer["lr"]) == ("adam", 0.25)
     assert "channels_last" not in config.model
     assert notes == [
-        "model=own does not take what experiment/other.yaml says of another option: "
+        "model=own does not take the keys that experiment/other.yaml sets for another option: "
         "model.channels_last",
     ]
     config, notes = planned(own, "experiment=other", "optimizer=sgd", "parallelism=single")
     assert (config.optimizer["lr"], config.model["channels_last"]) == (0.1, False)
     assert notes == [
-        "optimizer=sgd does not take what experiment/other.yaml says of another option: "
+        "optimizer=sgd does not take the keys that experiment/other.yaml sets for another option: "
         "optimizer.lr"
     ]
     assert planned(own, "experiment=best_by_f1")[1] == []
@@ -197,7 +199,7 @@ def test_the_rows_of_the_chosen_dataset_are_trained_on(tmp_path: Path) -> None:
     path = {"PYTHONPATH": str(tmp_path)}
     end = run_command(*words, "-m", "dataset=few,many", folder=tmp_path, environ=path)
     assert (end.exit_code, end.stderr) == (0, "")
-    assert end.stdout.count("dataset=few does not take what model/line.yaml says") == 1
+    assert end.stdout.count("dataset=few does not take the keys that model/line.yaml sets") == 1
     assert [record(run)["step"] for run in end.run_dirs] == [3, 10]
     shown = run_command(*words, "dataset=few", "--cfg", "job", folder=tmp_path)
     assert "name: few" in shown.stdout

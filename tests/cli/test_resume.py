@@ -17,7 +17,7 @@ from tiers import first_of
 from ddp_runner.cli.command import parse
 from ddp_runner.cli.compose import register
 from ddp_runner.cli.plan import Invocation, compose, plan
-from ddp_runner.cli.resume import left_trackers, resumed_overrides, with_resumed
+from ddp_runner.cli.resume import dropped_trackers, resumed_overrides, with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config
@@ -63,10 +63,10 @@ def test_a_resume_says_that_it_sends_nothing(tmp_path: Path) -> None:
     config, _ = resolved("trackers=[mlflow]")
     RunDir(tmp_path).freeze(config, overrides=(), choices={})
     raw = compose_raw(f"resume={tmp_path}")
-    (note,) = left_trackers(raw, [f"resume={tmp_path}"])
+    (note,) = dropped_trackers(raw, [f"resume={tmp_path}"])
     assert "add trackers=[mlflow] with its keys and, for one of your own, --config-dir=" in note
-    assert left_trackers(raw, [f"resume={tmp_path}", "trackers=[]"]) == []
-    assert left_trackers(compose_raw(), []) == []
+    assert dropped_trackers(raw, [f"resume={tmp_path}", "trackers=[]"]) == []
+    assert dropped_trackers(compose_raw(), []) == []
 
 
 def planned(*arguments: str, env: DistEnv | None = None) -> Job:
@@ -275,7 +275,7 @@ def test_a_frozen_config_that_was_cut_off_is_rejected(run: Path, group: str) -> 
         ("launch.init_method=file://x launch.nnodes=2 launch.rdzv_endpoint=h:1",
          "file:///PATH in a folder that all machines share"),
         ("launch.init_method=file:///x launch.nnodes=2 launch.rdzv_endpoint=h:1 "
-         "launch.max_restarts=1", "serves one start"),
+         "launch.max_restarts=1", "works for one start"),
     ],
 )  # fmt: skip
 def test_a_rendezvous_that_cannot_be_is_rejected(overrides: str, sentence: str) -> None:
@@ -303,7 +303,7 @@ def test_torchrun_has_a_rendezvous_of_its_own() -> None:
     config, warnings = resolved("launch.init_method=tcp://h:1", env=env)
     job = Job(config=config, started_at=0, code={})
     assert _init_method(job, env) == "env://"
-    assert any("torchrun has a rendezvous of its own" in one for one in warnings)
+    assert any("torchrun has its own rendezvous" in one for one in warnings)
     by_hand = DistEnv(0, 0, 2, 2)
     assert _init_method(job, by_hand) == "tcp://h:1"
 

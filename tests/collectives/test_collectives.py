@@ -226,7 +226,7 @@ def test_invalid_settings_are_answered_in_one_line(overrides: str, message: str)
 def test_one_rank_cannot_measure_collectives() -> None:
     """The message has the fix; other tasks run on one rank."""
     assert config_error("task=collectives", "world_size=1") == (
-        "task=collectives measures what ranks send each other, world_size is 1; "
+        "task=collectives measures messages between ranks and world_size is 1; "
         "write world_size=2 or more"
     )
     resolved("world_size=1")

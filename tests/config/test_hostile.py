@@ -190,7 +190,7 @@ def test_a_rank_judges_what_the_object_is(name: str) -> None:
 def test_a_part_of_ours_is_what_its_module_has_defined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its source is no proof of what the name stands for by now."""
     monkeypatch.setattr(toy, "ToyModel", Path)
-    with pytest.raises(UserError, match=r"is not a class or function that .* itself defines"):
+    with pytest.raises(UserError, match=r"is not a class or function that .* defines"):
         find("ddp_runner.models.toy.ToyModel", key="model._target_")
 
 

@@ -126,4 +126,4 @@ def test_an_evaluation_cannot_be_trained_on(tmp_path: Path) -> None:
     evaluation.mkdir()
     RunDir(evaluation).freeze(config, overrides=(), choices={})
     error = config_error(f"resume={evaluation}", "task=train")
-    assert f"which has nothing to train on; name the run that it was about: resume={run}" in error
+    assert f"which has nothing to train; name the run that it used: resume={run}" in error

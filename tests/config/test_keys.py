@@ -8,7 +8,7 @@ from configs import compose_raw
 from ddp_runner.cli.compose import register
 from ddp_runner.config.fields import walk
 from ddp_runner.config.identity import leaves
-from ddp_runner.config.keys import help_text, in_one_word, page
+from ddp_runner.config.keys import help_text, page, shown_default
 from ddp_runner.config.schema import Config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
@@ -25,7 +25,7 @@ def test_every_key_of_the_schema_has_a_meaning() -> None:
 def test_a_default_is_written_as_it_is_given() -> None:
     """Each can be copied to a command line."""
     register()
-    compose_raw(*(f"{key.name}={in_one_word(key.value)}" for key in walk(Config())))
+    compose_raw(*(f"{key.name}={shown_default(key.value)}" for key in walk(Config())))
 
 
 def test_the_page_is_up_to_date() -> None:

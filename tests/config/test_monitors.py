@@ -92,8 +92,8 @@ def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: 
     ("overrides", "sentence"),
     [
         (("+metrics.mine.k=3",),
-         "metrics.mine has no _target_, the class of the metric; write metrics=[mine] for one that "
-         "has a YAML, or +metrics.mine._target_=my_package.Mine"),
+         "metrics.mine has no _target_, the class of the metric; write metrics=[mine] if it has "
+         "a YAML, or +metrics.mine._target_=my_package.Mine"),
         (("+metrics.mine=3",), "metrics.mine has no _target_"),
         (("+metrics.accuracy._target_=ddp_runner.metrics.shipped.MAE",),
          "metrics.accuracy: eval/accuracy is a metric of every evaluation; give yours another "

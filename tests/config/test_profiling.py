@@ -35,7 +35,7 @@ def test_anything_else_is_an_error(asked: object) -> None:
 @pytest.mark.parametrize("asked", [101, "1-101"])
 def test_a_trace_has_an_end(asked: object) -> None:
     """A hundred steps fit in memory."""
-    with pytest.raises(UserError, match="traces 101 steps, and 100 are the most"):
+    with pytest.raises(UserError, match="traces 101 steps, and a trace holds 100 at most"):
         traced_steps(asked)
 
 

@@ -101,8 +101,8 @@ INVALID = [
      "batch.global_size (100) is not divisible by world_size (3) x train.grad_accum_steps (2); "
      "use 96 or 102"),
     ("batch.global_size=64 batch.per_rank=32",
-     "batch.global_size (64) and batch.per_rank (32) exclude each other; give one, the other "
-     "follows"),
+     "batch.global_size (64) and batch.per_rank (32) exclude each other; give one, and the "
+     "other follows"),
     ("batch.per_rank=null",
      "batch.global_size and batch.per_rank are both null; give one of them"),
     *((f"world_size={value}",
@@ -156,7 +156,7 @@ INVALID = [
      "dataset.augmentation (3) must be a mapping with a _target_; write "
      "dataset.augmentation=null, or dataset.augmentation.KEY=VALUE"),
     ("~optimizer._target_",
-     "optimizer has no _target_, the name of what is built; choose an option, as in "
+     "optimizer has no _target_, the name of its class or function; choose an option, as in "
      "optimizer=NAME: see --help"),
     ("optimizer.lr=fast", "optimizer.lr (fast) must be a number"),
     ("optimizer.lr=-0.1", "optimizer.lr (-0.1) must be greater than 0"),
@@ -164,15 +164,15 @@ INVALID = [
      "task (trian) must be one of train, evaluate, predict, export, sample, collectives, check, or "
      "a function of your own, as PACKAGE.MODULE.FUNCTION; did you mean train?"),
     ("task=torch.save",
-     "task (torch.save) is no task of ddp_runner; if it is a function of your own, add "
+     "task (torch.save) is not a task of ddp_runner; if it is a function of your own, add "
      "allowed_targets=[torch.save]"),
     ("task=mine..train allowed_targets=[mine]",
      "task (mine..train) is not a dotted name; write PACKAGE.MODULE.FUNCTION"),
     ("loop.latent=64",
      "loop.latent is a key of your own that no YAML gives; write +loop.latent=VALUE"),
     *((f"{MINE} parallelism={mode}",
-       "task=mine.train runs a loop with samples of its own on each rank, not under "
-       f"parallelism={mode}; write ddp or fsdp")
+       "task=mine.train needs samples of its own on each rank, which "
+       f"parallelism={mode} does not give; write ddp or fsdp")
       for mode in ("ps", "tp")),
     (f"{MINE} checkpoint.monitor=d/loss",
      "checkpoint.monitor=d/loss with checkpoint.mode=max takes the worst for the best; write "
@@ -212,7 +212,7 @@ INVALID = [
      "batch.global_size (7) is not divisible by the ranks with samples of their own (2); use 6 or "
      "8"),
     ("parallelism=fsdp parallelism.cpu_offload=true",
-     "parallelism.cpu_offload=true exists on GPUs only; set it to false"),
+     "parallelism.cpu_offload=true works on GPUs only; set it to false"),
     ("parallelism=fsdp parallelism.tensor_parallel_size=0",
      "parallelism.tensor_parallel_size (0) must be greater than 0"),
     ("model=toy_mp",
@@ -220,7 +220,7 @@ INVALID = [
      "parallelism=ddp_mp"),
     ("model=toy parallelism=ddp_mp",
      "model=toy is cut into 1 stage and parallelism=ddp_mp gives a replica 2 devices; write "
-     "parallelism=ddp, or take a model cut in two, such as convnet_mp"),
+     "parallelism=ddp, or choose a model with 2 stages: convnet_mp"),
     ("parallelism.static_graph=true train.grad_accum_steps=4",
      "parallelism.static_graph=true cannot skip gradient syncs, which train.grad_accum_steps (4) "
      "does; turn one of them off"),
@@ -239,10 +239,10 @@ INVALID = [
     ("+parallelism.needs.data_parallel=1",
      "parallelism.needs.data_parallel (1) must be true or false"),
     ("parallelism.sync_batchnorm=true",
-     "parallelism.sync_batchnorm=true exists on GPUs only; set it to false"),
+     "parallelism.sync_batchnorm=true works on GPUs only; set it to false"),
     ("data_root=/no/such",
-     "data_root (/no/such) is not a folder; give one that holds the datasets, or dataset=digits, "
-     "which needs none"),
+     "data_root (/no/such) is not a folder; give the folder of the datasets, or dataset=digits, "
+     "which is bundled"),
     ("resume=no/such",
      "resume=no/such is not a run folder: no/such/.hydra/config.yaml does not exist; name the "
      "folder that holds run.json"),
@@ -258,7 +258,7 @@ INVALID = [
      "model._target_ (ddp_runner.models.convnet.ConvNte) is not a part of ddp_runner; did you mean "
      "ddp_runner.models.convnet.ConvNet?"),
     ("model._target_=ConvNet",
-     "model._target_ (ConvNet) is not a dotted name; write one such as "
+     "model._target_ (ConvNet) is not a dotted name; write a name such as "
      "ddp_runner.models.convnet.ConvNet"),
     ("model.loss=mse", "model.loss (mse) is not a dotted name; write ddp_runner.train.losses.mse"),
     ("model.loss=torch.nn.CrossEntropyLoss",
@@ -281,8 +281,8 @@ INVALID = [
     ("scheduler=x", f"scheduler=x does not exist; options: {options('scheduler')}{OWN}"),
     ("scheduler=steplr", "scheduler.step_size has no value; write scheduler.step_size=VALUE"),
     ("optimizer=lbfgs",
-     "optimizer=lbfgs (torch.optim.LBFGS) computes the loss several times in a step, and a run "
-     "computes it once; write a loop of your own, as in docs/your_own_loop.md#lbfgs, or "
+     "optimizer=lbfgs (torch.optim.LBFGS) computes the loss several times in a step, and the "
+     "training loop computes it once; write your own loop, as in docs/your_own_loop.md#lbfgs, or "
      "optimizer=adamw"),
     ("+optimizer.momentun=3",
      "optimizer.momentun is not a keyword of torch.optim.SGD; did you mean optimizer.momentum?"),
@@ -366,7 +366,7 @@ def test_several_machines_are_warned_that_nothing_is_authenticated() -> None:
     assert resolved()[1] == []
 
 
-MEANT = "or write backend.device=cpu if this is meant"
+MEANT = "or write backend.device=cpu if you meant this"
 LAUNCHED = DistEnv(rank=3, local_rank=3, world_size=4, local_world_size=4)
 
 
@@ -380,8 +380,8 @@ LAUNCHED = DistEnv(rank=3, local_rank=3, world_size=4, local_world_size=4)
          "1 GPU is visible and the run computes on the CPU, since its 2 ranks need 2; write "
          f"world_size=1 to use them, {MEANT}"),
         ("model=toy_mp parallelism=ddp_mp", 1,
-         "1 GPU is visible and the run computes on the CPU, since its 2 ranks need 4; take a "
-         f"model in one piece to use them, {MEANT}"),
+         "1 GPU is visible and the run computes on the CPU, since its 2 ranks need 4; choose "
+         f"a model with one stage to use them, {MEANT}"),
         ("model=toy_mp parallelism=ddp_mp world_size=4", 5,
          "5 GPUs are visible and the run computes on the CPU, since its 4 ranks need 8; write "
          f"world_size=2 to use them, {MEANT}"),
@@ -389,7 +389,7 @@ LAUNCHED = DistEnv(rank=3, local_rank=3, world_size=4, local_world_size=4)
          "2 GPUs are visible and the run computes on the CPU, since its 4 ranks need 4; write "
          f"world_size=4 to use them, {MEANT}"),
         ("backend=mpi", 2,
-         "2 GPUs are visible and the run computes on the CPU, since backend=mpi moves CPU "
+         "2 GPUs are visible and the run computes on the CPU, since backend=mpi sends CPU "
          f"tensors; write backend=auto to use them, {MEANT}"),
     ],
 )  # fmt: skip
@@ -464,7 +464,7 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
     """The warning names the key for the case that cannot be seen from here."""
     machine = Hardware(num_gpus=1, num_cores=8)
     (warning,) = resolved(hardware=machine, env=LAUNCHED)[1]
-    assert "its 4 ranks need 4; write backend.device=cuda if each rank has its own, " in warning
+    assert "its 4 ranks need 4; write backend.device=cuda if each rank has its own GPU, " in warning
     assert resolved("backend.device=cuda", hardware=machine, env=LAUNCHED)[1] == []
     assert "need 4 CUDA devices" in config_error("backend=nccl", "world_size=4", hardware=machine)
 
@@ -476,24 +476,24 @@ def test_one_gpu_for_all_ranks_is_reported_from_one_for_each() -> None:
         ("xpu xccl", "backend.device=xpu world_size=2", (2, "xccl", "xpu")),
         ("npu hccl", "backend.name=hccl", (4, "hccl", "npu")),
         ("xpu xccl", "parallelism=fsdp train.precision=bf16", (4, "xccl", "xpu")),
-        ("xpu xccl", "backend=gloo world_size=2", "since backend=gloo moves CPU tensors; write "
+        ("xpu xccl", "backend=gloo world_size=2", "since backend=gloo sends CPU tensors; write "
          "backend=auto to use them"),
-        ("xpu xccl", "parallelism=dp", "since torch's DataParallel is for CUDA alone; write "
+        ("xpu xccl", "parallelism=dp", "since torch's DataParallel needs CUDA; write "
          "parallelism=ddp to use them"),
         ("xpu xccl", "backend=nccl", "backend=nccl needs CUDA devices and this machine shows 4 "
          "xpu; write backend=auto"),
         ("xpu xccl", "backend=gloo backend.device=xpu", "backend.device=xpu cannot be used, since "
-         "backend=gloo moves CPU tensors; write backend=auto, or backend.device=cpu"),
+         "backend=gloo sends CPU tensors; write backend=auto, or backend.device=cpu"),
         ("xpu xccl", "parallelism=single train.precision=tf32", "train.precision=tf32 needs a "
          "CUDA device; elsewhere write fp32"),
         ("mps gloo", "parallelism=single", (1, "gloo", "mps")),
-        ("mps gloo", "parallelism=ddp", "since no backend moves MPS tensors; write "
+        ("mps gloo", "parallelism=ddp", "since no backend sends MPS tensors; write "
          "parallelism=single to use them"),
         ("mps gloo", "backend.device=mps world_size=1", "backend.device=mps cannot be used, since "
-         "no backend moves MPS tensors; write parallelism=single, or backend.device=cpu"),
+         "no backend sends MPS tensors; write parallelism=single, or backend.device=cpu"),
         ("cuda nccl", "backend.device=xpu", "backend.device=xpu needs XPU devices and this "
          "machine shows 4 cuda; write backend.device=auto"),
-        ("cuda nccl", "backend=nccl backend.device=xpu", "backend=nccl moves only CUDA tensors; "
+        ("cuda nccl", "backend=nccl backend.device=xpu", "backend=nccl sends only CUDA tensors; "
          "backend.device=xpu needs xccl"),
     ],
 )  # fmt: skip

@@ -13,27 +13,27 @@ GPT_TP = "model=gpt parallelism=tp"
     [
         (
             "parallelism=fsdp world_size=2 parallelism.cpu_offload=true",
-            "parallelism.cpu_offload=true exists on GPUs only",
+            "parallelism.cpu_offload=true works on GPUs only",
         ),
         (
             "parallelism=fsdp world_size=4 parallelism.reshard_after_forward=3",
             "parallelism.reshard_after_forward (3) must be true or false, or a number of ranks "
-            "that divides the 4 with a shard each",
+            "that divides the 4 ranks with a shard",
         ),
         (
             "parallelism=hsdp world_size=4 parallelism.reshard_after_forward=4",
-            "that divides the 2 with a shard each",
+            "that divides the 2 ranks with a shard",
         ),
         ("parallelism=fsdp world_size=2 parallelism.reshard_after_forward=0", "forward (0) must"),
         ("parallelism=fsdp world_size=2 parallelism.reshard_after_forward=x", "forward (x) must"),
         (
             "parallelism=fsdp world_size=2 parallelism.sequence_parallel=true",
-            "and parallelism=fsdp has none; write parallelism=tp, or set it to false",
+            "which parallelism=fsdp does not have; write parallelism=tp, or set it to false",
         ),
         ("parallelism=hsdp parallelism.num_replicas=0", "parallelism.num_replicas (0) must be"),
         (
             "parallelism=tp world_size=2",
-            "model=convnet has none; add it, or write parallelism=fsdp",
+            "model=convnet does not have; add it, or write parallelism=fsdp",
         ),
         ("model=gpt parallelism=fsdp model.blocks=layers", "model.blocks (layers) must be a list"),
         (
@@ -47,7 +47,7 @@ GPT_TP = "model=gpt parallelism=tp"
         ),
         (
             "model=gpt parallelism=fsdp_tp world_size=8 parallelism.reshard_after_forward=2",
-            "parallelism.reshard_after_forward (2) must be true or false beside tensor parallelism",
+            "parallelism.reshard_after_forward (2) must be true or false with tensor parallelism",
         ),
         (
             f"{GPT_TP} world_size=8",
@@ -70,7 +70,7 @@ def test_tensor_parallelism_alone_has_no_shards_to_keep_on_the_host() -> None:
     gpus = Hardware(num_gpus=2, num_cores=4)
     offload = ("parallelism.cpu_offload=true", "world_size=2")
     error = config_error(*GPT_TP.split(), *offload, hardware=gpus)
-    assert "parallelism=tp has none; write parallelism=fsdp_tp" in error
+    assert "parallelism=tp has no shards; write parallelism=fsdp_tp" in error
     resolved("model=gpt", "parallelism=fsdp", *offload, hardware=gpus)
 
 

@@ -186,8 +186,8 @@ def test_a_prediction_whose_run_has_moved_says_how_to_name_it(tmp_path: Path) ->
     run.rename(tmp_path / "moved")
     end = run_command("resume=predicted", folder=tmp_path, environ=OWN_DATA)
     assert error_line(end) == (
-        f"resume=predicted is a run of task=predict about {run}, which does not exist; write "
-        "task=predict resume=RUN with the folder where that run is now"
+        f"resume=predicted is a run of task=predict with the model of {run}, which does not exist; "
+        "write task=predict resume=RUN with that run's present folder"
     )
 
 

@@ -142,7 +142,7 @@ def test_a_step_is_tried_before_training() -> None:
         (of("squarse"), "did you mean own_steps.squares?"),
         (
             (*TOY, "train.step=3"),
-            "train.step (3) is not a dotted name; write one such as ddp_runner.train.step",
+            "train.step (3) is not a dotted name; write a name such as ddp_runner.train.step",
         ),
         ((*TOY, "train.step={factor:2}"), "must be a dotted name, or a mapping with _target_"),
         ((*TOY, "train.step={_target_:own_steps.squares,faktor:2}", OWN), "train.step.factor?"),
