@@ -29,7 +29,7 @@ from ddp_runner.cli import app
 from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.job import EXIT_COMPLETED, Job, Outcome, Status
 from ddp_runner.sweep import run_sweep as run_module
-from ddp_runner.sweep.jobs import JobBatch, run_left
+from ddp_runner.sweep.jobs import JobBatch, run_jobs
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.plan_file import read_plan
 from ddp_runner.sweep.survey import survey
@@ -53,7 +53,7 @@ class Instant(Local):
     def run(self, batch: JobBatch) -> dict[str, Outcome]:
         """Complete what is left of a batch."""
         self.began_at, self.batch = time.perf_counter(), batch
-        outcomes = run_left(batch, execute=_complete)
+        outcomes = run_jobs(batch, execute=_complete)
         self.ended_at = time.perf_counter()
         return outcomes
 
@@ -118,7 +118,7 @@ def measure(jobs: int, folder: Path, *, is_profiled: bool) -> dict[str, float]:
     jobs = read_plan(found).jobs.values()
     assert all(one.standing(found).status == Status.COMPLETED for one in jobs)
     # The same command once more, without composing: each job is done already.
-    seconds["again"] = _seconds(lambda: run_left(executor.batch, execute=_complete))
+    seconds["again"] = _seconds(lambda: run_jobs(executor.batch, execute=_complete))
     return seconds
 
 

@@ -21,9 +21,9 @@ from ddp_runner.tracking.alive import LOST
 from ddp_runner.tracking.outputs import OUTPUTS
 from ddp_runner.tracking.start_block import shown_path
 
-WIDTH = 80  # of what is printed without a terminal
+WIDTH = 80  # columns, without a terminal
 INDENT = " " * 4
-ORDER = (Status.RUNNING, LOST, *(one for one in Status if one != Status.RUNNING))
+ORDER = (Status.RUNNING, LOST, *(status for status in Status if status != Status.RUNNING))
 
 
 def main() -> None:
@@ -32,64 +32,46 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the status of the runs that a command line names.
-
-    Returns:
-        The exit code: 0, or 1 if a run is lost or silent.
-
-    Raises:
-        UserError: a path does not exist.
-    """
+    """Print the status of the runs; return the exit code: 1 if a run is lost or silent."""
     args = _parser().parse_args(arguments)
     runs, sweeps = survey(args.paths)
-    shown = [one for one in runs if args.all or one.is_shown]
-    shown_sweeps = [one for one in sweeps if args.all or one.is_shown]
+    shown = [run for run in runs if args.all or run.is_shown]
+    shown_sweeps = [sweep for sweep in sweeps if args.all or sweep.is_shown]
     if args.json:
-        print(as_json(shown, shown_sweeps))
+        groups: dict[str, Sequence[RunStatus | SweepStatus]]
+        groups = {"runs": shown, "sweeps": shown_sweeps}
+        content = {
+            name: [{**asdict(status), "folder": str(status.folder)} for status in group]
+            for name, group in groups.items()
+        }
+        print(json.dumps(json_safe(content), indent=1))
     else:
         for line in _lines(shown, shown_sweeps, num_hidden=len(runs) - len(shown), is_all=args.all):
             print(wrapped(line, line_width(sys.stdout) or WIDTH))
     return EXIT_FAILED if any(run.is_missing for run in runs) else EXIT_COMPLETED
 
 
-def as_json(runs: Sequence[RunStatus], sweeps: Sequence[SweepStatus]) -> str:
-    """Return one object: its runs and sweeps have the fields of their classes."""
-    content = {
-        name: [{**asdict(one), "folder": str(one.folder)} for one in found]
-        for name, found in (("runs", runs), ("sweeps", sweeps))
-    }
-    return json.dumps(json_safe(content), indent=1)
-
-
 def _lines(
     runs: Sequence[RunStatus], sweeps: Sequence[SweepStatus], *, num_hidden: int, is_all: bool
 ) -> Iterator[str]:
     for sweep in sweeps:
-        yield from _sweep_lines(sweep)
+        yield printable(str(shown_path(sweep.folder)))
+        counts = [f"{sweep.counts[name]} {name}" for name in ORDER if name in sweep.counts]
+        total = counted(sum(sweep.counts.values()), "job")
+        yield INDENT + printable(sweep.reason or f"sweep      {total}: {', '.join(counts)}")
     for run in runs:
-        yield from _run_lines(run)
-    if not runs and not num_hidden and any(one.counts for one in sweeps):
+        yield printable(str(shown_path(run.folder)))
+        yield INDENT + "  ".join([f"{run.status:<9}", *_progress(run)]).rstrip()
+        if facts := ", ".join(_facts(run)):
+            yield INDENT + printable(facts)
+        if run.reason is not None:
+            yield INDENT + printable(run.reason)
+    if not runs and not num_hidden and any(sweep.counts for sweep in sweeps):
         yield "no run has begun"
     elif not runs:
         yield "no run is here" if is_all else "no run is alive here"
     if num_hidden:
         yield f"{counted(num_hidden, 'run')} ended or not started: --all shows them"
-
-
-def _sweep_lines(sweep: SweepStatus) -> Iterator[str]:
-    yield printable(str(shown_path(sweep.folder)))
-    counts = [f"{sweep.counts[one]} {one}" for one in ORDER if one in sweep.counts]
-    total = counted(sum(sweep.counts.values()), "job")
-    yield INDENT + printable(sweep.reason or f"sweep      {total}: {', '.join(counts)}")
-
-
-def _run_lines(run: RunStatus) -> Iterator[str]:
-    yield printable(str(shown_path(run.folder)))
-    yield INDENT + "  ".join([f"{run.status:<9}", *_progress(run)]).rstrip()
-    if place := ", ".join(_place(run)):
-        yield INDENT + printable(place)
-    if run.reason is not None:
-        yield INDENT + printable(run.reason)
 
 
 def _progress(run: RunStatus) -> Iterator[str]:
@@ -105,7 +87,7 @@ def _progress(run: RunStatus) -> Iterator[str]:
         yield f"{duration(run.left_s)} left"
 
 
-def _place(run: RunStatus) -> Iterator[str]:
+def _facts(run: RunStatus) -> Iterator[str]:
     hosts = ", ".join(run.hosts[:3])
     if len(run.hosts) > 3:
         hosts += f" and {len(run.hosts) - 3} more"
@@ -123,15 +105,14 @@ def _place(run: RunStatus) -> Iterator[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ddp_runner.status",
-        description="Show which runs are alive, with their step and speed, and which have died "
-        "without ending.",
+        description="Show which runs are alive, with their step and speed, and which were killed.",
         epilog="Exit code: 0; 1 if a run is lost (no process runs it) or silent (its process gives "
-        "no sign); 2 for a mistake in the command.",
+        "no sign of life); 2 for a mistake in the command.",
     )
     add = parser.add_argument
     help_paths = "a run, a sweep, or all outputs (default: outputs)"
     add("paths", nargs="*", type=Path, default=[OUTPUTS], metavar="PATH", help=help_paths)
-    add("--all", action="store_true", help="show every run, also those that have ended")
+    add("--all", action="store_true", help="show ended runs, too")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 

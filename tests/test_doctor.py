@@ -79,7 +79,7 @@ def test_little_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Of the machine, or of what loading workers share."""
     monkeypatch.setattr(doctor, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(doctor, "memory_bytes", lambda: 8 * GIB)
-    assert doctor.memory() == Finding("8.0 GiB free of 8.0 GiB that it may use")
+    assert doctor.memory() == Finding("8.0 GiB free of 8.0 GiB")
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  1048576 kB\n")
     assert doctor.memory().warning
     monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path)

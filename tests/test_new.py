@@ -111,7 +111,7 @@ def test_a_name_that_would_not_work_is_rejected(
 ) -> None:
     """With a name that would; nothing is written."""
     monkeypatch.chdir(tmp_path)
-    taken = "is the name of a package that is installed, or of a folder that each project has"
+    taken = "is the name of an installed package, or of a folder that each project has"
     assert rejected(name, capsys=capsys) == f"error: {answer.replace('TAKEN', taken)}\n"
     assert not list(tmp_path.iterdir())
 
@@ -139,23 +139,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(
         line = rejected(str(tmp_path / name), capsys=capsys)
         assert line.endswith("give a folder that can be written\n")
     assert {path.name for path in tmp_path.iterdir()} <= {"file", "gone"}
-
-
-def test_a_disk_that_fills_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """So the next try works."""
-    write_text, written = Path.write_text, list[Path]()
-
-    def fills(path: Path, text: str, **options: str) -> int:
-        written.append(path)
-        if len(written) <= 7:
-            return write_text(path, text, **options)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", fills)
-    assert "No space left on device" in rejected(str(tmp_path / "shapes"), capsys=capsys)
-    assert not list(tmp_path.iterdir())
 
 
 def test_every_file_has_the_new_name(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Many runs: the plan, the jobs, and the slots they run in."""
+"""Runs many jobs with one command: grids and searches, on this machine or on Slurm."""

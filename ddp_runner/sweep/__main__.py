@@ -1,4 +1,4 @@
-"""``python -m ddp_runner.sweep FOLDER``: the table of a sweep, also while it runs."""
+"""The command ``python -m ddp_runner.sweep FOLDER``: prints the table of a sweep."""
 
 import sys
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Print the table of each sweep folder that is named on the command line."""
-    if not arguments or any(one.startswith("-") for one in arguments):
-        raise UserError("write python -m ddp_runner.sweep FOLDER, the folder of a sweep")
+    """Print the table of each sweep folder on the command line."""
+    if not arguments or any(word.startswith("-") for word in arguments):
+        raise UserError("write python -m ddp_runner.sweep FOLDER, with the folder of a sweep")
     for folder in map(Path, arguments):
         with os_errors(f"{folder} cannot be read", fix="make it readable"):
             if not (folder / PLAN).is_file():
-                raise UserError(f"{folder} is not the folder of a sweep: it holds no {PLAN}")
+                raise UserError(f"{folder} is not the folder of a sweep: {PLAN} is missing")
             table = sweep_table(folder, width=line_width(sys.stdout))
         print(table)
 

@@ -1,7 +1,7 @@
-"""Runs what is left of a sweep's jobs; one that fails does not stop the others. Torch-free.
+"""Runs the jobs of a sweep; a job that fails does not stop the others. Torch-free.
 
-The lock of a job's folder is all that launchers share: it decides who runs the job. So launchers,
-slots and machines may work on one sweep, and each sees in the folders what the others have done.
+The lock of a job's folder decides which launcher runs the job. So several launchers, slots and
+machines can work on one sweep. Each sees in the folders what the others have done.
 """
 
 import time
@@ -13,15 +13,7 @@ from pathlib import Path
 
 from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError, counted, os_sentence
-from ddp_runner.job import (
-    EXIT_COMPLETED,
-    EXIT_FAILED,
-    EXIT_USER_ERROR,
-    Failure,
-    Job,
-    Outcome,
-    Status,
-)
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.plan_file import (
     PLAN,
@@ -29,97 +21,109 @@ from ddp_runner.sweep.plan_file import (
     Plan,
     PlannedJob,
     change_plan,
-    faulty,
     read_plan,
+    with_fault,
 )
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
-POLL_S = 0.5  # while all jobs left are run by another launcher
+POLL_S = 0.5  # between two looks, while other launchers run all remaining jobs
 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """A job of a sweep that can be run: what is planned, and what every rank receives."""
+    """A valid job of a sweep."""
 
     planned: PlannedJob
-    job: Job
-    sweep: Path  # the folder of the sweep
-    sessions: int = 0  # of its run, if that had failed before the sweep began
+    job: Job  # what every rank receives
+    sweep: Path  # folder of the sweep
+    sessions: int = 0  # number of sessions of a run that had failed before the sweep began
 
     @property
     def standing(self) -> Standing:
-        """How it stands now; another launcher may have noted in the plan why it cannot begin."""
+        """How the job stands now, also by a fault that another launcher has written to the plan."""
         plan = self.sweep / PLAN
         stamp = plan.stat().st_mtime_ns if plan.exists() else 0
-        planned = _plan_at(self.sweep, stamp).jobs.get(self.planned.job_id, self.planned)
+        planned = _cached_plan(self.sweep, stamp).jobs.get(self.planned.job_id, self.planned)
         return planned.standing(self.sweep)
 
     @property
     def run_dir(self) -> RunDir:
-        """Its folder."""
+        """The folder of the job."""
         return RunDir(self.sweep / self.planned.folder)
 
-    def is_as(self, found: Standing) -> bool:
-        """Return whether nobody has run it since a look; this process holds its folder."""
+    def is_unchanged(self, standing: Standing) -> bool:
+        """Return whether nobody has run the job since this look; this process holds the lock."""
         record = read_run_record(self.run_dir, missing_ok=True)
-        if self.planned.resumes is not None and not found.record:
+        if self.planned.resumes is not None and not standing.record:
             return bool(last_session_start(record) == self.planned.resumes)
-        return record == found.record
+        return record == standing.record
 
-    def has_failed_before(self, found: Standing) -> bool:
-        """Return whether a failure is older than this start of the sweep."""
-        is_new = found.fault is not None  # such as a mistake in the command
-        return self.sessions > 0 and not is_new and num_sessions(found) == self.sessions
+    def has_failed_before(self, standing: Standing) -> bool:
+        """Return whether a failed job had failed before this start of the sweep."""
+        return standing.fault is None and 0 < self.sessions == num_sessions(standing)
 
 
 @dataclass(frozen=True)
 class JobBatch:
-    """Jobs to run by their id, and the rules of the sweep."""
+    """The jobs to run, by id, and the settings of the sweep."""
 
     jobs: Mapping[str, SweepJob]
     settings: SweepConfig
-    num_failed: int = 0  # since the sweep's start, in the batches before
+    num_failed: int = 0  # failed jobs of the earlier batches since the sweep's start
 
     def is_over(self, num_failed: int) -> bool:
-        """Return whether the sweep must stop: too many of these jobs have failed, too."""
-        most = 1 if self.settings.fail_fast else self.settings.max_failures
-        return most is not None and self.num_failed + num_failed >= most
+        """Return whether the sweep must stop after this number of failures in the batch."""
+        limit = 1 if self.settings.fail_fast else self.settings.max_failures
+        return limit is not None and self.num_failed + num_failed >= limit
 
-    def is_to_run(self, one: SweepJob, found: Standing) -> bool:
-        """Return whether a job that nobody runs is left to run."""
-        is_again = self.settings.retry == "failed" and one.has_failed_before(found)
-        return found.status in TO_RUN or (found.status == Status.FAILED and is_again)
+    def must_run(self, job: SweepJob, standing: Standing) -> bool:
+        """Return whether a start of the sweep runs the job."""
+        is_retried = self.settings.retry == "failed" and job.has_failed_before(standing)
+        return standing.status in TO_RUN or (standing.status == Status.FAILED and is_retried)
 
-    def failures(self, outcomes: Mapping[str, Outcome]) -> int:
-        """Return how many jobs have failed since the sweep's start, of those with an outcome."""
+    def outcome(self, job: SweepJob) -> Outcome | None:
+        """Return how a job has ended, by its folder; None if it has not, or must run again."""
+        standing = job.standing
+        if standing.status == Status.COMPLETED:
+            return Outcome(Status.COMPLETED, 0, job.run_dir.path)
+        if not standing.has_failed or self.must_run(job, standing):
+            return None
+        return failed_outcome(standing, job.run_dir.path)
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """Return how each job has ended, without those that have not."""
+        outcomes = {job_id: self.outcome(job) for job_id, job in self.jobs.items()}
+        return {job_id: outcome for job_id, outcome in outcomes.items() if outcome is not None}
+
+    def num_failures(self, outcomes: Mapping[str, Outcome]) -> int:
+        """Return how many of these jobs have failed since the sweep's start."""
         failed = [
-            self.jobs[one]
-            for one, end in outcomes.items()
-            if one in self.jobs and end.status == Status.FAILED
+            self.jobs[job_id]
+            for job_id, outcome in outcomes.items()
+            if job_id in self.jobs and outcome.status == Status.FAILED
         ]
-        return sum(not one.has_failed_before(one.standing) for one in failed)
+        return sum(not job.has_failed_before(job.standing) for job in failed)
 
 
 @lru_cache(maxsize=1)
-def _plan_at(sweep: Path, stamp: int) -> Plan:
-    """Return the plan of a sweep, which was changed at this time; many jobs ask for one plan."""
+def _cached_plan(sweep: Path, stamp: int) -> Plan:
+    """Return the plan that was written at `stamp`; thousands of jobs ask for the same plan."""
     return read_plan(sweep)
 
 
-def num_sessions(found: Standing) -> int:
-    """Return how many sessions a run has had, at least 1 of one that has ended."""
-    sessions = found.record.get("sessions")
+def num_sessions(standing: Standing) -> int:
+    """Return the number of sessions of a run that has ended, at least 1."""
+    sessions = standing.record.get("sessions")
     return max(1, len(sessions)) if isinstance(sessions, list) else 1
 
 
 def freeze_unheld(job: Job) -> None:
     """Freeze a job's config, unless another launcher holds the job: it freezes the same config.
 
-    It is not flushed to the disk, which for thousands of jobs takes minutes. A training writes it
-    once more before its first step, and the same command does so for the jobs that wait.
+    Do not flush it, which takes minutes for thousands of jobs: a training writes it again.
     """
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
@@ -127,85 +131,62 @@ def freeze_unheld(job: Job) -> None:
         freeze(job, run_dir, sync=False)
 
 
-def run_left(batch: JobBatch, *, execute: Callable[[Job], Outcome]) -> dict[str, Outcome]:
-    """Run every job that is left; return how each job ended that was reached.
+def run_jobs(batch: JobBatch, *, execute: Callable[[Job], Outcome]) -> dict[str, Outcome]:
+    """Run the jobs that have not ended; return the outcome of each job by its id.
 
-    Wait for a job that another launcher runs. A preempted job is the last one. The next start of
-    the sweep resumes it from its checkpoint, since it runs in the folder that it had.
-
-    Args:
-        batch: the jobs, frozen in their folders.
-        execute: runs one job to its end.
+    Wait for jobs that another launcher runs. Stop after a preempted job, or too many failures: the
+    next start of the sweep runs the rest. `execute` runs one job to its end.
     """
-    outcomes, left = dict[str, Outcome](), dict(batch.jobs)
-    num_failed, is_told = 0, False
-    while left and not batch.is_over(num_failed):
-        # Jobs that others run stay first, so a failure there stops the sweep before the next job.
-        for job_id in left:
-            one = batch.jobs[job_id]
-            outcome = ended(batch, one) or _take(batch, one, execute)
+    outcomes, remaining = dict[str, Outcome](), list(batch.jobs)
+    num_failed, is_announced = 0, False
+    while remaining and not batch.is_over(num_failed):
+        # Jobs of other launchers stay first: their failure must stop the sweep before the next job.
+        for job_id in remaining:
+            job = batch.jobs[job_id]
+            outcome = batch.outcome(job) or _run_job(batch, job, execute)
             if outcome is not None:
                 break
         else:
-            if batch.settings.parallel_jobs == 1 and not is_told:  # slots wait for each other
-                is_told = True
-                print(f"waiting for {counted(len(left), 'job')} of other launchers", flush=True)
+            if batch.settings.parallel_jobs == 1 and not is_announced:  # slots wait silently
+                is_announced = True
+                print(
+                    f"waiting for {counted(len(remaining), 'job')} of other launchers", flush=True
+                )
             time.sleep(POLL_S)
             continue
-        num_failed += batch.failures({job_id: outcome})
+        num_failed += batch.num_failures({job_id: outcome})
         outcomes[job_id] = outcome
-        del left[job_id]
+        remaining.remove(job_id)
         if outcome.status == Status.PREEMPTED:
             break
     return outcomes
 
 
-def ended(batch: JobBatch, one: SweepJob) -> Outcome | None:
-    """Return how a job has ended, by its folder; None if it is left to run, or runs."""
-    found = one.standing
-    if found.status == Status.COMPLETED:
-        return Outcome(Status.COMPLETED, EXIT_COMPLETED, one.run_dir.path)
-    if not found.has_failed or batch.is_to_run(one, found):
-        return None
-    return failure(found, one.run_dir.path)
-
-
-def ended_jobs(batch: JobBatch) -> dict[str, Outcome]:
-    """Return how each job has ended that has, by its id."""
-    found = {job_id: ended(batch, one) for job_id, one in batch.jobs.items()}
-    return {job_id: outcome for job_id, outcome in found.items() if outcome is not None}
-
-
-def failure(found: Standing, run_dir: Path) -> Outcome:
+def failed_outcome(standing: Standing, run_dir: Path) -> Outcome:
     """Return the outcome of a job that has failed."""
-    cause = Failure(rank=0, kind=found.kind or "crash", sentence=found.sentence or "")
+    cause = Failure(rank=0, kind=standing.kind or "crash", sentence=standing.sentence or "")
     exit_code = EXIT_USER_ERROR if cause.kind == "user" else EXIT_FAILED
     return Outcome(Status.FAILED, exit_code, run_dir, cause)
 
 
-def _take(batch: JobBatch, one: SweepJob, execute: Callable[[Job], Outcome]) -> Outcome | None:
-    """Run a job; return None if another launcher has it, or had it since the last look."""
-    found, run_dir = one.standing, one.run_dir
-    if not batch.is_to_run(one, found):
+def _run_job(batch: JobBatch, job: SweepJob, execute: Callable[[Job], Outcome]) -> Outcome | None:
+    """Run a job; return None if it must not run, or another launcher runs it or has run it."""
+    standing, run_dir = job.standing, job.run_dir
+    if not batch.must_run(job, standing):
         return None
-    is_held = False
     with ExitStack() as stack:
         try:
             stack.enter_context(run_dir.locked())
-            is_held = True
-            if not one.is_as(found):
+            if not job.is_unchanged(standing):
                 return None
-            outcome = execute(replace(one.job, started_at=time.time()))
-        except InUseError:
-            return None
-        except (UserError, OSError) as error:  # a damaged run.json, a full disk: others run
-            if not is_held and one.standing.record != found.record:
-                return None  # another launcher has it, or has ended it
+            outcome = execute(replace(job.job, started_at=time.time()))
+        except (UserError, OSError) as error:  # a damaged run.json, a full disk
+            if isinstance(error, InUseError):
+                return None
             sentence = os_sentence(error) if isinstance(error, OSError) else str(error)
             print_error(sentence)
             outcome = Outcome.invalid(run_dir.path, sentence)
-        if outcome.failure is not None and not one.standing.has_failed:
-            fault = partial(faulty, one.planned.job_id, outcome.failure.sentence)
-            with suppress(UserError):  # a full disk; why the job failed is printed
-                change_plan(one.sweep, fault)
+        if outcome.failure is not None and not job.standing.has_failed:
+            fault = partial(with_fault, job.planned.job_id, outcome.failure.sentence)
+            change_plan(job.sweep, fault)
         return outcome

@@ -1,4 +1,4 @@
-"""Where a job of a sweep will run: on this machine, or on nodes of Slurm. Torch-free."""
+"""The machines for a job of a sweep. Torch-free."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from ddp_runner.host.hardware import Hardware
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """How many nodes a job takes, with as many ranks on each."""
+    """The nodes of a job, each with the same number of ranks."""
 
     num_nodes: int
     ranks_per_node: int
@@ -21,7 +21,7 @@ class NodeLayout:
 
 @dataclass(frozen=True)
 class JobHardware:
-    """What a job may use, as far as its config depends on it."""
+    """The hardware on which a job's config depends."""
 
-    hardware: Hardware  # of a node
-    env: DistEnv | None = None  # the facts of its rank 0, where our launcher does not start it
+    hardware: Hardware  # of one node
+    env: DistEnv | None = None  # of rank 0, if srun starts the ranks

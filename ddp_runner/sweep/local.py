@@ -11,7 +11,7 @@ from ddp_runner.host.processes import start_fork_server
 from ddp_runner.host.streams import line_width, print_line, shortened
 from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.launch.launcher import launch
-from ddp_runner.sweep.jobs import JobBatch, run_left
+from ddp_runner.sweep.jobs import JobBatch, run_jobs
 from ddp_runner.sweep.layout import JobHardware, NodeLayout
 from ddp_runner.sweep.slots import Slots
 
@@ -23,14 +23,11 @@ class Local:
 
     def __init__(self) -> None:
         self._hardware = detect()
-        self._has_header = False  # whether a job of this command has shown it
+        self._has_header = False  # a job of this command has shown the header
         self._slots: Slots | None = None
 
     def validate(self, config: Config, *, searches: bool) -> None:
-        """Reject what this machine cannot do; only sweep, launch and backend are read.
-
-        Only Slurm needs to know whether the sweep `searches`.
-        """
+        """Validate the sections sweep, launch and backend; `searches` only matters to Slurm."""
         validate_sweep(config, self._hardware)
 
     def hardware_of(self, config: Config) -> JobHardware:
@@ -42,16 +39,17 @@ class Local:
         return NodeLayout(1, config.world_size)
 
     def run(self, batch: JobBatch) -> Mapping[str, Outcome]:
-        """Run what is left of a batch; return how each job ended, by its id.
+        """Run a batch; return the outcome of each job by its id.
 
-        What ended the whole batch, such as a signal, has a name that no job has.
+        A signal that ended the batch is an outcome, too: its key is not the id of a job.
         """
         parallel_jobs = batch.settings.parallel_jobs
         if parallel_jobs == 1:
             start_fork_server()
-            return run_left(batch, execute=self._execute)
+            return run_jobs(batch, execute=self._execute)
         if self._slots is None:
-            self._slots = Slots(parallel_jobs, self._hardware)
+            self._slots = Slots()
+            self._slots.start(parallel_jobs, self._hardware)
         return self._slots.run(batch)
 
     def close(self) -> None:
@@ -60,7 +58,7 @@ class Local:
             self._slots.close()
 
     def _execute(self, job: Job) -> Outcome:
-        """Run a job; on a terminal rank 0 shows its line, and replaces it by the result."""
+        """Run a job. On a terminal, its result replaces the progress line of rank 0."""
         shows_header, self._has_header = not self._has_header, True
         width = line_width(sys.stdout)
         if not width:
@@ -72,49 +70,45 @@ class Local:
 
 
 def validate_sweep(config: Config, hardware: Hardware) -> None:
-    """Reject settings that a sweep cannot run its jobs on this machine with.
-
-    Raises:
-        UserError: a rule is broken.
-    """
+    """Raise a UserError if this machine cannot run a sweep with these settings."""
     sweep, launch = config.sweep, config.launch
     if launch.nnodes > 1:
         raise UserError(
-            f"launch.nnodes ({launch.nnodes}) must be 1 in a sweep, which runs on this machine; "
-            "write hydra/launcher=slurm, or start each job by a command of its own, without -m"
+            f"launch.nnodes ({launch.nnodes}) must be 1 in a sweep on this machine; "
+            "write hydra/launcher=slurm, or start each job with its own command, without -m"
         )
-    slots = sweep.parallel_jobs
+    slots, on_gpus = sweep.parallel_jobs, hardware.num_gpus and config.backend.device != "cpu"
     if slots < 1:
         raise UserError(f"sweep.parallel_jobs ({slots}) must be greater than 0")
     if slots == 1:
         return
     if launch.init_method is not None:
         raise UserError(
-            f"sweep.parallel_jobs ({slots}) would let jobs meet at one address, which "
-            f"launch.init_method ({launch.init_method}) gives; leave one of them out"
+            f"sweep.parallel_jobs ({slots}) would let several jobs meet at the same address, "
+            f"launch.init_method ({launch.init_method}); leave one of the two keys out"
         )
     if sweep.calibrate:
         raise UserError(
-            "sweep.calibrate measures what the jobs beside it disturb, sweep.parallel_jobs is "
-            f"{slots}; leave one of them out"
+            f"sweep.calibrate measures all_reduce, and sweep.parallel_jobs ({slots}) would disturb "
+            "it; leave one of the two keys out"
         )
     if sys.platform != "linux":
         raise UserError(
-            f"sweep.parallel_jobs ({slots}) gives each job cores of its own, which only Linux can; "
-            "leave it out"
+            f"sweep.parallel_jobs ({slots}) gives each job its own cores, which only works on "
+            "Linux; leave it out"
         )
     if slots > hardware.num_cores:
         raise UserError(
             f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_cores} cores that this "
             f"process may use; write {hardware.num_cores} or fewer"
         )
-    if hardware.num_gpus and slots > hardware.num_gpus and config.backend.device != "cpu":
+    if on_gpus and slots > hardware.num_gpus:
         raise UserError(
             f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_gpus} GPUs that its "
             f"jobs use; write {hardware.num_gpus} or fewer, or backend.device=cpu"
         )
-    if hardware.num_gpus and hardware.kind not in VISIBLE and config.backend.device != "cpu":
+    if on_gpus and hardware.kind not in VISIBLE:
         raise UserError(
-            f"sweep.parallel_jobs ({slots}) shares out {' and '.join(VISIBLE)} devices, not "
+            f"sweep.parallel_jobs ({slots}) can share {' and '.join(VISIBLE)} devices, not "
             f"{hardware.kind}; leave it out, or write backend.device=cpu"
         )

@@ -1,11 +1,11 @@
-"""Plans the jobs of a batch, each with its folder, or with why it is invalid. Torch-free.
+"""Plans the jobs of a batch: their configs and folders, or why they are invalid. Torch-free.
 
-Most jobs are new runs, in the sweep's folder. A job that resumes a run stays in that run's own.
+A job is a new run in the sweep's folder, or resumes a run in that run's folder.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,42 +16,53 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_runner.config.identity import config_hash, digest
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
-from ddp_runner.config.sections import SweepConfig
+from ddp_runner.config.sections import CollectivesConfig, SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.sweep.calibration import calibrations
 from ddp_runner.sweep.jobs import JobBatch, SweepJob, freeze_unheld, num_sessions
 from ddp_runner.sweep.layout import JobHardware
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.plan_file import Plan, PlannedJob, change_plan, extended, read_plan
+from ddp_runner.sweep.plan_file import Plan, PlannedJob, change_plan, read_plan, with_jobs
 from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.sweep_dir import changes, kept, sweep_command
+from ddp_runner.sweep.sweep_dir import change_lines, sweep_command, without_stale_jobs
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.outputs import job_name
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 from ddp_runner.tracking.start_block import fact_lines, shown_path
 
-NOTE_EVERY = 1000  # jobs, which take some seconds to plan
+NOTE_EVERY = 1000  # jobs between two progress lines; planning them takes some seconds
+
+# A comparison fits latency and bandwidth over the sizes, so it needs many sizes and few calls.
+ALL_REDUCE = CollectivesConfig(
+    ops=["all_reduce"],
+    reduce_ops=["sum"],
+    dtypes=["float32"],
+    min_bytes=4 * 2**10,
+    max_bytes=64 * 2**20,
+    size_factor=4,
+    warmup_steps=2,
+    steps=20,
+)
 
 
 @dataclass(frozen=True)
 class SweepCommand:
-    """What the command line gives, and what makes a job of it."""
+    """The command line of a sweep, and the functions that turn it into jobs."""
 
     words: Sequence[str]  # as the user wrote them
-    overrides: Sequence[str]  # those with several values among them
-    read: Callable[[Sequence[str]], Sequence[Override]]  # parses them
-    common: DictConfig  # what all jobs have in common, with the ``hydra`` node
-    compose: Callable[[Sequence[str], int], DictConfig]  # from a job's words, and its number from 0
-    name_of: Callable[[DictConfig], str]  # of its folder; of a run that it resumes, the path
+    overrides: Sequence[str]  # all overrides, also those with several values
+    read: Callable[[Sequence[str]], Sequence[Override]]  # parses overrides
+    common: DictConfig  # config that all jobs have in common, with the ``hydra`` node
+    compose: Callable[[Sequence[str], int], DictConfig]  # from a job's words and its number from 0
+    name_of: Callable[[DictConfig], str]  # folder name of a job, or path of the run that it resumes
     plan: Callable[[DictConfig, Callable[[Config], JobHardware]], Job]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A job as it was planned; without one if it is invalid."""
+    """A planned job; `job` is None if it is invalid."""
 
     planned: PlannedJob
     job: Job | None = None
@@ -65,35 +76,30 @@ class Planner:
     folder: Path
     where: Local | Slurm
     is_search: bool
-    earlier: Path | None = None  # the folder of a sweep of the same command that has ended
-    settings: SweepConfig = field(default_factory=SweepConfig)  # those of the last job
-    queued: set[str] = field(default_factory=set)  # the ids of all valid jobs
-    _has_begun: bool = False  # a job of it has a config
+    earlier: Path | None = None  # folder of an ended sweep of the same command
+    settings: SweepConfig = field(default_factory=SweepConfig)  # of the last planned job
+    queued: set[str] = field(default_factory=set)  # ids of all valid jobs
+    _has_begun: bool = False  # a job has been composed
     _accepted: dict[str, SweepConfig] = field(default_factory=dict)
     _validated: DictConfig | None = None
     _resumed: set[Path] = field(default_factory=set)
 
     def draft(self, batch: Iterable[Sequence[str]], numbers: Iterable[int]) -> list[Draft]:
-        """Return the jobs of a batch; composed configs are large and are not kept.
-
-        Args:
-            batch: the words of each job.
-            numbers: of the jobs or trials, counted from 0.
+        """Return the jobs of a batch, from their words and their numbers, which count from 0.
 
         Raises:
-            UserError: the sweep as a whole is invalid: no job of it has a config, or several would
-                resume one run.
+            UserError: no job can be composed, or several jobs would resume the same run.
         """
         drafts, fault = list[Draft](), None
         for words, number in zip(batch, numbers, strict=False):
             try:
                 composed = self.command.compose(words, number)
             except UserError as error:
-                varied = [one for one in words if one not in self.command.overrides]
-                drafts.append(self._invalid(words, job_name(varied), error))
+                varied = [word for word in words if word not in self.command.overrides]
+                drafts.append(self._invalid_draft(words, job_name(varied), error))
                 fault = fault or error
                 continue
-            if not self._has_begun:  # a mistake in the command prints nothing but itself
+            if not self._has_begun:  # before that, a mistake in the command prints only its error
                 self._has_begun = True
                 facts = {"sweep": str(shown_path(self.folder))}
                 if self.earlier is not None:
@@ -107,22 +113,18 @@ class Planner:
             raise fault
         return drafts
 
-    def _invalid(self, words: Sequence[str], name: str, error: UserError) -> Draft:
+    def _invalid_draft(self, words: Sequence[str], name: str, error: UserError) -> Draft:
         job_id = f"invalid: {digest(list(words))} {name}"
         return Draft(PlannedJob(job_id, name, str(error), self.settings.skip_invalid))
 
     def validate(self, composed: DictConfig) -> None:
-        """Reject rules of the sweep that its jobs cannot be run with, where they are to run.
-
-        Raises:
-            UserError: a rule is broken.
-        """
-        if composed is self._validated:  # with other values of plain keys
+        """Raise a UserError if the jobs cannot run with the settings of the sweep."""
+        if composed is self._validated:  # reused for a job that differs only in plain keys
             return
         self._validated, names = composed, ["sweep", "launch", "backend"]
         parts = [OmegaConf.to_container(composed[name]) for name in names]
         key = json.dumps(parts, default=str)
-        if key not in self._accepted:  # of most sweeps these parts are the same in all jobs
+        if key not in self._accepted:  # in most sweeps all jobs have the same
             config = to_config(OmegaConf.masked_copy(composed, names))
             self.where.validate(config, searches=self.is_search)
             self._accepted[key] = config.sweep
@@ -132,110 +134,124 @@ class Planner:
         name = self.command.name_of(composed)
         resumes = None
         if Path(name).is_absolute():
-            self._validate_alone(Path(name))
+            self._validate_resumed_once(Path(name))
             resumes = last_session_start(read_run_record(Path(name), missing_ok=True))
         try:
             job = self.command.plan(composed, self.where.hardware_of)
         except UserError as error:
-            return self._invalid(words, name, error)
+            return self._invalid_draft(words, name, error)
         job = replace(job, run_dir=self.folder / name, number=number + 1)
-        # A run's config changes as it is resumed, so its job is known by what the command says. The
-        # name counts as well: two jobs may differ only in how their ranks start.
-        identity = (
-            config_hash(job.config) if resumes is None else digest(sweep_command(job.overrides))
-        )
-        folder = name if resumes is not None else self._free(name, identity)
+        # A resume can change a run's config, so its job is identified by its command. Every id
+        # contains the name: two jobs may differ only in how their ranks start.
+        if resumes is not None:
+            identity, folder = digest(sweep_command(job.overrides)), name
+        else:
+            identity = config_hash(job.config)
+            folder = self._free_folder(name, identity)
         return Draft(PlannedJob(f"{identity} {name}", folder, resumes=resumes), job)
 
-    def _free(self, name: str, identity: str) -> str:
-        """Return a folder that holds no run of another config: the plan may have been deleted."""
+    def _free_folder(self, name: str, identity: str) -> str:
+        """Return a folder without a run of another config; a deleted plan leaves such runs."""
         for number in count(1):
-            free = name if number == 1 else f"{name}-{number}"
-            record = standing(RunDir(self.folder / free)).record
+            folder = name if number == 1 else f"{name}-{number}"
+            record = standing(RunDir(self.folder / folder)).record
             if record.get("config_hash", identity) == identity:
-                return free
+                return folder
         raise AssertionError
 
-    def _validate_alone(self, run: Path) -> None:
+    def _validate_resumed_once(self, run: Path) -> None:
         if self.is_search or run.resolve() in self._resumed:
             shown = RunDir(shown_path(run)).resume_argument
             raise UserError(
-                f"{shown} continues one run, in its own folder, and several jobs of this sweep "
-                f"would; to start each from its weights, choose the run's groups and write "
-                f"++model.weights={shown_path(run)} in place of resume"
+                f"{shown} continues one run in its own folder, and several jobs of this sweep "
+                "would resume it; to start each job from its weights, choose the run's groups and "
+                f"write ++model.weights={shown_path(run)} in place of resume"
             )
         self._resumed.add(run.resolve())
 
     def queue(self, drafts: Sequence[Draft], *, num_failed: int) -> JobBatch:
-        """Write the jobs into the plan, freeze the new ones in their folders, and return them.
-
-        Raises:
-            UserError: the plan or a folder cannot be written.
-        """
+        """Write the jobs into the plan, freeze new jobs in their folders, and return all jobs."""
         jobs = self.jobs(drafts)
         before = read_plan(self.folder)
         plan = change_plan(self.folder, partial(self.planned, drafts))
-        self.tell_changes(before, plan, jobs)
+        self.print_changes(before, plan, jobs)
         self.queued |= jobs.keys()
-        for one in drafts:
-            if one.job is None and not one.planned.is_skipped:
-                print_error(f"{shown_path(Path(one.planned.folder))}: {one.planned.fault}")
-        total = f" of {max((job.number for job in jobs.values()), default=0)}"
+        for draft in drafts:
+            if draft.job is None and not draft.planned.is_skipped:
+                print_error(f"{shown_path(Path(draft.planned.folder))}: {draft.planned.fault}")
+        total = max((job.number for job in jobs.values()), default=0)
         queued = dict[str, SweepJob]()
         for job_id, job in jobs.items():
             planned = plan.jobs[job_id]
-            place = f"job {job.number}{total}" if job.number else "calibration"
-            if self.is_search and job.number:  # as Optuna's tools call it
-                place = f"trial {job.number - 1}"
-            title = f"{place}: {shown_path(Path(planned.folder))}"
+            label = f"job {job.number} of {total}" if job.number else "calibration"
+            if self.is_search and job.number:  # numbered from 0, as in Optuna's tools
+                label = f"trial {job.number - 1}"
+            title = f"{label}: {shown_path(Path(planned.folder))}"
             run_dir = self.folder / planned.folder
             run_dir.mkdir(exist_ok=True)
-            named = replace(job, run_dir=run_dir, title=title)
-            found = planned.standing(self.folder)
-            if self.is_search and job.number and found.status == Status.COMPLETED:
+            titled = replace(job, run_dir=run_dir, title=title)
+            current = planned.standing(self.folder)
+            if self.is_search and job.number and current.status == Status.COMPLETED:
                 print(f"\n{title} was run before: its result is taken", flush=True)
-            if found.status == Status.QUEUED and planned.resumes is None:  # a run has its config
-                freeze_unheld(named)
-            sessions = num_sessions(found) if found.status == Status.FAILED else 0
-            queued[job_id] = SweepJob(planned, named, self.folder, sessions)
+            if current.status == Status.QUEUED and planned.resumes is None:
+                freeze_unheld(titled)
+            sessions = num_sessions(current) if current.status == Status.FAILED else 0
+            queued[job_id] = SweepJob(planned, titled, self.folder, sessions)
         return JobBatch(queued, self.settings, num_failed)
 
     def planned(self, drafts: Sequence[Draft], plan: Plan) -> Plan:
-        """Return the plan with the jobs of a batch, without those that the command left out."""
-        wanted = {one.planned.job_id: one.planned for one in drafts}
-        jobs = {job_id: PlannedJob(job_id, one.title) for job_id, one in self.jobs(drafts).items()}
-        wanted = jobs | wanted
-        left = plan if self.is_search else kept(self.folder, wanted, plan)
-        return extended(wanted.values(), left)
+        """Return the plan with the jobs of a batch; a grid drops jobs that it no longer makes."""
+        jobs = {job_id: PlannedJob(job_id, job.title) for job_id, job in self.jobs(drafts).items()}
+        jobs |= {draft.planned.job_id: draft.planned for draft in drafts}
+        kept = plan if self.is_search else without_stale_jobs(self.folder, jobs, plan)
+        return with_jobs(jobs.values(), kept)
 
-    def tell_changes(self, before: Plan, plan: Plan, jobs: Mapping[str, Job]) -> None:
-        """Print which jobs an edited YAML has replaced, or left out."""
-        for line in () if self.is_search else changes(self.folder, before, plan, jobs):
+    def print_changes(self, before: Plan, plan: Plan, jobs: Mapping[str, Job]) -> None:
+        """Print which jobs the edit of a YAML has replaced or dropped."""
+        for line in () if self.is_search else change_lines(self.folder, before, plan, jobs):
             print(line, flush=True)
 
     def jobs(self, drafts: Iterable[Draft]) -> dict[str, Job]:
-        """Return the valid jobs by their id, calibrations first."""
-        found = dict[str, Job]()
-        for one in drafts:
-            if one.job is not None:
-                name = str(shown_path(Path(one.planned.folder)))
-                found.setdefault(one.planned.job_id, replace(one.job, title=name))
+        """Return the valid jobs by id, calibrations first."""
+        jobs = dict[str, Job]()
+        for draft in drafts:
+            if draft.job is not None:
+                name = str(shown_path(Path(draft.planned.folder)))
+                jobs.setdefault(draft.planned.job_id, replace(draft.job, title=name))
         if self.settings.calibrate:
-            return calibrations(found.values(), folder=self.folder) | found
-        return found
+            return calibrations(jobs.values(), folder=self.folder) | jobs
+        return jobs
 
 
 def validate_resumed(drafts: Iterable[Draft], *, skip_invalid: bool) -> None:
-    """Reject a batch if one of its runs cannot be resumed, before another one is.
-
-    Raises:
-        UserError: a run does not exist, is in use, or cannot be resumed as asked.
-    """
-    for one in drafts:
-        if not Path(one.planned.folder).is_absolute():
+    """Raise a UserError if a run that the batch resumes is missing, in use, or not resumable."""
+    for draft in drafts:
+        if not Path(draft.planned.folder).is_absolute():
             continue
-        if one.planned.fault and not skip_invalid:
-            raise UserError(one.planned.fault)
-        if one.job is not None:
-            with RunDir(Path(one.planned.folder)).locked():
-                continue
+        if draft.planned.fault and not skip_invalid:
+            raise UserError(draft.planned.fault)
+        if draft.job is not None:
+            with RunDir(Path(draft.planned.folder)).locked():
+                pass
+
+
+def calibrations(jobs: Iterable[Job], *, folder: Path) -> dict[str, Job]:
+    """Return a job that measures all_reduce for each way to start ranks; sweep.calibrate=true."""
+    jobs_by_id = dict[str, Job]()
+    for job in jobs:
+        config = job.config
+        if config.task != "train" or config.world_size == 1:
+            continue
+        start = [config.world_size, asdict(config.backend), asdict(config.launch)]
+        chosen = (f"world_size={config.world_size}", f"backend={config.backend.name}")
+        name = ",".join(["calibration", *chosen])
+        calibration = replace(
+            job,
+            config=replace(config, task="collectives", resume=None, collectives=ALL_REDUCE),
+            run_dir=folder / name,
+            overrides=("task=collectives", *chosen),
+            number=0,
+            title=name,
+        )
+        jobs_by_id.setdefault(f"{digest(start)} {name}", calibration)
+    return jobs_by_id

@@ -1,9 +1,8 @@
 """Parallel jobs of a sweep: each slot is a process on its own cores and GPUs.
 
-A slot is a launcher with its own fork server. It shares the sweep with the other slots by the locks
-of the jobs' folders, as any two launchers do. Its parent sends it the batches, each of which it
-answers with None at its end, and SIGTERM as the request to stop. It ends with its parent. What it
-prints begins with the number of its job.
+A slot is a launcher with its own fork server. Slots share the sweep through the locks of the jobs'
+folders, as any launchers do. The parent sends batches through a pipe, and SIGTERM to stop. The slot
+answers None after each batch, ends with its parent, and starts its lines with the job's number.
 """
 
 import multiprocessing
@@ -13,7 +12,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
@@ -26,7 +24,6 @@ from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.host.processes import (
     die_with_launcher,
     ignore_stop_signals,
-    kill_descendants,
     start_fork_server,
     stop_signals_held,
 )
@@ -35,40 +32,45 @@ from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.launch.stop_requests import StopRequests
-from ddp_runner.sweep.jobs import JobBatch, ended_jobs, run_left
+from ddp_runner.sweep.jobs import JobBatch, run_jobs
 
-SHUTDOWN_GRACE_S = 10.0  # from the end of the work to that of a slot
-POLL_S = 0.05  # between two checks for a request to stop
+SHUTDOWN_GRACE_S = 10.0  # from SIGTERM to SIGKILL, at the end of the sweep
+POLL_S = 0.05  # between two checks for a stop request
 
 
 class Slots:
-    """The slots of a sweep, from their start to ``close``."""
+    """The slots of a sweep."""
 
-    def __init__(self, num_slots: int, hardware: Hardware) -> None:
-        self._temp = temp_folder()
+    def __init__(self) -> None:
+        self._slots: dict[Connection, SpawnProcess] = {}
+
+    def start(self, num_slots: int, hardware: Hardware) -> None:
+        """Start the slots, each on its share of the cores and GPUs."""
+        temp = temp_folder()
         cores = core_shares(num_slots, num_cores=hardware.num_cores)
         gpus = gpu_shares(num_slots, hardware)
-        self._slots: dict[Connection, SpawnProcess] = {}
-        try:
-            for number in range(num_slots):
-                self._start(Slot(number + 1, cores[number], gpus[number], self._temp))
-        except BaseException:  # such as a signal: no slot has begun a job
-            kill_descendants()
-            raise
+        for number in range(num_slots):
+            pipe, child_end = multiprocessing.Pipe()
+            slot = Slot(number + 1, cores[number], gpus[number], temp)
+            with stop_signals_held():
+                process = SpawnProcess(target=run_slot, args=(slot, child_end))
+                process.start()
+                self._slots[pipe] = process
+            child_end.close()
 
     def run(self, batch: JobBatch) -> dict[str, Outcome]:
-        """Run a batch to its end; return how each job ended, and a signal that stopped it."""
+        """Run a batch; return the outcomes of its jobs, and of a signal that stopped it."""
         stop = StopRequests(running=lambda: self._running(batch))
         stop.may_save = True
-        is_told = False
+        is_stopping = False
         with stop.handled():
-            for pipe in self._slots:
-                with suppress(OSError):  # the slot has ended, as its pipe tells below
+            for pipe, process in self._slots.items():
+                if process.is_alive():
                     pipe.send(batch)
             working = set(self._slots)
             while working:
-                if stop.is_asked and not is_told:
-                    is_told = True
+                if stop.is_asked and not is_stopping:
+                    is_stopping = True
                     stop.say(is_training=bool(self._running(batch)))
                     for pipe in working:
                         self._slots[pipe].terminate()
@@ -76,71 +78,65 @@ class Slots:
                     working.remove(pipe)
                     try:
                         pipe.recv()
-                    except (EOFError, OSError):
+                    except (EOFError, OSError):  # the slot has ended
                         process = self._slots.pop(pipe)
                         process.join()
                         if not stop.is_asked:
                             print_error(
                                 f"a slot of the sweep ended with exit code {process.exitcode}; the "
-                                "other slots take its jobs; if any are left, give the same "
+                                "other slots take its jobs; if any jobs remain, give the same "
                                 "command again"
                             )
-        outcomes = ended_jobs(batch)
+        outcomes = batch.outcomes()
         if stop.received is not None:
             outcomes["signal"] = Outcome(Status.PREEMPTED, 128 + stop.received)
-        elif len(outcomes) < len(batch.jobs) and not batch.is_over(batch.failures(outcomes)):
-            # All slots have ended early; each has printed why.
+        elif len(outcomes) < len(batch.jobs) and not batch.is_over(batch.num_failures(outcomes)):
+            # All slots have ended early, and each has printed the reason.
             outcomes["slots"] = Outcome(Status.FAILED, EXIT_FAILED)
         return outcomes
 
     def _running(self, batch: JobBatch) -> list[Path]:
-        """Return the folders of the jobs that slots run."""
-        slots = {(process.pid, socket.gethostname()) for process in self._slots.values()}
-        folders = (one.run_dir for one in batch.jobs.values())
-        return [one.path for one in folders if one.holder_process in slots]
+        """Return the folders of the jobs that the slots run."""
+        holders = {(process.pid, socket.gethostname()) for process in self._slots.values()}
+        run_dirs = (job.run_dir for job in batch.jobs.values())
+        return [run_dir.path for run_dir in run_dirs if run_dir.holder_process in holders]
 
     def close(self) -> None:
         """End all slots."""
-        for pipe, process in self._slots.items():
-            with suppress(OSError):
-                pipe.send(None)
+        for process in self._slots.values():
+            process.terminate()
+        for process in self._slots.values():
             process.join(SHUTDOWN_GRACE_S)
             process.kill()
 
-    def _start(self, slot: Slot) -> None:
-        pipe, child_end = multiprocessing.Pipe()
-        with stop_signals_held():
-            process = SpawnProcess(target=run_slot, args=(slot, child_end))
-            process.start()
-            self._slots[pipe] = process
-        child_end.close()
-
 
 def run_slot(slot: Slot, pipe: Connection) -> None:
-    """Run what is left of each batch that arrives; a slot's whole life."""
+    """Run the batches from the pipe until SIGTERM; the main function of a slot's process."""
     # Ctrl-C reaches every process of a terminal. The parent decides, and sends SIGTERM.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     ignore_stop_signals(but=signal.SIGTERM)
     if sys.platform == "linux":
-        os.sched_setaffinity(0, slot.cores)  # before any thread or process, which inherit it
+        os.sched_setaffinity(
+            0, slot.cores
+        )  # before starting threads or processes, which inherit it
     tempfile.tempdir = str(slot.temp)
     os.environ.update(slot.gpus)
     die_with_launcher()
     keep_streams(prefix=f"[slot {slot.number}] ")
     start_fork_server()
-    headers = chain([slot.number == 1], repeat(False))  # one for the whole sweep
-    execute = partial(_launch_in, slot, headers)
-    while (batch := pipe.recv()) is not None:
+    headers = chain([slot.number == 1], repeat(False))  # one header for the whole sweep
+    execute = partial(_launch_in_slot, slot, headers)
+    while True:
+        batch = pipe.recv()
         try:
-            run_left(batch, execute=execute)
+            run_jobs(batch, execute=execute)
         except UserError as error:
             print_error(str(error))
             sys.exit(EXIT_USER_ERROR)
         pipe.send(None)
-    os._exit(0)  # skips the second that unloading torch takes
 
 
-def _launch_in(slot: Slot, headers: Iterator[bool], job: Job) -> Outcome:
+def _launch_in_slot(slot: Slot, headers: Iterator[bool], job: Job) -> Outcome:
     job = replace(job, slot=slot, shows_header=next(headers))
     keep_streams(prefix=job.line_prefix)
     print(job.title, flush=True)

@@ -1,4 +1,4 @@
-"""What the jobs of a sweep came to: their objectives, the table, the comparison. Torch-free."""
+"""The results of a sweep: its objective, table and comparison. Torch-free."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ from ddp_runner.errors import UserError, nearest, printable
 from ddp_runner.host.streams import shortened, wrapped
 from ddp_runner.job import Outcome, Status
 from ddp_runner.metric_names import headlines
-from ddp_runner.sweep.jobs import failure
+from ddp_runner.sweep.jobs import failed_outcome
 from ddp_runner.sweep.plan_file import PlannedJob, read_plan
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.start_block import shown_path
@@ -21,58 +21,57 @@ COLUMNS = ("job", "status", "start", "wall", "samples/s", "metrics")
 MIN_NAME = 24  # columns of a job's name
 
 
-def objective_of(run_dir: Path, found: Standing, *, name: str) -> float | str | None:
-    """Return a job's metric of this name, or why it has none; None if the job has not ended.
+def read_objective(run_dir: Path, standing: Standing, *, name: str) -> float | str | None:
+    """Return a job's metric, or why it is missing, or None if the job has not ended.
 
     Raises:
-        UserError: the job has no such metric.
+        UserError: the metric's name is wrong.
     """
-    if found.has_failed:
-        return found.sentence or f"{run_dir.name} has failed"
-    if found.status != Status.COMPLETED:
+    if standing.has_failed:
+        return standing.sentence or f"{run_dir.name} has failed"
+    if standing.status != Status.COMPLETED:
         return None
-    metrics = _numbers(found.record.get("metrics"))
-    if name in metrics:
-        return metrics[name]
-    given = found.record.get("metrics") or {}
-    if name in given:
+    metrics = standing.record.get("metrics") or {}
+    if name not in metrics:
+        meant = nearest(name, metrics, cutoff=0.0)
+        hint = f"write sweep.objective={meant}" if meant else "it has no metrics"
+        raise UserError(f"sweep.objective ({name}) is not a metric of {run_dir.name}; {hint}")
+    if not is_finite(metrics[name]):
         return f"{run_dir.name}: {name} is not a finite number"
-    meant = nearest(name, given, cutoff=0.0)
-    hint = f"write sweep.objective={meant}" if meant else "it has no metrics"
-    raise UserError(f"sweep.objective ({name}) is not a metric of {run_dir.name}; {hint}")
+    return float(metrics[name])
 
 
 def failed_jobs(folder: Path, *, among: Container[str] | None = None) -> list[Outcome]:
-    """Return the outcomes of the jobs of a sweep that have failed, of all or among some ids."""
+    """Return the outcomes of a sweep's failed jobs: of all jobs, or of those with these ids."""
     jobs = read_plan(folder).jobs.values()
-    chosen = [one for one in jobs if among is None or one.job_id in among]
-    found = [(one, one.standing(folder)) for one in chosen]
-    return [failure(state, folder / one.folder) for one, state in found if state.has_failed]
+    chosen = [job for job in jobs if among is None or job.job_id in among]
+    standings = [(job, job.standing(folder)) for job in chosen]
+    return [
+        failed_outcome(standing, folder / job.folder)
+        for job, standing in standings
+        if standing.has_failed
+    ]
 
 
 def sweep_table(folder: Path, *, width: int = 0) -> str:
-    """Return a line for each job of a sweep, and a sentence for each that failed or was skipped.
-
-    See ``aligned`` for the `width`.
-    """
-    jobs = [(one, one.standing(folder)) for one in read_plan(folder).jobs.values()]
-    places = [one.absolute() for one in _places((one for one, _ in jobs), folder)] or [folder]
-    rows = [COLUMNS, *(_row(*one) for one in jobs)]
+    """Return a row for each job of a sweep, and the reasons of failures; see ``aligned``."""
+    jobs = [(job, job.standing(folder)) for job in read_plan(folder).jobs.values()]
+    folders = _run_folders((job for job, _ in jobs), folder) or [folder]
+    rows = [COLUMNS, *(_row(job, standing) for job, standing in jobs)]
     lines = ["", *aligned(rows, width=width)]
     lines += [
-        wrapped(printable(f"{shown_path(Path(one.folder))}: {found.sentence}"), width)
-        for one, found in jobs
-        if found.sentence is not None
+        wrapped(printable(f"{shown_path(Path(job.folder))}: {standing.sentence}"), width)
+        for job, standing in jobs
+        if standing.sentence is not None
     ]
-    common = shown_path(Path(os.path.commonpath(places)))
-    tail = f"tensorboard --logdir {shlex.quote(str(common))}"
-    return "\n".join([*lines, printable(tail)])
+    common = shown_path(Path(os.path.commonpath([path.absolute() for path in folders])))
+    return "\n".join([*lines, printable(f"tensorboard --logdir {shlex.quote(str(common))}")])
 
 
 def aligned(rows: Sequence[Sequence[str]], *, width: int) -> list[str]:
-    """Return the lines of a table whose first cells are the names of jobs.
+    """Return the lines of a table; the first cell of a row is the name of a job.
 
-    In `width` columns, unless it is 0, names are shortened; then the last cells are left out.
+    If `width` is not 0, shorten names to fit into this number of columns, then drop last cells.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = width or sys.maxsize
@@ -89,45 +88,45 @@ def aligned(rows: Sequence[Sequence[str]], *, width: int) -> list[str]:
     return lines
 
 
-def _places(jobs: Iterable[PlannedJob], folder: Path) -> list[Path]:
-    """Return where the runs of a sweep are: in its folder, or in folders of their own."""
-    valid = (one.folder for one in jobs if one.fault is None)
-    return list(dict.fromkeys(Path(one) if Path(one).is_absolute() else folder for one in valid))
+def _run_folders(jobs: Iterable[PlannedJob], sweep: Path) -> list[Path]:
+    """Return the folders that hold the runs: the sweep's, and those of resumed runs."""
+    folders = (Path(job.folder) for job in jobs if job.fault is None)
+    return list(dict.fromkeys(path if path.is_absolute() else sweep for path in folders))
 
 
-def _row(job: PlannedJob, found: Standing) -> tuple[str, ...]:
-    """Return the cells of a job; a number that its run.json lacks, or has damaged, is a dash."""
-    metrics, pace = _numbers(found.record.get("metrics")), "perf/samples_per_s"
-    times = _numbers(found.record)
-    best = [f"(best, step {step})"] if (step := best_step(found.record)) else []
+def _row(job: PlannedJob, standing: Standing) -> tuple[str, ...]:
+    """Return the cells of a job; a dash for a number that its run.json does not have."""
+    metrics, speed = _numbers(standing.record.get("metrics")), "perf/samples_per_s"
+    times = _numbers(standing.record)
+    best = [f"(best, step {step})"] if (step := best_step(standing.record)) else []
     return (
         str(shown_path(Path(job.folder))),
-        found.status,
+        standing.status,
         *(f"{times[key]:.2f} s" if key in times else "-" for key in ("startup_s", "wall_s")),
-        f"{metrics[pace]:.0f}" if pace in metrics else "-",
+        f"{metrics[speed]:.0f}" if speed in metrics else "-",
         "  ".join([*(f"{name} {metrics[name]:.4f}" for name in headlines(metrics)), *best]),
     )
 
 
 def _numbers(fields: Any) -> dict[str, float]:
-    """Return the fields that are numbers; empty if there is no mapping."""
+    """Return the fields that are finite numbers; none if this is not a mapping."""
     items = fields.items() if isinstance(fields, Mapping) else ()
     return {key: value for key, value in items if is_finite(value)}
 
 
 def print_report(folder: Path) -> None:
-    """Compare the runs of a sweep, and write the comparison into its folder's ``report``."""
+    """Print the comparison of a sweep's runs, and write it into the folder ``report``."""
     from ddp_runner.compare.__main__ import write_all
     from ddp_runner.compare.analysis import compare
     from ddp_runner.compare.formats import FORMATS
     from ddp_runner.compare.run_reader import read_runs
 
     jobs = read_plan(folder).jobs.values()
-    completed = [one for one in jobs if one.standing(folder).status == Status.COMPLETED]
+    completed = [job for job in jobs if job.standing(folder).status == Status.COMPLETED]
     if not completed:
         print("\nno report: no run of this sweep was completed")
         return
-    places = _places(completed, folder)
-    comparison = compare(read_runs(places))
-    written = write_all(comparison, folder / "report", paths=places)
-    print("", FORMATS["table"](comparison), *written, sep="\n", flush=True)
+    folders = _run_folders(completed, folder)
+    comparison = compare(read_runs(folders))
+    paths = write_all(comparison, folder / "report", paths=folders)
+    print("", FORMATS["table"](comparison), *paths, sep="\n", flush=True)

@@ -151,7 +151,7 @@ ANSWERS = {
     "'seed=choice()'": "'seed=choice()': 'choice()': empty choice is not legal; write key=value",
     "'seed=${...x}'": "seed: the interpolation fails: Error resolving key '...x'",
     f"seed={'9' * 5000}": "Exceeds the limit (4300 digits) for integer",
-    "-m 'seed=range(3,0)'": "the sweep has no job: a range is empty",
+    "-m 'seed=range(3,0)'": "the sweep has no jobs: a range is empty",
     "-cn toy": PLACE,
     "--config-path x": PLACE,
     "+train.epochs=3": "Either remove + prefix: 'train.epochs=3'",

@@ -42,7 +42,7 @@ from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job, Outcome
-from ddp_runner.sweep.jobs import JobBatch, run_left
+from ddp_runner.sweep.jobs import JobBatch, run_jobs
 
 FOREIGN = "foreign_package"  # the name of a module that nobody may import
 EXIT_CODES = (0, 2)
@@ -234,7 +234,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             self.close = lambda: None
 
         def run(self, batch: JobBatch) -> dict[str, Outcome]:
-            return run_left(batch, execute=ddp_runner.launch.launcher.launch)
+            return run_jobs(batch, execute=ddp_runner.launch.launcher.launch)
 
     for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)

@@ -95,7 +95,7 @@ def test_a_preempted_job_completes_and_a_cancelled_one_is_noticed(
     completed, cancelled = run_dirs(sweep)
     assert statuses(sweep) == {completed.name: "completed", cancelled.name: "preempted"}
     name = cluster.run("squeue", "-h", "-r", "-t", "all", "-j", other, "-o", "%j_%K").strip()
-    assert f"Slurm's job {name} was cancelled; the same command goes on with it" in end.stdout
+    assert f"Slurm's job {name} was cancelled; the same command continues it" in end.stdout
     assert "resumed from" in rank_log(completed)
     assert record(completed)["step"] == 600
     assert checkpoint_steps(cancelled)[-1] == record(cancelled)["step"] < 600

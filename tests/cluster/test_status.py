@@ -42,4 +42,4 @@ def test_another_host_sees_a_run_and_that_its_host_was_lost(tmp_path: Path) -> N
             os.utime(path, (time.time() - 120,) * 2)
         found = seen_from(second, outputs)
         assert (found["status"], found["exit_code"]) == ("lost", 1)
-        assert " on n1 is gone; go on with resume=" in found["reason"]
+        assert " on n1 is gone; continue with resume=" in found["reason"]

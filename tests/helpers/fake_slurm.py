@@ -39,7 +39,7 @@ class Queue:
         monkeypatch.setattr(slurm_watch, "queued_states", self._ask)
         monkeypatch.setattr(slurm, "queued_states", self._ask)
         monkeypatch.setattr(slurm_watch, "cancel", self._cancel)
-        for name, value in {"POLL_S": 0.01, "SETTLE_S": 0.0}.items():
+        for name, value in {"MIN_POLL_S": 0.01, "SETTLE_S": 0.0}.items():
             monkeypatch.setattr(slurm_watch, name, value)
 
     def _ask(self) -> dict[str, str]:

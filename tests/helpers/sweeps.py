@@ -14,7 +14,14 @@ from ddp_runner.config.sections import SweepConfig
 from ddp_runner.host import hardware
 from ddp_runner.job import Job
 from ddp_runner.sweep.jobs import JobBatch, SweepJob, num_sessions
-from ddp_runner.sweep.plan_file import PLAN, PlannedJob, begun, change_plan, extended, read_plan
+from ddp_runner.sweep.plan_file import (
+    PLAN,
+    PlannedJob,
+    change_plan,
+    read_plan,
+    restarted,
+    with_jobs,
+)
 
 POLL_S = 0.2  # more often would take too much of the cores
 needs_two_cores = pytest.mark.skipif(hardware.detect().num_cores < 2, reason="needs two cores")
@@ -33,11 +40,11 @@ def statuses(sweep: Path) -> dict[str, str]:
 
 
 def planned(sweep: Path, *names: str, command: Sequence[str] = ("mine",)) -> None:
-    """Write the plan of a sweep that has begun, with jobs of these names."""
+    """Write the plan of a sweep that has restarted, with jobs of these names."""
     sweep.mkdir(parents=True, exist_ok=True)
-    change_plan(sweep, lambda plan: begun(command, plan))
+    change_plan(sweep, lambda plan: restarted(command, plan))
     jobs = [PlannedJob(name, name) for name in names]
-    change_plan(sweep, lambda plan: extended(jobs, plan))
+    change_plan(sweep, lambda plan: with_jobs(jobs, plan))
     for name in names:
         (sweep / name).mkdir(exist_ok=True)
 

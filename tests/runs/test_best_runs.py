@@ -18,7 +18,7 @@ from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.metric_names import MONITORS
 from ddp_runner.sweep.plan_file import read_plan
-from ddp_runner.sweep.sweep_table import objective_of
+from ddp_runner.sweep.sweep_table import read_objective
 
 TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")
 # Few samples for the model's 165 parameters: it overfits after two epochs.
@@ -168,7 +168,7 @@ def test_what_is_exported_is_what_is_shown_and_ranked(sweep: CommandResult) -> N
     jobs = read_plan(folder.parent).jobs.values()
     (job,) = [one for one in jobs if one.folder == folder.name]
     found = job.standing(folder.parent)
-    assert objective_of(folder, found, name="eval/loss") == losses[best]
+    assert read_objective(folder, found, name="eval/loss") == losses[best]
     (run,) = read_runs([folder])
     assert run.result("eval/loss") == losses[best]
     assert any("from its best step" in note for note in run.notes)

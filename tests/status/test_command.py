@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_read_is_shown(
 
 def test_a_path_that_is_not_there_is_a_mistake_in_one_line() -> None:
     """With exit code 2, as in all commands."""
-    sentence = "nowhere is not a folder; give that of a run, of a sweep, or of all outputs"
+    sentence = "nowhere is not a folder; give the folder of a run, of a sweep, or of all outputs"
     with pytest.raises(UserError, match=re.escape(sentence)):
         run(["nowhere"])
 

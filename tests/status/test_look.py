@@ -130,7 +130,7 @@ def test_a_lost_run_names_who_held_it_and_the_way_on(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     (run_dir / ".lock.holder").write_text(f"process 4711 on {HERE}")
     reason = look(run_dir).reason
-    assert reason == f"process 4711 on {HERE} is gone; go on with resume={run_dir}"
+    assert reason == f"process 4711 on {HERE} is gone; continue with resume={run_dir}"
 
 
 def test_step_rate_and_time_left_are_those_of_the_last_lines(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_failed_run_has_the_step_of_its_last_line(tmp_path: Path) -> None:
         ({"status": "failed", "error": {"sentence": "rank 1 was killed"}}, "rank 1 was killed"),
         ({"status": "completed", "stopped_early": "eval/loss got worse"}, "eval/loss got worse"),
         ({"status": "completed"}, None),
-        ({"status": "preempted"}, "stopped after a checkpoint; go on with resume={folder}"),
+        ({"status": "preempted"}, "stopped after a checkpoint; continue with resume={folder}"),
     ],
 )
 def test_an_ended_run_says_why_it_ended(

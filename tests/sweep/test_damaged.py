@@ -12,7 +12,7 @@ from sweeps import batch_of, planned
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import __main__ as sweep
-from ddp_runner.sweep.jobs import freeze_unheld, run_left
+from ddp_runner.sweep.jobs import freeze_unheld, run_jobs
 from ddp_runner.sweep.plan_file import PLAN, read_plan
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
@@ -52,7 +52,7 @@ def test_a_job_that_cannot_begin_costs_itself_alone(
             read_run_record(job.run_dir)
         return Outcome("completed", 0, job.run_dir)
 
-    outcomes = run_left(batch_of(tmp_path, *jobs), execute=execute).values()
+    outcomes = run_jobs(batch_of(tmp_path, *jobs), execute=execute).values()
     assert [one.status for one in outcomes] == ["completed", "failed", "completed"]
     assert [one.exit_code for one in outcomes] == [0, 2, 0]
     found = read_plan(tmp_path).jobs["b"].standing(tmp_path)
@@ -72,7 +72,7 @@ def test_a_folder_that_leads_elsewhere_costs_its_own_job_alone(
     def execute(job: Job) -> Outcome:
         return Outcome("completed", 0, job.run_dir)
 
-    outcomes = run_left(batch_of(tmp_path, *jobs), execute=execute)
+    outcomes = run_jobs(batch_of(tmp_path, *jobs), execute=execute)
     assert [one.exit_code for one in outcomes.values()] == [0, 2, 0]
     assert "is a link to" in str(read_plan(tmp_path).jobs["b"].fault)
 
@@ -105,7 +105,7 @@ def test_launchers_that_plan_one_job_at_once_do_not_meet(
     [
         ((), "write python -m ddp_runner.sweep FOLDER"),
         (("--help",), "write python -m ddp_runner.sweep FOLDER"),
-        (("nowhere",), "it holds no sweep.json"),
+        (("nowhere",), "sweep.json is missing"),
         (("cut",), "is damaged or of another version"),
         (("binary",), "is damaged or of another version"),
         (("other",), "is damaged or of another version"),

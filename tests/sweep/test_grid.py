@@ -93,7 +93,10 @@ def test_what_hydra_rejects_in_a_job_is_that_jobs_fault(tmp_path: Path) -> None:
     ("key", "line"),
     [
         ("sed=1,2", "error: sed is not a key of the config; did you mean seed?\n"),
-        ("seed=range(0)", "error: the sweep has no job: a range is empty; write range(3) or 1,2\n"),
+        (
+            "seed=range(0)",
+            "error: the sweep has no jobs: a range is empty; write range(3) or 1,2\n",
+        ),
         ("hydra.sweep.dir=", "error: hydra.sweep.dir is empty; write hydra.sweep.dir=FOLDER, or "),
         (
             "hydra.run.dir=x",

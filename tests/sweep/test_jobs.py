@@ -11,7 +11,7 @@ from sweeps import batch_of, planned, statuses, table_row
 
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import jobs as module
-from ddp_runner.sweep.jobs import failure, run_left
+from ddp_runner.sweep.jobs import failed_outcome, run_jobs
 from ddp_runner.sweep.plan_file import change_plan, read_plan
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.alive import Standing
@@ -44,7 +44,7 @@ def test_a_job_that_is_interrupted_is_the_last_one(sweep: Path) -> None:
         began.append(job.started_at)
         return end(job, "preempted" if len(began) == 2 else "completed")
 
-    outcomes = run_left(batch_of(sweep, *"abc"), execute=execute)
+    outcomes = run_jobs(batch_of(sweep, *"abc"), execute=execute)
     assert {name: one.status for name, one in outcomes.items()} == {
         **{"a": "completed", "b": "preempted"}
     }
@@ -52,21 +52,18 @@ def test_a_job_that_is_interrupted_is_the_last_one(sweep: Path) -> None:
     assert 0.0 < began[0] <= began[1]
 
 
-@pytest.mark.parametrize("is_locked", [True, False])
 def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
-    sweep: Path, monkeypatch: pytest.MonkeyPatch, *, is_locked: bool
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be done between the look at its folder and the lock, or the folder may be gone."""
+    """It may be done between the look at its folder and the lock."""
 
     @contextmanager
     def locked_late(run_dir: RunDir) -> Iterator[None]:
         write_run_record(run_dir, status="completed")
-        if not is_locked:
-            raise OSError(2, "No such file or directory")
         yield
 
     monkeypatch.setattr(RunDir, "locked", locked_late)
-    outcomes = run_left(batch_of(sweep, *"abc"), execute=pytest.fail)
+    outcomes = run_jobs(batch_of(sweep, *"abc"), execute=pytest.fail)
     assert [one.status for one in outcomes.values()] == ["completed"] * 3
     assert set(statuses(sweep).values()) == {"completed"}
 
@@ -87,7 +84,7 @@ def test_a_job_that_another_launcher_runs_is_waited_for(
             write_run_record(sweep / "a", status="failed", error=ERROR)  # by the other launcher
             return end(job, "completed")
 
-        outcomes = run_left(batch, execute=execute)
+        outcomes = run_jobs(batch, execute=execute)
     assert ran == ["b"]
     assert {name: one.status for name, one in outcomes.items()} == {
         **{"b": "completed", "a": "failed"}
@@ -107,7 +104,7 @@ def test_a_job_that_is_held_for_long_is_looked_at_again_and_again(
 
     monkeypatch.setattr(module.time, "sleep", look)
     with RunDir(sweep / "a").locked():
-        outcomes = run_left(batch_of(sweep, "a"), execute=pytest.fail)
+        outcomes = run_jobs(batch_of(sweep, "a"), execute=pytest.fail)
     assert {name: one.status for name, one in outcomes.items()} == {"a": "completed"}
     assert capsys.readouterr().out == "waiting for 1 job of other launchers\n"
 
@@ -121,7 +118,7 @@ def test_what_had_failed_before_stops_no_sweep(sweep: Path) -> None:
         assert job.run_dir is not None
         return Outcome.invalid(job.run_dir, "broken")
 
-    outcomes = run_left(batch_of(sweep, *"abc", fail_fast=True), execute=execute)
+    outcomes = run_jobs(batch_of(sweep, *"abc", fail_fast=True), execute=execute)
     assert list(outcomes) == ["a", "b"]
     assert statuses(sweep) == {"a": "failed", "b": "failed", "c": "queued"}
     assert "b: broken" in sweep_table(sweep)
@@ -140,11 +137,11 @@ def test_a_failed_job_runs_again_once_if_it_is_asked(sweep: Path) -> None:
         fail_session(job.run_dir, started_at=job.started_at, error=ERROR)
         return Outcome("failed", 1, job.run_dir)
 
-    run_left(batch_of(sweep, "a"), execute=execute)
+    run_jobs(batch_of(sweep, "a"), execute=execute)
     assert ran == []
     batch = batch_of(sweep, "a", retry="failed")
     for _ in range(2):  # this launcher, and another one that began with it
-        run_left(batch, execute=execute)
+        run_jobs(batch, execute=execute)
     assert ran == ["a"]
 
 
@@ -153,8 +150,8 @@ def test_a_mistake_has_its_exit_code(tmp_path: Path) -> None:
     kinds = {"user": 2, "crash": 1, "signal": 1, "late": 1}
     for kind, code in kinds.items():
         found = Standing("failed", {"error": {**ERROR, "kind": kind}})
-        assert failure(found, tmp_path).exit_code == code
-    assert failure(Standing("damaged", fault="run.json is cut"), tmp_path).exit_code == 2
+        assert failed_outcome(found, tmp_path).exit_code == code
+    assert failed_outcome(Standing("damaged", fault="run.json is cut"), tmp_path).exit_code == 2
 
 
 def test_a_job_whose_launcher_is_gone_is_lost_in_the_table(sweep: Path) -> None:
@@ -167,7 +164,7 @@ def test_a_job_whose_launcher_is_gone_is_lost_in_the_table(sweep: Path) -> None:
     (sweep / "holder").rename(sweep / "a" / ".lock.holder")  # a kill leaves it
     assert table_row(sweep_table(sweep), "a")[1] == "lost"
     batch = batch_of(sweep, "a")
-    outcomes = run_left(batch, execute=lambda job: end(replace(job), "completed"))
+    outcomes = run_jobs(batch, execute=lambda job: end(replace(job), "completed"))
     assert outcomes["a"].status == "completed"
 
 
@@ -186,8 +183,8 @@ def test_a_resumed_run_that_is_refused_is_tried_once_by_all_launchers(sweep: Pat
         return Outcome.invalid(job.run_dir, "the batch must not change")
 
     for batch in batches:
-        outcomes = run_left(batch, execute=refuse)
+        outcomes = run_jobs(batch, execute=refuse)
         assert outcomes["a"].exit_code == 2
-        assert batch.failures({**outcomes, "signal": outcomes["a"]}) == 1
+        assert batch.num_failures({**outcomes, "signal": outcomes["a"]}) == 1
     assert len(tried) == 1
     assert "a: the batch must not change" in sweep_table(sweep)

@@ -20,7 +20,7 @@ from ddp_runner.cli.command import parse
 from ddp_runner.cli.plan import compose
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.search import Search
-from ddp_runner.sweep.search_space import direction_of
+from ddp_runner.sweep.search_space import search_direction
 
 # Seed 153 of the sampler tries 0.1 and 0.01, both with seed 2, then 1e30, which diverges, and 0.1
 # with seed 2 once more.
@@ -69,7 +69,7 @@ def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
     assert table_row(ends[1].stdout, min(losses, key=losses.__getitem__))[1] == "completed"
     assert "\ntrial 2: " in ends[0].stdout  # as in the study; how many follow is not known
     assert "\ntrial " not in ends[1].stdout
-    assert "no trial is left of the search; a larger hydra.sweeper.n_trials" in ends[1].stdout
+    assert "the search has run all its trials; a larger hydra.sweeper.n_trials" in ends[1].stdout
     line = f"best: trial {study.best_trial.number}, eval/loss {best.best_value:.4g}, optimizer.lr="
     assert all(line in end.stdout for end in ends)
     more = run_command(*search, "hydra.sweeper.n_trials=4", "sweep.dry_run=true", folder=tmp_path)
@@ -77,7 +77,7 @@ def test_a_search_names_the_best_and_is_not_made_twice(tmp_path: Path) -> None:
     other = (*search, "sweep.objective=perf/samples_per_s", "sweep.dry_run=true")
     assert "and the study sweep is to minimize" in run_command(*other, folder=tmp_path).stderr
     none = run_command(*search, "sweep.dry_run=true", folder=tmp_path)
-    assert "no trial is left of the search" in none.stdout
+    assert "the search has run all its trials" in none.stdout
     assert study.best_value == best.best_value
     assert len(study.trials) == 3
 
@@ -242,13 +242,13 @@ def test_the_metric_says_which_end_is_best(
     objective: str, given: str | None, direction: str
 ) -> None:
     """One that the runner knows always, and one of the user's own if it is a loss."""
-    assert direction_of(objective, given) == direction
+    assert search_direction(objective, given) == direction
 
 
 def test_an_own_metric_needs_a_direction() -> None:
     """Its name may end as that of a cost does."""
     with pytest.raises(UserError, match="eval/correct_share does not say which value is best; wr"):
-        direction_of("eval/correct_share", None)
+        search_direction("eval/correct_share", None)
 
 
 def test_a_launcher_ends_after_the_trials_that_others_run(tmp_path: Path) -> None:
@@ -311,8 +311,8 @@ def test_the_best_value_is_written_as_its_job_got_it(
         (["hydra.sweeper.direction=down"], r"direction \(down\) must be minimize or maximize"),
         (["hydra.sweeper.n_trials=-1"], r"hydra\.sweeper\.n_trials \(-1\) must be a number"),
         (["hydra.sweeper.sampler._target_=os.getcwd"], "must be a class of optuna.samplers"),
-        (["a=tag(log,interval(0,1))"], r"^a=tag.* needs a lower end greater than 0"),
-        (["a=tag(lg,interval(1,2))"], r"^a=tag.* a search knows the tag log only"),
+        (["a=tag(log,interval(0,1))"], r"^a=tag.* needs a lower end above 0"),
+        (["a=tag(lg,interval(1,2))"], r"^a=tag.* a search only knows the tag log"),
         (["a=interval(0.5,0.01)"], r"comes first; write interval\(0\.01,0\.5\)"),
         (["a=range(3,1)"], r"^a=range\(3,1\): the range is empty"),
         (["hydra/sweeper/sampler=grid", "a=interval(0,1)"], "a is an interval, and"),

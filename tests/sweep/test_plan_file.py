@@ -16,11 +16,11 @@ from ddp_runner.sweep.plan_file import (
     PLAN,
     Plan,
     PlannedJob,
-    begun,
     change_plan,
-    extended,
-    faulty,
     read_plan,
+    restarted,
+    with_fault,
+    with_jobs,
 )
 from ddp_runner.sweep.sweep_dir import unfinished_sweep
 from ddp_runner.tracking.run_dir import RunDir
@@ -29,9 +29,9 @@ from ddp_runner.tracking.run_record import begin_session, end_session, write_run
 
 def test_each_job_has_a_folder_of_its_own() -> None:
     """Also where several configs would have the same name; a job keeps the one that it has."""
-    plan = extended([PlannedJob("one", "a")], Plan())
+    plan = with_jobs([PlannedJob("one", "a")], Plan())
     wanted = [PlannedJob(*one) for one in (("two", "a"), ("three", "a"), ("one", "b"))]
-    found = extended(wanted, plan).jobs
+    found = with_jobs(wanted, plan).jobs
     assert {one: job.folder for one, job in found.items()} == {
         **{"one": "a", "two": "a-2", "three": "a-3"}
     }
@@ -46,7 +46,7 @@ def test_jobs_that_all_want_one_folder_are_numbered_in_one_go() -> None:
             tried["names"] += 1
             return str(self)
 
-    found = extended([PlannedJob(str(number), Name("mine")) for number in range(100)], Plan())
+    found = with_jobs([PlannedJob(str(number), Name("mine")) for number in range(100)], Plan())
     assert [one.folder for one in found.jobs.values()][-2:] == ["mine-99", "mine-100"]
     assert tried["names"] == 99
 
@@ -54,20 +54,20 @@ def test_jobs_that_all_want_one_folder_are_numbered_in_one_go() -> None:
 def test_two_commands_may_resume_one_run_in_one_sweep_folder(tmp_path: Path) -> None:
     """A run has no second folder, however many jobs the plan has of it."""
     run = str(tmp_path / "run")
-    plan = extended([PlannedJob(f"{number} {run}", run) for number in (1, 2)], Plan())
+    plan = with_jobs([PlannedJob(f"{number} {run}", run) for number in (1, 2)], Plan())
     assert [one.folder for one in plan.jobs.values()] == [run, run]
 
 
 def test_a_start_asks_the_rules_again(tmp_path: Path) -> None:
     """What was invalid may be valid by now; what could not begin may begin."""
     planned(tmp_path, "a", "b")
-    change_plan(tmp_path, lambda plan: faulty("a", "the disk is full", plan))
+    change_plan(tmp_path, lambda plan: with_fault("a", "the disk is full", plan))
     assert statuses(tmp_path) == {"a": "failed", "b": "queued"}
     assert read_plan(tmp_path).jobs["a"].standing(tmp_path).sentence == "the disk is full"
-    change_plan(tmp_path, lambda plan: begun(["mine"], plan))
+    change_plan(tmp_path, lambda plan: restarted(["mine"], plan))
     assert set(statuses(tmp_path)) == {"b"}
     forgotten = read_plan(tmp_path)
-    assert faulty("a", "why", forgotten) == forgotten  # another launcher has begun it again
+    assert with_fault("a", "why", forgotten) == forgotten  # another launcher has begun it again
 
 
 def test_a_run_to_resume_waits_until_this_sweep_has_run_it(tmp_path: Path) -> None:

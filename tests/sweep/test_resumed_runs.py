@@ -68,7 +68,7 @@ def runs(tmp_path: Path) -> Path:
                 "resume=a optimizer.lr=0.1,0.2",
                 "choose the run's groups and write ++model.weights=a",
             ),
-            ("resume=a,b optimizer.lr=0.1,0.2", "resume=a continues one run, in its own folder"),
+            ("resume=a,b optimizer.lr=0.1,0.2", "resume=a continues one run in its own folder"),
             ("resume=a,b,./a", "and several jobs of this sweep would"),
             ("resume=a,nowhere", "resume=nowhere is not a run folder"),
             ("resume=a,b hydra.sweep.subdir=x", "leave hydra.sweep.subdir out"),

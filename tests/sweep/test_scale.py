@@ -13,7 +13,7 @@ from ddp_runner.cli.command import parse
 from ddp_runner.cli.plan import compose
 from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.sweep import planner
-from ddp_runner.sweep.jobs import JobBatch, run_left
+from ddp_runner.sweep.jobs import JobBatch, run_jobs
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.planner import SweepCommand
 from ddp_runner.sweep.slurm.watch import poll_interval
@@ -53,19 +53,19 @@ def complete(job: Job) -> Outcome:
 
 def start(folder: Path, num_jobs: int) -> Callable[[], object]:
     """Return what runs a new sweep."""
-    return partial(run_left, queued(folder, num_jobs), execute=complete)
+    return partial(run_jobs, queued(folder, num_jobs), execute=complete)
 
 
 def start_again(folder: Path, num_jobs: int) -> Callable[[], object]:
     """Return what runs a sweep of which each job is completed."""
     batch = queued(folder, num_jobs)
-    run_left(batch, execute=complete)
-    return partial(run_left, batch, execute=complete)
+    run_jobs(batch, execute=complete)
+    return partial(run_jobs, batch, execute=complete)
 
 
 def table(folder: Path, num_jobs: int) -> Callable[[], object]:
     """Return what prints the table of a sweep."""
-    run_left(queued(folder, num_jobs), execute=complete)
+    run_jobs(queued(folder, num_jobs), execute=complete)
     return partial(sweep_table, folder)
 
 

@@ -77,9 +77,9 @@ def test_cores_and_gpus_are_dealt_out_evenly(
         ("sweep.parallel_jobs=3", "(3) is more than the 2 GPUs that its jobs use; write 2 or"),
         ("sweep.parallel_jobs=3 backend.device=cpu", None),
         ("sweep.parallel_jobs=2", None),
-        ("sweep.parallel_jobs=2 launch.nnodes=2", "launch.nnodes (2) must be 1 in a sweep, which"),
+        ("sweep.parallel_jobs=2 launch.nnodes=2", "launch.nnodes (2) must be 1 in a sweep on this"),
         ("sweep.parallel_jobs=2 launch.init_method=file:///x", "launch.init_method (file:///x)"),
-        ("sweep.parallel_jobs=2 sweep.calibrate=true", "sweep.calibrate measures what the jobs"),
+        ("sweep.parallel_jobs=2 sweep.calibrate=true", "sweep.calibrate measures all_reduce, and"),
     ],
 )
 def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: str | None) -> None:
@@ -96,7 +96,7 @@ def test_gpus_that_cannot_be_shown_to_some_jobs_alone_are_not_shared() -> None:
     register()
     config = to_config(compose_raw("sweep.parallel_jobs=2"))
     machine = Hardware(num_gpus=2, num_cores=4, kind="npu", backend="hccl")
-    with pytest.raises(UserError, match="shares out cuda and xpu devices, not npu; leave it"):
+    with pytest.raises(UserError, match="can share cuda and xpu devices, not npu; leave it"):
         validate_sweep(config, machine)
 
 

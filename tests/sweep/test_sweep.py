@@ -94,7 +94,7 @@ def test_ctrl_c_stops_the_jobs_that_wait_as_well(tmp_path: Path) -> None:
         end = wait_for_end(process, tmp_path)
         wait_for(lambda: not session_pids(process.pid))
     assert end.exit_code == 130
-    assert "the same command goes on with this sweep" in end.stdout
+    assert "the same command continues this sweep" in end.stdout
     assert end.run_dir.name == "seed=1"
     assert record(end.run_dir)["status"] == "preempted"
     assert checkpoint_steps(end.run_dir)[-1] == record(end.run_dir)["step"]

@@ -6,7 +6,7 @@ import pytest
 from sweeps import planned
 
 from ddp_runner.errors import UserError
-from ddp_runner.sweep.sweep_table import objective_of, sweep_table
+from ddp_runner.sweep.sweep_table import read_objective, sweep_table
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
@@ -57,9 +57,9 @@ def test_a_table_fits_its_terminal(sweep: Path, width: int, job: str, end: str) 
 def test_a_metric_that_the_job_has_not_is_an_error_with_the_nearest(sweep: Path) -> None:
     """A job that failed has a reason instead, and one that has not ended has nothing yet."""
     done, waiting = (sweep / name for name in NAMES)
-    assert objective_of(done, standing(RunDir(done)), name="eval/loss") == 0.1
+    assert read_objective(done, standing(RunDir(done)), name="eval/loss") == 0.1
     with pytest.raises(UserError, match=r"\(eval/los\) is not a metric .*\.objective=eval/loss"):
-        objective_of(done, standing(RunDir(done)), name="eval/los")
-    assert objective_of(waiting, standing(RunDir(waiting)), name="eval/loss") is None
+        read_objective(done, standing(RunDir(done)), name="eval/los")
+    assert read_objective(waiting, standing(RunDir(waiting)), name="eval/loss") is None
     write_run_record(waiting, status="failed", error={"sentence": "it diverged"})
-    assert objective_of(waiting, standing(RunDir(waiting)), name="eval/loss") == "it diverged"
+    assert read_objective(waiting, standing(RunDir(waiting)), name="eval/loss") == "it diverged"

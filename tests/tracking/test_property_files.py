@@ -35,7 +35,14 @@ from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.data.sources.offline import FakeImages
 from ddp_runner.errors import UserError
-from ddp_runner.sweep.plan_file import PLAN, PlannedJob, begun, change_plan, extended, read_plan
+from ddp_runner.sweep.plan_file import (
+    PLAN,
+    PlannedJob,
+    change_plan,
+    read_plan,
+    restarted,
+    with_jobs,
+)
 from ddp_runner.sweep.sweep_dir import unfinished_sweep
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.alive import standing
@@ -183,7 +190,7 @@ def plan_bytes() -> bytes:
     """Return the bytes of a sweep's plan."""
     jobs = [PlannedJob("id1", "seed=1"), PlannedJob("id2", "seed=2", "no"), PlannedJob("id3", "x")]
     with folder() as here:
-        change_plan(here, lambda plan: extended(jobs, begun(COMMAND, plan)))
+        change_plan(here, lambda plan: with_jobs(jobs, restarted(COMMAND, plan)))
         return (here / PLAN).read_bytes()
 
 
@@ -208,7 +215,9 @@ def test_a_plan_holds_jobs_or_is_rejected(content: bytes) -> None:
         assert unfinished_sweep(here, command=COMMAND, retry_failed=True) in (sweep, None)
         with rejected_in_one_line(path) as again:
             assert all(line.isprintable() for line in sweep_table(sweep).splitlines())
-            change_plan(sweep, lambda plan: extended([PlannedJob("n", "n")], begun(COMMAND, plan)))
+            change_plan(
+                sweep, lambda plan: with_jobs([PlannedJob("n", "n")], restarted(COMMAND, plan))
+            )
         assert bool(again) == bool(errors_of)
 
 

@@ -1,6 +1,6 @@
-"""Writes the script for sbatch that runs jobs of a sweep as an array, and submits it. Torch-free.
+"""Writes and submits sbatch scripts: an array of jobs of a sweep. Torch-free.
 
-A job of Slurm is ``python -m ddp_runner resume=RUN`` on every rank.
+Each rank of a job runs ``python -m ddp_runner resume=RUN``.
 """
 
 import os
@@ -19,46 +19,37 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 RUNNER = (sys.executable, "-m", "ddp_runner")
-OF_USER = ("SLURM_CONF", "SLURM_JWT")  # where Slurm is, and who asks
-AROUND = ("SLURM", "SRUN_", "SBATCH_", "MASTER_")  # variables of a job, and of where ranks meet
+# A job around this process sets variables with these prefixes. sbatch must not see them: they would
+# contradict the options of the new jobs. It needs the address of Slurm and the user's token.
+JOB_PREFIXES = ("SLURM", "SRUN_", "SBATCH_", "MASTER_")
+KEPT_VARIABLES = ("SLURM_CONF", "SLURM_JWT")
 
 
 def submit(
     jobs: Sequence[Job], *, folder: Path, options: Options, settings: SlurmSettings
 ) -> list[str]:
-    """Submit frozen jobs of one layout as an array, and return their names.
-
-    Args:
-        jobs: with their folders.
-        folder: of the sweep.
-        options: of sbatch.
-        settings: of the launcher.
-
-    Raises:
-        UserError: Slurm rejects them, or does not answer.
-    """
+    """Submit frozen jobs as an array, and return their names; `folder` is the sweep's."""
     array = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.name)[:60]}.{secrets.token_hex(4)}"
     names = [f"{array}_{index}" for index, _ in enumerate(jobs)]
     for job, name in zip(jobs, names, strict=True):
         assert job.run_dir is not None
-        before = read_run_record(job.run_dir, missing_ok=True).get("status")
-        if before not in (None, Status.COMPLETED):  # how an earlier job ended says nothing of it
+        earlier = read_run_record(job.run_dir, missing_ok=True).get("status")
+        if earlier not in (None, Status.COMPLETED):  # the end of an earlier job
             write_run_record(job.run_dir, status=Status.QUEUED, error=None)
         replace_file(job.run_dir / RECORD, name)
     script = folder / LOGS / f"{array}.sbatch"
     write_sbatch_file(script, jobs, folder=folder, options=options, settings=settings)
-    # What describes a job around this process would contradict what the new ones ask for.
     environ = {
         key: value
         for key, value in os.environ.items()
-        if key in OF_USER or not key.startswith(AROUND)
+        if key in KEPT_VARIABLES or not key.startswith(JOB_PREFIXES)
     }
     run_slurm("sbatch", str(script), environ=environ, fix="; change the keys of hydra.launcher")
     return names
 
 
-def resuming_words(job: Job) -> list[str]:
-    """Return the words by which each rank of a job finds its frozen config, and what it lacks."""
+def rank_arguments(job: Job) -> list[str]:
+    """Return the arguments of each rank: its run, and what the frozen config does not hold."""
     assert job.run_dir is not None
     (override,) = shlex.split(RunDir(job.run_dir.absolute()).resume_argument)
     return [override, *job.resume_arguments]
@@ -67,33 +58,32 @@ def resuming_words(job: Job) -> list[str]:
 def write_sbatch_file(
     path: Path, jobs: Sequence[Job], *, folder: Path, options: Options, settings: SlurmSettings
 ) -> None:
-    """Write a script for sbatch; its name is that of the array. For the arguments see ``submit``.
+    """Write a script for sbatch, named after the array; see ``submit`` for the other arguments.
 
-    If its time limit has stopped a job, the script queues it again: Slurm itself does so after a
-    preemption only. A rank that SIGUSR1 has stopped ends with 128 + 10; one that stopped with the
-    others, before the signal reached it, with 128 + 15. So it does after scancel, but then the job
-    is no longer running.
+    The script requeues a job that stopped before its time limit; Slurm only requeues after a
+    preemption. Its ranks end with 138 (128 + SIGUSR1), or with 143 (128 + SIGTERM) if other ranks
+    stopped them before. After scancel they also end with 143, but the job is not RUNNING.
     """
-    at_once = settings.array_parallelism
-    array = f"0-{len(jobs) - 1}" + (f"%{at_once}" if at_once else "")
+    limit = settings.array_parallelism
+    array = f"0-{len(jobs) - 1}" + (f"%{limit}" if limit else "")
     logs = f"{folder.absolute() / LOGS}/%x_%a.log"
-    named = {"job_name": path.stem, "array": array, "output": logs, "chdir": str(Path.cwd())}
-    # Since Slurm 22.05 srun gives a task one core, whatever the job has for each task.
+    identity = {"job_name": path.stem, "array": array, "output": logs, "chdir": str(Path.cwd())}
+    # Since Slurm 22.05 srun ignores the job's cpus-per-task, and gives a task one core.
     command = shlex.join(["srun", f"--cpus-per-task={options['cpus_per_task']}", *RUNNER])
     lines = [
         "#!/bin/bash",
         f"# Submit it with: sbatch {shlex.quote(str(path))}",
-        *(_option(key, value) for key, value in {**named, **options}.items()),
+        *(_option(key, value) for key, value in {**identity, **options}.items()),
         "",
         "runs=(",
-        *(f"  {_double_quoted(shlex.join(resuming_words(job)))}" for job in jobs),
+        *(f"  {_double_quoted(shlex.join(rank_arguments(job)))}" for job in jobs),
         ")",
         *settings.setup,
         'eval "words=(${runs[$SLURM_ARRAY_TASK_ID]})"',
         f'{command} "${{words[@]}}"',
         "code=$?",
         'if [ "$code" -eq 138 ] || [ "$code" -eq 143 ]; then',
-        # An array has the number of its last element, so that SLURM_JOB_ID may mean all of it.
+        # The array has the same number as its last element, so SLURM_JOB_ID may mean all jobs.
         '  job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
         '  state=$(squeue --noheader --jobs="$job" --format=%T)',
         f'  if [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt '
@@ -112,5 +102,5 @@ def _option(key: str, value: str | int | bool) -> str:
 
 
 def _double_quoted(text: str) -> str:
-    """Return the words of a job as one word of bash; they hold single quotes already."""
+    """Return a text in double quotes for bash; it holds single quotes already."""
     return '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'

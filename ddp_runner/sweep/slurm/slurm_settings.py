@@ -1,7 +1,4 @@
-"""The keys of ``hydra/launcher=slurm``: what a node has, and how a job is spread over nodes.
-
-Torch-free.
-"""
+"""The keys of ``hydra/launcher=slurm``, and the layout of a job on nodes. Torch-free."""
 
 import re
 from collections.abc import Mapping
@@ -19,16 +16,16 @@ from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.layout import NodeLayout
 from ddp_runner.sweep.slurm.queue import run_slurm
 
-LOCAL = "ddp_runner.sweep.local.Local"  # the _target_ of hydra/launcher=ddp_runner
-OURS = "ddp_runner.sweep.slurm.executor.Slurm"  # and of hydra/launcher=slurm
+LOCAL = "ddp_runner.sweep.local.Local"  # _target_ of hydra/launcher=ddp_runner
+OURS = "ddp_runner.sweep.slurm.executor.Slurm"  # _target_ of hydra/launcher=slurm
 NOT_NEGATIVE = ("gpus_per_node", "max_requeues")
-Options = Mapping[str, str | int | bool]  # of sbatch, by their names with underscores
-OF_SWEEP = ("job_name", "array", "output", "error", "chdir")  # options of sbatch that a sweep sets
+Options = Mapping[str, str | int | bool]  # of sbatch, with underscores in the names
+SWEEP_OPTIONS = ("job_name", "array", "output", "error", "chdir")  # the sweep sets these
 
 
 @dataclass(frozen=True)
 class SlurmSettings:
-    """What conf/hydra/launcher/slurm.yaml explains."""
+    """The keys; conf/hydra/launcher/slurm.yaml explains them."""
 
     partition: str | None = None
     account: str | None = None
@@ -51,10 +48,10 @@ def slurm_settings(launcher: DictConfig) -> SlurmSettings | None:
     """Return the settings in the node ``hydra.launcher``; None if the jobs run on this machine.
 
     Raises:
-        UserError: a value is of another kind, or out of its range, or the launcher is not ours.
+        UserError: a value has the wrong type or range, or the launcher is of another package.
     """
-    given: Any = OmegaConf.to_container(launcher, resolve=True)
-    target = given.pop("_target_", None)
+    values: Any = OmegaConf.to_container(launcher, resolve=True)
+    target = values.pop("_target_", None)
     if target == LOCAL:
         return None
     if target != OURS:
@@ -63,34 +60,30 @@ def slurm_settings(launcher: DictConfig) -> SlurmSettings | None:
             "hydra/launcher=ddp_runner or hydra/launcher=slurm; leave hydra/launcher out"
         )
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(SlurmSettings), given)
+        merged = OmegaConf.merge(OmegaConf.structured(SlurmSettings), values)
         settings = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = str(error.full_key).partition(".")[0].partition("[")[0]
-        kinds: dict[str, Any] = {one.name: one.type for one in fields(SlurmSettings)}
+        kinds: dict[str, Any] = {item.name: item.type for item in fields(SlurmSettings)}
         if key not in kinds:
             raise UserError(f"hydra.launcher.{key} is not a key of hydra/launcher=slurm") from None
         kind = KINDS.get(get_args(kinds[key] | None)[0], "a list or mapping, as in its YAML")
-        raise UserError(f"hydra.launcher.{key} ({in_yaml(given[key])}) must be {kind}") from None
+        raise UserError(f"hydra.launcher.{key} ({in_yaml(values[key])}) must be {kind}") from None
     assert isinstance(settings, SlurmSettings)
     for key, value in vars(settings).items():
         least = 0 if key in NOT_NEGATIVE else 1
         if isinstance(value, int | float) and not isinstance(value, bool) and value < least:
             raise UserError(f"hydra.launcher.{key} ({value}) must be {least} or greater")
     for key in settings.additional_parameters:
-        if key.replace("-", "_") in OF_SWEEP:
+        if key.replace("-", "_") in SWEEP_OPTIONS:
             raise UserError(
-                f"hydra.launcher.additional_parameters.{key} is the sweep's own; omit it"
+                f"hydra.launcher.additional_parameters.{key} is set by the sweep; leave it out"
             )
     return settings
 
 
 def node_hardware(settings: SlurmSettings) -> Hardware:
-    """Return what a node has, by the keys, else by what Slurm reports of the smallest node.
-
-    Raises:
-        UserError: Slurm does not answer, or does not have the partition.
-    """
+    """Return the hardware of a node, by the keys, else by the smallest node that sinfo reports."""
     num_gpus, num_cores = settings.gpus_per_node, settings.cpus_per_node
     nodes = _nodes(settings.partition) if None in (num_gpus, num_cores) else []
     return Hardware(
@@ -100,24 +93,24 @@ def node_hardware(settings: SlurmSettings) -> Hardware:
 
 
 def _nodes(partition: str | None) -> list[tuple[int, int]]:
-    """Return the cores and GPUs of each kind of node in a partition; None: the default one."""
-    asked = ["--partition", partition] if partition else []
-    lines = run_slurm("sinfo", "--noheader", "--exact", "--format=%P|%c|%G", *asked).splitlines()
-    found = []
+    """Return the cores and GPUs of each kind of node in a partition, by default the default one."""
+    options = ["--partition", partition] if partition else []
+    lines = run_slurm("sinfo", "--noheader", "--exact", "--format=%P|%c|%G", *options).splitlines()
+    nodes = []
     for name, cores, resources in (line.split("|") for line in lines if line.count("|") == 2):
         if partition or name.endswith("*"):
             gpus = re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", resources)  # gpu:8 and gpu:a100:8(S:0-1)
-            found.append((int(cores), sum(map(int, gpus))))
-    if not found:
-        what = f"partition {partition}" if partition else "default partition"
+            nodes.append((int(cores), sum(map(int, gpus))))
+    if not nodes:
+        label = f"partition {partition}" if partition else "default partition"
         raise UserError(
-            f"Slurm has no {what}; write hydra.launcher.partition=NAME, a name that sinfo shows"
+            f"Slurm has no {label}; write hydra.launcher.partition=NAME, with a name from sinfo"
         )
-    return found
+    return nodes
 
 
-def ranks_of_a_node(config: Config, node: Hardware, settings: SlurmSettings) -> int:
-    """Return how many ranks of a job fit on a node: by its GPUs, or else by its cores."""
+def ranks_per_node(config: Config, node: Hardware, settings: SlurmSettings) -> int:
+    """Return how many ranks of a job fit on a node, by its GPUs, or without GPUs by its cores."""
     if config.launch.nproc_per_node is not None:
         return config.launch.nproc_per_node
     gpus = 0 if config.backend.device == "cpu" else node.num_gpus
@@ -126,12 +119,12 @@ def ranks_of_a_node(config: Config, node: Hardware, settings: SlurmSettings) -> 
 
 
 def job_layout(config: Config, node: Hardware, settings: SlurmSettings) -> NodeLayout:
-    """Return how a job is spread over nodes; ``world_size=auto`` takes one whole node.
+    """Return the layout of a job; ``world_size=auto`` takes ``launch.nnodes`` whole nodes.
 
     Raises:
-        UserError: the nodes would not run equally many ranks, or a node has too few cores.
+        UserError: the ranks do not divide among the nodes, or a node has too few cores.
     """
-    launch, most = config.launch, ranks_of_a_node(config, node, settings)
+    launch, most = config.launch, ranks_per_node(config, node, settings)
     num_ranks = config.world_size
     if num_ranks == AUTO:
         needs = mode_needs(config.parallelism)
@@ -147,7 +140,7 @@ def job_layout(config: Config, node: Hardware, settings: SlurmSettings) -> NodeL
     cores = layout.ranks_per_node * rank_cores(config, node, settings)
     if cores > node.num_cores:
         raise UserError(
-            f"{layout.ranks_per_node} ranks on a node take {cores} cores and it has "
+            f"{layout.ranks_per_node} ranks on a node take {cores} cores and a node has "
             f"{node.num_cores}; write a smaller launch.nproc_per_node or "
             "hydra.launcher.cpus_per_task"
         )
@@ -155,12 +148,12 @@ def job_layout(config: Config, node: Hardware, settings: SlurmSettings) -> NodeL
 
 
 def rank_cores(config: Config, node: Hardware, settings: SlurmSettings) -> int:
-    """Return the cores of a rank: as asked for, or its share of a node with GPUs, or 1."""
+    """Return the cores of a rank: cpus_per_task, or its share of a node with GPUs, or 1."""
     if settings.cpus_per_task is not None:
         return settings.cpus_per_task
     if node.num_gpus == 0 or config.backend.device == "cpu":
         return 1
-    return max(1, node.num_cores // ranks_of_a_node(config, node, settings))
+    return max(1, node.num_cores // ranks_per_node(config, node, settings))
 
 
 def sbatch_options(
@@ -168,7 +161,7 @@ def sbatch_options(
 ) -> Options:
     """Return the options of sbatch for a resolved job.
 
-    A job is queued again when it was preempted. It receives SIGUSR1 before its time limit.
+    Slurm requeues a preempted job, and sends SIGUSR1 before the time limit.
     """
     needs, gpus = mode_needs(config.parallelism), 0
     if config.backend.device != "cpu":
@@ -189,6 +182,6 @@ def sbatch_options(
         "requeue": True,
         "open_mode": "append",
     }
-    more = {key.replace("-", "_"): value for key, value in settings.additional_parameters.items()}
-    # By identity: 0 is a value, as of nice.
-    return {k: v for k, v in {**options, **more}.items() if v is not None and v is not False}
+    extra = {key.replace("-", "_"): value for key, value in settings.additional_parameters.items()}
+    # 0 is a value, for example of nice.
+    return {k: v for k, v in {**options, **extra}.items() if v is not None and v is not False}

@@ -90,7 +90,7 @@ def test_two_commands_never_submit_the_same_sweep(
     """Nor does a command submit a job that runs elsewhere."""
     Queue(monkeypatch, {})
     first, second = (Slurm(batch.jobs["a"].sweep, SETTINGS) for _ in range(2))
-    first._hold()
+    first._lock()
     with pytest.raises(UserError, match=r"another command submits the jobs of .*sweep; wait"):
         second.run(batch)
     first.close()

@@ -16,7 +16,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.sweep.jobs import JobBatch
 from ddp_runner.sweep.slurm import queue as slurm_queue
 from ddp_runner.sweep.slurm.queue import submitted_as
-from ddp_runner.sweep.slurm.script import resuming_words, submit, write_sbatch_file
+from ddp_runner.sweep.slurm.script import rank_arguments, submit, write_sbatch_file
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: JobBatch, tmp_pa
     jobs = [replace(batch.jobs[name].job, resume_arguments=words) for name, words in said.items()]
     options = {"cpus_per_task": 1}
     words = [[f"resume={job.run_dir}", *job.resume_arguments] for job in jobs]
-    assert [resuming_words(job) for job in jobs] == words
+    assert [rank_arguments(job) for job in jobs] == words
     script = tmp_path / "sweep.sbatch"
     write_sbatch_file(script, jobs, folder=tmp_path, options=options, settings=SETTINGS)
     program(tmp_path / "bin", "srun", 'printf "%s\\0" "$@"')

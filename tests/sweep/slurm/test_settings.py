@@ -82,7 +82,7 @@ def test_ranks_that_no_nodes_hold_are_rejected() -> None:
     with pytest.raises(UserError, match=r"write 8 or 10, or give launch\.nproc_per_node"):
         job_layout(config, GPU_NODE, SETTINGS)
     config, _ = resolved("world_size=8", "launch.nproc_per_node=8", "model=toy")
-    with pytest.raises(UserError, match="8 ranks on a node take 32 cores and it has 16"):
+    with pytest.raises(UserError, match="8 ranks on a node take 32 cores and a node has 16"):
         job_layout(config, CPU_NODE, replace(SETTINGS, cpus_per_task=4))
 
 
@@ -119,7 +119,7 @@ def test_a_node_has_what_slurm_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "additional_parameters",
             {"job-name": "x"},
-            "additional_parameters.job-name is the sweep's",
+            "additional_parameters.job-name is set by the sweep",
         ),
     ],
 )

@@ -64,13 +64,13 @@ def test_a_command_follows_the_queue_to_the_end_of_each_job(
         ("preempted", 143),
     ]
     out, err = capsys.readouterr()
-    assert out.startswith("waits for 3 jobs: python -m ddp_runner.status ")
+    assert out.startswith("waiting for 3 jobs; see them with  python -m ddp_runner.status ")
     assert "job a  completed" in out
-    assert err.count("squeue failed: no controller; its jobs go on") == 1
+    assert err.count("squeue failed: no controller; its jobs continue") == 1
 
     table = sweep_table(sweep)
     assert "b: Slurm has forgotten job x_1 and its run has not completed" in table
-    assert "c: Slurm's job x_2 was cancelled; the same command goes on with it" in table
+    assert "c: Slurm's job x_2 was cancelled; the same command continues it" in table
     write_run_record(sweep / "b", status="completed")
     assert table_row(sweep_table(sweep), "b")[1] == "completed"
 
