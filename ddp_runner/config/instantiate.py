@@ -89,7 +89,10 @@ def make_function(
 
 def keywords(factory: Callable[..., Any]) -> set[str]:
     """Return the keywords of a class or function, with ANY if it takes any keyword."""
-    parameters = inspect.signature(factory).parameters.values()
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # many classes written in C have no signature
+        return {ANY}
     return {ANY if item.kind is item.VAR_KEYWORD else item.name for item in parameters}
 
 
