@@ -160,7 +160,7 @@ class Rule:
 
 
 REFUSED = [
-    Rule("a stream, have none; write parallelism=ddp", SERVED, sources=STREAMS),
+    Rule("is a stream without numbers; write parallelism=ddp", SERVED, sources=STREAMS),
     Rule("return the same names for each batch", EVERY, frozenset({"scalars named by data"})),
     Rule("some are sparse", SHARDED, SPARSE_ONES),
     Rule("cannot push sparse gradients", SERVED, SPARSE_ONES),

@@ -99,7 +99,7 @@ INVALID = {
         "between model.train() and model.eval()",
     ],
     "of_elements": ["returns count=10 for 2 samples; write batch.count=tokens"],
-    "number_as_scalar": ["returns a float as the scalar one; return a tensor of one number"],
+    "number_as_scalar": ["returns a float as the scalar one; return a tensor of a single number"],
     "failing": ["train.step=own_steps.failing cannot take dataset=random", "KeyError: 'image'"],
 }
 KINDS = {"squares": "sum", "random": "sum", "of_pairs": "other"}
@@ -133,7 +133,7 @@ def test_a_step_is_tried_before_training() -> None:
         for part in parts:
             assert part in found[name]
     assert {name: found[name] for name in KINDS} == KINDS
-    assert "count=1 for 2 samples and 1 for the same given twice" in found["of_one"]
+    assert "count=1 for 2 samples and 1 for the same samples twice" in found["of_one"]
 
 
 @pytest.mark.parametrize(
