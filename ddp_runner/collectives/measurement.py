@@ -61,7 +61,7 @@ class PreparedCall:
         synchronize([self.device])
 
     def verify(self) -> None:
-        """Compare the result of a call with the expected one. Collective: every rank must call.
+        """Compare the result of a call with the expected result. Collective: every rank must call.
 
         Raises:
             WrongResultError: a rank's result was wrong; raised on every rank, and names the rank.

@@ -18,7 +18,7 @@ from ddp_runner.rank.records import Records
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_record import RunFields
 
-PLAIN = (int, float, str, list, type(None))  # what run.json holds
+PLAIN = (int, float, str, list, type(None))  # the types that run.json can hold
 
 
 def number(value: float | Tensor) -> float:

@@ -1,4 +1,4 @@
-"""``Run``: what a user's own loop gets, from the facts of its rank to checkpoints and logs."""
+"""``Run``: the argument of a user's own loop, with its rank, objects, checkpoints and logs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack

@@ -32,7 +32,7 @@ def fix_bucket_order(model: nn.Module) -> None:
     A gradient's position in its bucket decides the order in which three or more ranks are added,
     and so the rounding of the sum. DDP rebuilds its buckets after its first backward, so a resumed
     run would take its next step with other buckets than an uninterrupted run. The forward here
-    replaces the user's, whose arguments are still unknown.
+    replaces the user's, as its arguments are still unknown.
     """
     if not isinstance(model, DistributedDataParallel) or dist.get_world_size() < 3:
         return  # nothing is added, or the sum has only one order

@@ -81,7 +81,7 @@ def _changed(state: TrainState, owners: Owners) -> set[str]:
         for count in (NUM_FIRST, NUM_FIRST + 1):
             try:  # with gradients, since a module may check whether they are enabled
                 forward(state.work, state.module, state.first(range(count)))
-            except Exception:  # a contrastive step takes even batches only, BatchNorm no small ones
+            except Exception:  # a step may need even batches, or larger batches
                 if not shapes:
                     return {*owners}
                 break

@@ -25,7 +25,7 @@ def build_module(work: Work, *, weights: Weights | None) -> nn.Module:
     """Return the bare model to train, with rank 0's weights. Collective: every rank must call.
 
     Raises:
-        UserError: see ``place_model``; or the weights do not fit, all parameters are frozen, or
+        UserError: the weights do not fit, all parameters are frozen, or
             ``train.activation_checkpointing`` has no blocks.
     """
     config = work.config
@@ -81,11 +81,7 @@ def model_factory(
 
 
 def place_alone(config: Config, facts: Mapping[str, Any], device: torch.device) -> nn.Module:
-    """Return the bare, whole model on a single device, for a process without other ranks.
-
-    Raises:
-        UserError: see ``model_factory``.
-    """
+    """Return the bare, whole model on a single device, for a process without other ranks."""
     num_devices, mode = mode_needs(config.parallelism).devices_per_rank, Single("single")
     if num_devices > 1:
         mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
@@ -108,10 +104,7 @@ def place_model(
     devices: Sequence[torch.device],
     **arguments: Any,
 ) -> nn.Module:
-    """Return the bare model on its devices, in the config's memory format.
-
-    For the arguments and errors see ``model_factory``.
-    """
+    """Return the bare model on its devices; for the arguments see ``model_factory``."""
     module = mode.place(model_factory(config, facts, **arguments), devices)
     if config.model.get("channels_last") and not has_shards(module):  # shards are contiguous
         module = module.to(memory_format=torch.channels_last)

@@ -40,11 +40,7 @@ from ddp_runner.train.work import Work
 
 
 def build_session_state(session: Session, config: RunConfig) -> TrainState:
-    """Load the data and build the state of a rank. Collective: every rank must call.
-
-    Raises:
-        UserError: see ``build_dataset``, ``starting_weights``, ``build_work`` and ``build_state``.
-    """
+    """Load the data and build the state of a rank. Collective: every rank must call."""
     dataset = build_dataset(config, log=session.log)
     weights = None
     if session.env.is_rank_zero:
@@ -85,12 +81,7 @@ def build_work(
 
 
 def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None]) -> Batches:
-    """Return a rank's share of the training batches.
-
-    Args:
-        work: of this rank.
-        split: the training split, perhaps on the rank's GPU.
-        mark: ``StepTimer.mark``, for the waits of a stream.
+    """Return a rank's share of the training batches; `mark` times the waits of a stream.
 
     Raises:
         UserError: there are fewer samples than ranks, or the mode cannot use a stream.

@@ -20,7 +20,7 @@ class Ema:
     """A second model with averaged weights: ema = decay * ema + (1 - decay) * weights.
 
     BatchNorm's statistics are averaged like the weights, so that they fit them. All other buffers
-    are copied: the average of integers is rounded down, and that of two masks of -inf is NaN.
+    are copied: the average of integers is rounded down, and the average of two -inf is NaN.
 
     Attributes:
         averaged: the module that a checkpoint holds, with the number of averaged steps.

@@ -12,7 +12,7 @@ class LocalEngine(Engine):
     """Computes this rank's share of a step."""
 
     def backward(self, state: TrainState, batch: StepBatch) -> Sums:
-        """Accumulate over the micro-batches and reduce with the last one. Collective.
+        """Accumulate over the micro-batches and reduce with the last micro-batch. Collective.
 
         Raises:
             UserError: DDP waits for gradients of parameters that the loss does not depend on, or

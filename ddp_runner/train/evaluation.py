@@ -100,7 +100,7 @@ class EvalTotals:
         self._confusion = torch.zeros(size, size, dtype=torch.int64, device=device)
 
     def add(self, step: StepOutput) -> None:
-        """Add what the training step returned for a batch.
+        """Add a batch's result of the training step.
 
         Raises:
             UserError: a metric does not accept the outputs.

@@ -64,14 +64,14 @@ def try_first_batch(state: TrainState) -> Trial:
     name, samples = step_of(work.config), batch.data
     if is_ordinary:
         name, samples = model_of(work.config), inputs_of(samples)
-    what = f"{name} cannot take dataset={work.dataset.name}, whose samples are"
+    action = f"{name} cannot take dataset={work.dataset.name}, whose samples are"
     fix = "choose a dataset or a model that fits"
     pixels = first_tensor(samples)
     if work.dataset.mean is None and pixels is not None and pixels.dtype == torch.uint8:
         fix = f"scale pixels by dataset.mean=0 dataset.std=1, or {fix}"
     if work.layout.model_ranks > 1:
         fix += "; if parallelism=single takes it, change model.tensor_parallel"
-    with taking(what, samples, fix=fix), restored_after(state):
+    with taking(action, samples, fix=fix), restored_after(state):
         trial = (try_loss if is_ordinary else try_step)(state, batch)
         if work.layout.forward_is_collective and work.layout.num_shares > 1:
             _ensure_same_layers(state)
@@ -119,9 +119,6 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
     """Evaluate a few training samples on this rank, and return the metrics of the run.
 
     A metric that does not accept the outputs would otherwise end the run after its first epoch.
-
-    Raises:
-        UserError: see ``try_metrics``.
     """
     work, names, num_classes = state.work, {"eval/loss"}, state.work.dataset.num_classes
     with restored_after(state):

@@ -25,7 +25,7 @@ MODULE = "module"  # the first parameter of a factory that takes the model, not 
 def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     """Return the optimizer of a bare model; exclude its frozen parameters first, by ``freeze``.
 
-    A factory whose first parameter is named ``module`` gets the model, to make its own groups:
+    If the first parameter of a factory is ``module``, it gets the model and makes its own groups:
     ``def no_decay_for_embeddings(module, *, lr): ...``.
 
     Raises:
@@ -151,7 +151,7 @@ def _by_decay(group: dict[str, Any], names: Mapping[int, str]) -> list[dict[str,
 
 
 def _matches(module: nn.Module, pattern: str, *, key: str) -> dict[int, nn.Parameter]:
-    """Return the parameters whose name matches, by their id, in the model's order."""
+    """Return the parameters with a matching name, by id, in the model's order."""
     named = list(module.named_parameters(remove_duplicate=False))
     matches = {id(value): value for name, value in named if fnmatchcase(name, pattern)}
     if not matches:

@@ -47,7 +47,7 @@ class NullProfiler:
 
 
 class Profiler:
-    """Traces some steps of one rank.
+    """Traces some steps of a rank.
 
     The loop calls ``step_done`` after each step. As a context manager it writes the trace of a run
     that ends early, and the GPU's memory history when a step runs out of memory.
@@ -112,7 +112,7 @@ class Profiler:
             dump_history(self._folder / f"out-of-memory-rank-{dist.get_rank()}.pickle")
 
     def step_done(self, step: int) -> None:
-        """End a step; after the last one, write the files."""
+        """End a step; after the last step, write the files."""
         if self._is_over:
             return
         self._done = step

@@ -33,7 +33,7 @@ class Progress:
         return {key.name: getattr(self, key.name) for key in fields(self) if key.compare}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Continue from the result of ``state_dict``."""
         vars(self).update({name: saved[name] for name in self.state_dict()})
 
 

@@ -168,10 +168,8 @@ def sequential(
 ) -> SequentialLR:
     """Return torch's ``SequentialLR``: the schedulers follow each other.
 
-    Args:
-        optimizer: of the run.
-        schedulers: functions of the optimizer; in a config, with ``_partial_: true``.
-        milestones: the optimizer steps at which the second and each later scheduler begins.
+    In a config the `schedulers` have ``_partial_: true``. The `milestones` are the optimizer steps
+    at which the second and each later scheduler begins.
     """
     return SequentialLR(optimizer, [build(optimizer) for build in schedulers], list(milestones))
 
@@ -181,9 +179,7 @@ def chained(
 ) -> ChainedScheduler:
     """Return torch's ``ChainedScheduler``: every scheduler changes the learning rate in each step.
 
-    Args:
-        optimizer: of the run.
-        schedulers: functions of the optimizer; in a config, with ``_partial_: true``.
+    In a config the `schedulers` have ``_partial_: true``.
     """
     return ChainedScheduler([build(optimizer) for build in schedulers], optimizer=optimizer)
 

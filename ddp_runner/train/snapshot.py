@@ -17,12 +17,7 @@ from ddp_runner.train.work import forward
 def snapshot(state: TrainState, *, copies: set[int] | None = None) -> dict[str, Any]:
     """Return everything that the next step depends on. Collective: every rank must call.
 
-    Args:
-        state: of this rank.
-        copies: collects the addresses of tensors that are already copies, like ``gathered``.
-
-    Raises:
-        UserError: see ``Saver``.
+    `copies` collects the addresses of tensors that are already copies; see ``gathered``.
     """
     return _saver(state).snapshot(state.step, copies=copies)
 

@@ -72,7 +72,7 @@ class TrainState:
         """The step at which the run ends: train.max_steps, or the end of its last epoch.
 
         Past epochs may have had another batch size, so count from the current step. None for the
-        epochs of a stream, whose length is unknown.
+        epochs of a stream of unknown length.
         """
         config, batches = self.work.config.train, self.batches
         if config.max_steps is not None or batches.steps_per_epoch is None:

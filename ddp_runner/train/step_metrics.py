@@ -23,12 +23,7 @@ SETTLED_S = 30.0  # after the session's warm-up, when the peaks are measured
 def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float]:
     """Return the last step's metrics, over all ranks. Collective: every rank must call.
 
-    The times of a traced step are left out.
-
-    Args:
-        state: of this rank, after the step.
-        sums: the result of ``train_step``.
-        lr: the learning rate of the step.
+    `sums` and `lr` are the step's result and learning rate. A traced step has no times.
 
     Raises:
         UserError: the loss is NaN or infinite.

@@ -157,8 +157,8 @@ def _validate_step(step: object, name: str) -> None:
     if not loss.requires_grad:
         raise UserError(
             f"{name} returns a loss_sum that depends on no parameter in evaluation mode; "
-            "compute it with the step's model, without no_grad, detach or item, and wrap parts "
-            "that need training mode in model.train() and model.eval(): see docs/your_own_step.md"
+            "compute it with the step's model, without no_grad, detach or item, and put parts that "
+            "need training mode between model.train() and model.eval(): see docs/your_own_step.md"
         )
 
 

@@ -8,7 +8,7 @@ from ddp_runner.errors import UserError, listed, one_line, typed
 from ddp_runner.train.state import TrainState
 
 MAX_REASON = 150  # characters of torch's own message
-# Raised for sparse gradients, and for dense gradients where only sparse ones are supported.
+# Raised for sparse gradients, and for dense gradients where only sparse gradients are supported.
 SPARSE = re.compile(r"(?i)sparse|dense gradients|and dense")
 # DDP's error for unused parameters. It lists indices, not names.
 UNUSED = re.compile(
@@ -21,10 +21,7 @@ PAST_END = "Tried to step"  # OneCycleLR's error after its total_steps
 def torch_errors(state: TrainState, name: str, *, dense: str) -> Iterator[None]:
     """Raise a ``UserError`` for an error of torch in the block that the user can fix.
 
-    Args:
-        state: of this rank.
-        name: the config's choice that computes in the block, as KEY=VALUE.
-        dense: the choice that supports sparse gradients.
+    `name` is the config's choice for the block; `dense` is a choice that supports sparse gradients.
     """
     try:
         yield
@@ -49,6 +46,6 @@ def torch_errors(state: TrainState, name: str, *, dense: str) -> Iterator[None]:
         if reason.startswith(PAST_END):
             raise UserError(
                 f"{type(state.schedule.scheduler).__name__}: {one_line(error)}; set its steps to "
-                "all steps of the run, or start a new run: a resumed one keeps its schedule"
+                "all steps of the run, or start a new run: a resumed run keeps its schedule"
             ) from error
         raise

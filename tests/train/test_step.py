@@ -200,7 +200,7 @@ def test_ranks_add_up_scalars_by_the_names_that_the_trial_has_shown() -> None:
     for found in of_ranks:
         assert [line["train/low"] + line["train/high"] for line in found] == pytest.approx([1] * 4)
     (error,) = run_ranks(by_names, 1, compose_config(*of("by_sign")), ("low",))
-    assert "train.step=own_steps.by_sign returned the scalar high for a batch, and not for" in error
+    assert "train.step=own_steps.by_sign returned the scalar high for a batch, but not for" in error
 
 
 def losses(env: DistEnv, config: Config) -> list[float]:
