@@ -140,7 +140,7 @@ def test_rounding_is_no_difference() -> None:
                          r"2\.1152\d+ in one object and 3\.9682\d+ merged from several; correct"),
         (MeanOfMeans(), r"\(MeanOfMeans\) depends on the number of ranks: eval/mine is 0.469"),
         (Forgetful(), r"\(Forgetful\) cannot be computed after its merge: TypeError"),
-        (Fragile(), r"\(Fragile\) cannot merge the object of another rank: Tror: unsupported"),
+        (Fragile(), r"\(Fragile\) cannot merge the object of another rank: TypeError: unsup"),
     ],
     ids=name_of,
 )  # fmt: skip
@@ -186,7 +186,7 @@ def test_a_state_is_on_the_outputs_device() -> None:
     """Also in a buffer of a module, in a tuple and in another metric."""
     metric = Deep()
     evaluation = Evaluation({"mine": metric}, device=torch.device("meta"))
-    own: Any = evaluation._own["mine"]
+    own: Any = evaluation._metrics["mine"]
     first, rest = own.own
     held = [own.total, own.weight, first, rest["deep"][0], rest["deep"][1].total]
     assert {one.device.type for one in held} == {"meta"}
