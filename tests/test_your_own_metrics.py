@@ -93,7 +93,7 @@ def test_a_comparison_knows_which_end_is_best(ends: list[CommandResult]) -> None
          "checkpoint.monitor=eval/largest with checkpoint.mode=max takes the worst for"),
         (("checkpoint.monitor=eval/largest_of_all", "checkpoint.mode=min"),
          "checkpoint.monitor (eval/largest_of_all) must be one of eval/loss, "),
-        (("model=convnet",), "metrics.rmse (RMSE): a metric of a regression needs outputs and"),
+        (("model=convnet",), "metrics.rmse (RMSE): a regression metric needs outputs and"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_reported_before_the_first_step(

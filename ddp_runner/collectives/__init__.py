@@ -1,1 +1,1 @@
-"""task=collectives: how fast and how right each collective is."""
+"""``task=collectives``: verifies and times collective operations."""

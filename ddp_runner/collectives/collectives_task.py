@@ -24,7 +24,7 @@ HEAD = ROW.format("operation", "dtype", "bytes", "median us", "p95 us", "alg GB/
 
 
 def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Measure what the config names; return completed or preempted.
+    """Measure the config's operations; return completed or preempted.
 
     Collective: every rank must call.
 
@@ -50,7 +50,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
         else:
             absent[variant] = reason
             session.log(f"{variant} unsupported by {backend}: {reason}")
-    # Steps are bytes here: curves of a calibration would be drawn beside those of its sweep.
+    # Steps are bytes here: a sweep's dashboard would show curves of its calibration (job 0).
     logger = task_logger(session, shows_curves=job.number > 0)
     logger.step_done(step=0, epoch=0)  # the start-up ends here
     measurements, status = list[Measurement](), Status.COMPLETED
@@ -70,10 +70,12 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
             logger.log(_metrics(variant, measured), step=measured.bytes, epoch=0)
         logger.finish(
             status,
-            step=max((one.bytes for one in measurements), default=0),
+            step=max((measurement.bytes for measurement in measurements), default=0),
             epoch=0,
-            collectives=[asdict(one) for one in measurements],
-            not_in_backend=[{**asdict(one), "reason": why} for one, why in absent.items()],
+            collectives=[asdict(measurement) for measurement in measurements],
+            not_in_backend=[
+                {**asdict(variant), "reason": reason} for variant, reason in absent.items()
+            ],
         )
     return status
 
@@ -90,32 +92,31 @@ def variants(config: CollectivesConfig) -> Iterator[Variant]:
                 yield Variant(op, dtype, reduce_op)
 
 
-def message_sizes(asked: CollectivesConfig) -> list[int]:
-    """Return the sizes to measure in bytes, ascending; max_bytes is always among them."""
-    sizes, size = [], asked.min_bytes
-    while size < asked.max_bytes:
+def message_sizes(config: CollectivesConfig) -> list[int]:
+    """Return the sizes to measure in bytes, ascending, including max_bytes."""
+    sizes, size = [], config.min_bytes
+    while size < config.max_bytes:
         sizes.append(size)
-        size *= asked.size_factor
-    return [*sizes, asked.max_bytes]
+        size *= config.size_factor
+    return [*sizes, config.max_bytes]
 
 
 def _row(measured: Measurement) -> str:
-    cells = [" ".join(filter(None, (measured.op, measured.reduce_op))), measured.dtype or "-"]
-    cells += [f"{measured.bytes:,}"]
-    cells += [f"{measured.latency_us[key]:,.0f}" for key in ("median", "p95")]
+    """Return a line of the table."""
     rates = (measured.algbw_gb_per_s, measured.busbw_gb_per_s)
-    cells += ["" if rate is None else f"{rate:.4f}" for rate in rates]
-    return ROW.format(*cells).rstrip()
+    return ROW.format(
+        " ".join(filter(None, (measured.op, measured.reduce_op))),
+        measured.dtype or "-",
+        f"{measured.bytes:,}",
+        *(f"{measured.latency_us[key]:,.0f}" for key in ("median", "p95")),
+        *("" if rate is None else f"{rate:.4f}" for rate in rates),
+    ).rstrip()
 
 
 def _metrics(variant: Variant, measured: Measurement) -> dict[str, float]:
-    numbers = {
-        **{f"latency_us_{name}": value for name, value in measured.latency_us.items()},
-        "algbw_gb_per_s": measured.algbw_gb_per_s,
-        "busbw_gb_per_s": measured.busbw_gb_per_s,
-    }
-    return {
-        f"collectives/{variant}/{name}": value
-        for name, value in numbers.items()
-        if value is not None
-    }
+    """Return the metrics of a measurement for metrics.jsonl."""
+    numbers = {f"latency_us_{name}": value for name, value in measured.latency_us.items()}
+    if measured.algbw_gb_per_s is not None and measured.busbw_gb_per_s is not None:
+        numbers["algbw_gb_per_s"] = measured.algbw_gb_per_s
+        numbers["busbw_gb_per_s"] = measured.busbw_gb_per_s
+    return {f"collectives/{variant}/{name}": value for name, value in numbers.items()}

@@ -1,10 +1,10 @@
-"""One operation on one message: prepared for repeated calls, verified and timed.
+"""Prepares, verifies and times a collective operation on a message.
 
 Before each timed call the ranks synchronise, outside the measured time. The latency of a call is
-that of its slowest rank, as with nccl-tests' ``--average 3``. The bandwidths are those of
-nccl-tests: for S bytes in t seconds ``algbw`` is S/t. ``busbw`` is algbw times a factor of
-operation and world size, which makes it the speed of the hardware's bottleneck:
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. One GB is 1e9 bytes.
+its slowest rank's, like nccl-tests' ``--average 3``. The bandwidths follow nccl-tests: ``algbw`` is
+bytes per second; ``busbw`` is algbw times a factor of operation and world size, which makes it the
+speed of the hardware's bottleneck. A GB is 1e9 bytes.
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
 import math
@@ -23,8 +23,8 @@ from ddp_runner.config.sections import CollectivesConfig
 from ddp_runner.device import synchronize
 from ddp_runner.distributed import gather_objects
 
-LATE_S = 0.02  # the last rank enters a verified barrier this much later
-_barriers = count()  # verified so far, the same number on every rank
+LATE_S = 0.02  # delay of the last rank before a verified barrier
+_barriers = count()  # numbers the verified barriers, the same on every rank
 
 
 class WrongResultError(Exception):
@@ -33,7 +33,7 @@ class WrongResultError(Exception):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Latency and bandwidth of one operation on one message."""
+    """Latency and bandwidth of an operation on a message."""
 
     op: str
     dtype: str | None
@@ -46,25 +46,25 @@ class Measurement:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """One rank's part in an operation on one message."""
+    """A rank's part in an operation on a message."""
 
     variant: Variant
     device: torch.device
     num_bytes: int  # the whole message, rounded up to whole elements and equal shares
     reset: Callable[[], None]  # sets the buffers' initial values
     call: Callable[[], object]  # collective; on a GPU it may return before the result is there
-    fault: Callable[[], str | None]  # what is wrong with the result of a call after a reset
+    fault: Callable[[], str | None]  # describes a wrong result of a call after a reset
 
     def run(self) -> None:
-        """Call it, and wait for the result on the device. Collective: every rank must call."""
+        """Call the operation, and wait for the result. Collective: every rank must call."""
         self.call()
         synchronize([self.device])
 
     def verify(self) -> None:
-        """Compare the result of a call with the expected one. Collective: every rank must call.
+        """Compare the result of a call with the expected result. Collective: every rank must call.
 
         Raises:
-            WrongResultError: a rank's result was wrong; raised on every rank, with that rank.
+            WrongResultError: a rank's result was wrong; raised on every rank, and names the rank.
         """
         self.reset()
         self.run()
@@ -84,12 +84,12 @@ def time_calls(
     """Return this rank's seconds for each timed call, from the call to its result on the device.
 
     Each call of an in-place operation works on the previous result. Return None on every rank if
-    one was asked to stop. Collective: every rank must call.
+    any rank was asked to stop. Collective: every rank must call.
     """
     latencies = []
     for _ in range(config.warmup_steps + config.steps):
         is_stopping = torch.tensor(stop_requested(), dtype=torch.int32)
-        dist.all_reduce(is_stopping, op=dist.ReduceOp.MAX)  # so all ranks begin the call together
+        dist.all_reduce(is_stopping, op=dist.ReduceOp.MAX)  # also makes the ranks begin together
         if is_stopping:
             return None
         start = time.perf_counter()
@@ -122,9 +122,9 @@ def summarize(variant: Variant, num_bytes: int, by_rank: Sequence[Sequence[float
 
 
 def unsupported_reason(variant: Variant, *, device: torch.device, backend: str) -> str | None:
-    """Try a tiny message; return why the backend does not support it, or None if it does.
+    """Return why the backend does not support a variant, the same on every rank; None if it does.
 
-    Every rank returns the same. Collective: every rank must call.
+    Collective: every rank must call.
     """
     reason = None
     try:
@@ -132,7 +132,7 @@ def unsupported_reason(variant: Variant, *, device: torch.device, backend: str) 
         prepared.reset()
         prepared.run()
     except (RuntimeError, TypeError, ValueError) as error:
-        # A lost rank does not count as unsupported: the gather below cannot reach it and raises.
+        # A lost rank also ends here; then the gather below raises.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
     return next((reason for reason in gather_objects(reason) if reason is not None), None)
 
@@ -140,7 +140,7 @@ def unsupported_reason(variant: Variant, *, device: torch.device, backend: str) 
 def prepare(
     variant: Variant, *, num_bytes: int, device: torch.device, backend: str
 ) -> PreparedCall:
-    """Return this rank's part in an operation on one message; `backend` is the process group's."""
+    """Return this rank's part in an operation on a message; `backend` is the process group's."""
     if variant.dtype is None:
         return _prepare_barrier(variant, device, backend)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -151,7 +151,7 @@ def prepare(
     expected = operation.expected(rank, num_ranks, reduce_op)
     source = torch.empty(len(sent) * length, dtype=dtype, device=device)
     target = source if operation.in_place else source.new_empty(len(expected) * length)
-    # A reduction may round once per rank, in any order; an operation that only moves data is exact.
+    # A reduction may round once per rank, in any order; moving data is exact.
     rounds = operation.reduces and dtype.is_floating_point
     tolerance = num_ranks * torch.finfo(dtype).eps if rounds else 0.0
 
@@ -165,15 +165,15 @@ def prepare(
 
     def fault() -> str | None:
         for index, period in enumerate(expected):
-            share, right = target[index * length :][:length], filled(period)
-            if torch.equal(share, right):
+            share, correct = target[index * length :][:length], filled(period)
+            if torch.equal(share, correct):
                 continue
-            is_wrong = ~torch.isclose(share, right, rtol=tolerance, atol=0.0)
+            is_wrong = ~torch.isclose(share, correct, rtol=tolerance, atol=0.0)
             if is_wrong.any():
-                place = int(is_wrong.int().argmax())
+                first = int(is_wrong.int().argmax())
                 return (
-                    f"rank {rank} holds {share[place].item()} at element {index * length + place} "
-                    f"and should hold {right[place].item()} ({int(is_wrong.sum())} of the "
+                    f"rank {rank} holds {share[first].item()} at element {index * length + first} "
+                    f"and should hold {correct[first].item()} ({int(is_wrong.sum())} of the "
                     f"{length} elements of share {index} are wrong)"
                 )
         return None
@@ -183,7 +183,7 @@ def prepare(
 
 
 def _prepare_barrier(variant: Variant, device: torch.device, backend: str) -> PreparedCall:
-    """Return a barrier, and a test that no rank leaves it before all have entered."""
+    """Return a barrier, with a check that no rank leaves it before all have entered."""
     rank, num_ranks, store = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert store is not None
     arrivals = store.get_group_store()

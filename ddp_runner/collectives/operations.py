@@ -1,7 +1,7 @@
 """The operations of ``task=collectives``: calls, inputs, expected results and bus factors.
 
-Inputs are small whole numbers computed from rank, share and place. So each rank knows its expected
-result, and notices a truncated message, another rank's share or a buffer that was never filled.
+Inputs are small integers computed from rank, share and position. So each rank knows its expected
+result, and detects a truncated message, another rank's share or a buffer that was never filled.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PERIOD = 101  # of the inputs, in elements; a prime, so that shares do not all begin alike
+PERIOD = 101  # of the inputs, in elements; a prime, so that shares begin differently
 Patterns = list[Tensor]  # one period of each share of a buffer, int64 or float64
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One operation with one dtype and reduction, measured at all message sizes."""
+    """An operation with a dtype and a reduction, measured at all message sizes."""
 
     op: str
     dtype: str | None = None  # None: a barrier moves no data
@@ -30,40 +30,40 @@ class Variant:
 
 @dataclass(frozen=True)
 class Operation:
-    """How an operation is called, and its input and expected result on each rank.
+    """The call of an operation, and its input and expected result on each rank.
 
-    ``sent`` and ``expected`` take rank, world size and reduction, and return the shares of the
-    buffer; an empty list: this rank sends, or receives, nothing.
+    ``sent`` and ``expected`` map rank, world size and reduction to the shares of the buffer; the
+    list is empty if this rank sends, or receives, nothing.
     """
 
     bind: Callable[[Tensor, Tensor, dist.ReduceOp.RedOpType], Callable[[], object]]
     expected: Callable[[int, int, str], Patterns]
     sent: Callable[[int, int, str], Patterns] = lambda rank, world_size, reduce_op: [values(rank)]
     bus_factor: Callable[[int], float] = lambda world_size: 1.0
-    is_split: bool = False  # each rank holds one share of the message; False: all of it
+    is_split: bool = False  # each rank holds a share of the message; False: the whole message
     in_place: bool = False
     reduces: bool = False
 
 
 def values(rank: int, share: int = 0) -> Tensor:
-    """Return one period of what a rank sends to operations that only move data: int64, 0 to 100."""
+    """Return a period of the input of an operation that only moves data: int64, 0 to 100."""
     return (torch.arange(PERIOD) + 37 * rank + 13 * share) % PERIOD
 
 
 def addends(reduce_op: str, rank: int, share: int = 0) -> Tensor:
-    """Return one period of what a rank adds to a reduction; small, hence exact in any dtype."""
+    """Return a period of a rank's input to a reduction; small, hence exact in any dtype."""
     if reduce_op == "product":
         return 1 + (values(rank, share) % 8 == 0).long()
     return values(rank, share) % 7
 
 
 def reduced(reduce_op: str, world_size: int, share: int = 0) -> Tensor:
-    """Return one period of the reduction of all ranks' addends: int64, or float64 of a mean."""
+    """Return a period of the reduction of all ranks' addends: int64, or float64 for a mean."""
     by_rank = torch.stack([addends(reduce_op, rank, share) for rank in range(world_size)])
     return REDUCTIONS[reduce_op][1](by_rank)
 
 
-# By the config's name: torch's reduction over ranks, and what it computes of (ranks, elements).
+# By the config's name: torch's reduction over ranks, and the same for a tensor (ranks, elements).
 REDUCTIONS: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[Tensor], Tensor]]] = {
     "sum": (dist.ReduceOp.SUM, lambda by_rank: by_rank.sum(0)),
     "mean": (dist.ReduceOp.AVG, lambda by_rank: by_rank.double().mean(0)),
@@ -99,9 +99,9 @@ def _ring(num_ranks: int) -> float:
     return (num_ranks - 1) / num_ranks
 
 
-# The bus factors are those of nccl-tests: https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md,
-# and src/*.cu for gather, scatter and sendrecv. As in its sendrecv, each rank sends to the
-# next and receives from the previous one, all at once. The root of all operations is rank 0.
+# The bus factors are from nccl-tests: https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md, and
+# src/*.cu for gather, scatter and sendrecv. In send_recv each rank sends to the next and receives
+# from the previous rank at the same time. The root of all operations is rank 0.
 OPERATIONS = {
     "broadcast": Operation(
         bind=lambda source, target, _: partial(dist.broadcast, source, src=0),
@@ -110,14 +110,14 @@ OPERATIONS = {
     ),
     "scatter": Operation(
         bind=_scatter,
-        sent=lambda rank, n, _: [] if rank else [values(0, other) for other in range(n)],
+        sent=lambda rank, n, _: [] if rank else [values(0, share) for share in range(n)],
         expected=lambda rank, n, _: [values(0, rank)],
         bus_factor=_ring,
         is_split=True,
     ),
     "gather": Operation(
         bind=_gather,
-        expected=lambda rank, n, _: [] if rank else [values(other) for other in range(n)],
+        expected=lambda rank, n, _: [] if rank else [values(sender) for sender in range(n)],
         bus_factor=_ring,
         is_split=True,
     ),
@@ -138,13 +138,13 @@ OPERATIONS = {
     ),
     "all_gather": Operation(
         bind=lambda source, target, _: partial(dist.all_gather_into_tensor, target, source),
-        expected=lambda rank, n, _: [values(other) for other in range(n)],
+        expected=lambda rank, n, _: [values(sender) for sender in range(n)],
         bus_factor=_ring,
         is_split=True,
     ),
     "reduce_scatter": Operation(
         bind=lambda source, target, op: partial(dist.reduce_scatter_tensor, target, source, op=op),
-        sent=lambda rank, n, op: [addends(op, rank, other) for other in range(n)],
+        sent=lambda rank, n, op: [addends(op, rank, share) for share in range(n)],
         expected=lambda rank, n, op: [reduced(op, n, rank)],
         bus_factor=_ring,
         is_split=True,
@@ -152,8 +152,8 @@ OPERATIONS = {
     ),
     "all_to_all": Operation(
         bind=lambda source, target, _: partial(dist.all_to_all_single, target, source),
-        sent=lambda rank, n, _: [values(rank, other) for other in range(n)],
-        expected=lambda rank, n, _: [values(other, rank) for other in range(n)],
+        sent=lambda rank, n, _: [values(rank, share) for share in range(n)],
+        expected=lambda rank, n, _: [values(sender, rank) for sender in range(n)],
         bus_factor=_ring,
         is_split=True,
     ),

@@ -1,1 +1,1 @@
-"""Metrics of an evaluation: the ones that we ship, and how any metric is taken over all ranks."""
+"""Metrics of an evaluation: the shipped metrics, and the computation of any metric over ranks."""

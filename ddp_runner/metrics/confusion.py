@@ -1,4 +1,4 @@
-"""Confusion counts, and the metrics of every evaluation of a dataset with classes.
+"""Confusion counts, and the metrics computed from them for a dataset with classes.
 
 Definitions: https://scikit-learn.org/stable/modules/model_evaluation.html#classification-metrics
 """
@@ -11,15 +11,16 @@ from ddp_runner.errors import UserError, counted
 
 
 def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> Tensor:
-    """Return how often each true class was predicted as each class; nothing waits for a GPU.
+    """Return how often each true class was predicted as each class, without waiting for a GPU.
 
     The last column counts predictions outside the classes: a model may have more outputs than the
-    dataset has classes. The last row counts targets that are no class, and then those of -100.
+    dataset has classes. The last row counts targets outside the classes (first cell) and targets of
+    -100 (second cell).
 
     Args:
         outputs: scores (batch, num_classes or more, ...), on any device.
         targets: true classes (batch, ...), on the same device.
-        num_classes: of the dataset.
+        num_classes: classes of the dataset.
 
     Returns:
         Counts, int64 (num_classes + 1, num_classes + 1): a row per true class, a column per
@@ -38,12 +39,12 @@ def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> T
 
 
 def are_strays(targets: Tensor, *, num_classes: int) -> Tensor:
-    """Return which targets are neither classes nor -100, bool (batch, ...)."""
+    """Return a mask of the targets that are neither classes nor -100, bool (batch, ...)."""
     return (targets >= num_classes) | ((targets < 0) & (targets != IGNORED))
 
 
 def reject_strays(count: Tensor | int, *, num_classes: int) -> None:
-    """Raise a ``UserError`` if there were targets that are no classes."""
+    """Raise a ``UserError`` if there were targets outside the classes."""
     if count:
         raise UserError(
             f"the evaluation has {counted(int(count), 'target')} outside the classes: {num_classes}"
@@ -63,14 +64,14 @@ def validate_scores(outputs: Tensor, targets: Tensor) -> None:
 def classification_metrics(counts: Tensor) -> dict[str, float]:
     """Return accuracy, precision, recall and F1 of an evaluation set.
 
-    With two classes the second is the positive one; with more, each metric is the unweighted mean
-    over the classes (macro average). A class that never occurs or is never predicted scores 0.
+    With two classes the second is positive; with more, each metric is the unweighted mean over the
+    classes (macro average). A class that never occurs or is never predicted scores 0.
 
     Args:
-        counts: from ``confusion_counts``, the rows of the classes, over all batches and ranks.
+        counts: the class rows of ``confusion_counts``, summed over all batches and ranks.
     """
     hits = counts.diagonal().double()
-    predicted, true = counts.sum(dim=0)[:-1], counts.sum(dim=1)  # of each class
+    predicted, true = counts.sum(dim=0)[:-1], counts.sum(dim=1)  # per class
     precision = hits / predicted.clamp(min=1)
     recall = hits / true.clamp(min=1)
     f1 = 2 * hits / (predicted + true).clamp(min=1)

@@ -1,4 +1,4 @@
-"""The metrics that we ship: means over samples, pixels, tokens or values."""
+"""The shipped metrics: means over samples, pixels, tokens or values."""
 
 import math
 
@@ -42,7 +42,7 @@ class TopKAccuracy(_Mean):
         if k < 1:
             raise UserError(f"k ({k}) must be 1 or greater")
         self.k, self.num_classes = k, 0
-        self.strays: Tensor | int = 0  # targets that are no class
+        self.strays: Tensor | int = 0  # targets outside the classes
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count the hits of a batch.
@@ -70,10 +70,10 @@ class TopKAccuracy(_Mean):
 
 
 class Perplexity(_Mean):
-    """The exponential of the mean cross-entropy of a token. Targets of -100 do not count.
+    """The exponential of the mean cross-entropy per token. Targets of -100 do not count.
 
-    Outputs are logits (batch, tokens, vocabulary), or (batch, vocabulary, tokens) as torch's
-    cross_entropy takes them. Targets are (batch, tokens).
+    Outputs are logits (batch, tokens, vocabulary), or (batch, vocabulary, tokens) as in torch's
+    cross_entropy. Targets are (batch, tokens).
     """
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
@@ -95,7 +95,7 @@ class Perplexity(_Mean):
 
 
 class MAE(_Mean):
-    """The mean absolute error over all values. Outputs and targets have one shape (batch, ...)."""
+    """The mean absolute error over all values. Outputs and targets have the same shape."""
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the errors of a batch.
@@ -105,7 +105,7 @@ class MAE(_Mean):
         """
         if outputs.shape != targets.shape:  # torch would broadcast them
             raise UserError(
-                f"a metric of a regression needs outputs and targets of one shape, not "
+                f"a regression metric needs outputs and targets of the same shape, not "
                 f"{tuple(outputs.shape)} and {tuple(targets.shape)}; choose a dataset that fits"
             )
         dtype = sum_dtype(outputs.device)

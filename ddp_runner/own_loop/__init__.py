@@ -1,1 +1,1 @@
-"""A training loop of the user's own: a function that gets a ``Run``."""
+"""A user's own training loop: a function that gets a ``Run``."""

@@ -1,4 +1,4 @@
-"""What a loop of the user's own logs: metrics, pictures and its speed, all of rank 0."""
+"""The log of a user's own loop: rank 0's metrics, images and speed."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,16 @@ from ddp_runner.rank.records import Records
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_record import RunFields
 
-PLAIN = (int, float, str, list, type(None))  # what run.json holds
+PLAIN = (int, float, str, list, type(None))  # the types that run.json can hold
 
 
 def number(value: float | Tensor) -> float:
-    """Return a value without its gradient, of which torch would warn."""
+    """Return a value as a float; torch would warn of a tensor with a gradient."""
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 class OwnRecords(Records):
-    """What ``Records`` keeps, with the metrics and the speed of the steps that a loop reports."""
+    """``Records`` with the metrics, images and speed that a loop logs."""
 
     def __init__(
         self,
@@ -40,32 +40,32 @@ class OwnRecords(Records):
     ) -> None:
         """Begin the records.
 
-        `uses` are the groups that the loop has built, with its arguments. It may add `loaders`.
+        `uses` holds the config groups that the loop built, with its arguments; `loaders` may grow.
         """
         fields = RunFields(uses=sorted(uses))
-        if (given := uses.get("model")) is not None:  # it can be built again from the run
-            plain = {key: one for key, one in given.items() if isinstance(one, PLAIN)}
+        if (arguments := uses.get("model")) is not None:  # to build the model from the run later
+            plain = {key: value for key, value in arguments.items() if isinstance(value, PLAIN)}
             fields["model_arguments"] = plain
         super().__init__(
             session, fields=fields, resume_step=resume_step, stack=stack, max_steps=None
         )
-        self._is_kept, self._loaders = session.env.is_rank_zero, loaders
-        self._metrics: dict[str, float] = {}  # of the last step that has any
+        self._writes, self._loaders = session.env.is_rank_zero, loaders
+        self._metrics: dict[str, float] = {}  # logged at _metrics_step
         self._metrics_step = -1
         self._timed_step, self._timed_samples = resume_step or 0, 0
         self._timed_at = time.perf_counter()
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Return what the loop has logged of a step."""
+        """Return the metrics that the loop logged at a step."""
         return self._metrics if step == self._metrics_step else {}
 
     def log(self, values: Mapping[str, float | Tensor], *, step: int) -> None:
         """Write the values of a step, and the speed since the last call.
 
         Raises:
-            UserError: a name is one of LINE_FIELDS, or a value is not a number.
+            UserError: a name is in LINE_FIELDS, or a value is not a number.
         """
-        if not self._is_kept:
+        if not self._writes:
             return
         numbers = dict[str, float]()
         for name, value in values.items():
@@ -77,18 +77,14 @@ class OwnRecords(Records):
                 raise UserError(
                     f"run.log: {name} is {shape_of(value)}, not a single number; reduce it first"
                 ) from error
-        if step != self._metrics_step:  # a checkpoint keeps only its own step's metrics
+        if step != self._metrics_step:  # a checkpoint keeps only the metrics of its own step
             self._metrics, self._metrics_step = {}, step
         self._metrics |= numbers
         self.logger.log(numbers | self._speed(step), step=step, epoch=self._epoch)
 
     def log_image(self, name: str, image: Tensor, *, step: int) -> None:
-        """Write a picture: see ``Run.log_image``.
-
-        Raises:
-            UserError: the name or the shape cannot be used.
-        """
-        if not self._is_kept:
+        """Write an image: see ``Run.log_image``."""
+        if not self._writes:
             return
         if image.ndim == 2:
             image = image[None]
@@ -103,11 +99,11 @@ class OwnRecords(Records):
         self.logger.log_image(name, pixels, step=step)
 
     def step_done(self, step: int) -> None:
-        """Note that a step is done: the first one ends the start-up."""
+        """Report a completed step; the first step ends the start-up."""
         self.logger.step_done(step=step, epoch=self._epoch)
 
     def finish(self, status: Status, *, step: int) -> None:
-        """Wait for the last checkpoint, and write how the run ended."""
+        """Wait for the last checkpoint, and write the run's status."""
         self.wait()
         epoch = max((loader.epoch for loader in self._loaders), default=0)
         self.logger.finish(status, step=step, epoch=epoch)
@@ -117,7 +113,7 @@ class OwnRecords(Records):
         return max((loader.epoch_number for loader in self._loaders), default=0)
 
     def _speed(self, step: int) -> dict[str, float]:
-        """Return the speed since the last line of an earlier step; nothing for the same step."""
+        """Return the speed since the last line of an earlier step; empty for the same step."""
         num_steps = step - self._timed_step
         if num_steps <= 0:
             return {}

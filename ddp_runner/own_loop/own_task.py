@@ -1,4 +1,4 @@
-"""``task=PACKAGE.MODULE.FUNCTION``: calls a function of the user's own as the task of a rank."""
+"""``task=PACKAGE.MODULE.FUNCTION``: calls a user's function as the task of a rank."""
 
 import inspect
 import traceback
@@ -20,68 +20,66 @@ from ddp_runner.tracking.start_block import placement, shown_path
 
 
 def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Call the function that the task names with a ``Run`` and the keys under loop.
+    """Call the task's function with a ``Run`` and the keys under loop.
 
     Collective: every rank must call.
 
     Returns:
-        PREEMPTED if ``Run.should_stop`` has returned True, else COMPLETED.
+        PREEMPTED if ``Run.should_stop`` returned True, else COMPLETED.
 
     Raises:
-        UserError: the function does not take the keys, or raised one.
-        Exception: whatever else the function raised, with the place of its own code as a note.
+        UserError: the function does not accept the keys, or raised this error.
+        Exception: the function's exception, with a note of the line in its own code.
     """
     config = session.config
     if session.mode.engine is not local_engine:
         raise UserError(
-            f"parallelism={config.parallelism.get('name')} computes its steps by an engine, and a "
-            "loop of your own computes them itself; write parallelism=ddp"
+            f"parallelism={config.parallelism.get('name')} computes the steps of a run, and a "
+            "loop of your own computes its own steps; write parallelism=ddp"
         )
     function = find(config.task, key="task", allowed=config.allowed_targets)
     arguments = {
         key: construct(value, key=f"loop.{key}", allowed=config.allowed_targets)
         for key, value in config.loop.items()
     }
-    validate_arguments(function, arguments, named=config.task)
-    written = session.job.secrets.written(config).loop
-    given = ", ".join(f"{key}={value}" for key, value in written.items())
-    facts = {"task": f"{config.task}({given})", **placement(config, session.env, session.devices)}
+    validate_arguments(function, arguments, target=config.task)
+    shown = session.job.secrets.written(config).loop
+    call = f"{config.task}({', '.join(f'{key}={value}' for key, value in shown.items())})"
+    facts = {"task": call, **placement(config, session.env, session.devices)}
     log_start(session, facts, explains=True)
-    seed_all(config.seed)  # equal modules on all ranks
+    seed_all(config.seed)  # all ranks build equal modules
     with ExitStack() as stack:
         run = Run(session, stop_requested=stop_requested, stack=stack)
-        with place_noted(function):
+        with line_noted(function):
             function(run, **arguments)
         return finish(run)
 
 
 def validate_arguments(
-    function: Callable[..., Any], arguments: Mapping[str, Any], *, named: str
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, target: str
 ) -> None:
-    """Reject keys under loop that the function does not take, and missing ones.
+    """Reject unknown and missing keys under loop.
 
     Raises:
-        UserError: an argument is unknown or missing, or the function takes no run.
+        UserError: an argument is unknown or missing, or the function has no parameter for the run.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # written in C
-        return
+    parameters = list(inspect.signature(function).parameters.values())
     if not parameters or parameters[0].kind == parameters[0].KEYWORD_ONLY:
-        raise UserError(f"task ({named}) takes no run; write def {function.__name__}(run, …)")
-    known = keywords(function) - {parameters[0].name}
+        raise UserError(f"task ({target}) takes no run; write def {function.__name__}(run, …)")
+    accepted = keywords(function) - {parameters[0].name}
     for key in arguments:
-        if not known & {key, ANY}:
-            raise unknown_key(key, "loop", target=named, known=known)
-    for one in parameters[1:]:
-        is_one = one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-        if is_one and one.default is one.empty and one.name not in arguments:
-            raise UserError(f"{named} needs loop.{one.name}; add +loop.{one.name}=VALUE")
+        if not accepted & {key, ANY}:
+            raise unknown_key(key, "loop", target=target, known=accepted)
+    for parameter in parameters[1:]:
+        name = parameter.name
+        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not is_variadic and name not in arguments:
+            raise UserError(f"{target} needs loop.{name}; add +loop.{name}=VALUE")
 
 
 @contextmanager
-def place_noted(function: Callable[..., Any]) -> Iterator[None]:
-    """Add to an exception, as a note, the last line of the function's own package on its way."""
+def line_noted(function: Callable[..., Any]) -> Iterator[None]:
+    """Add a note to an exception: the innermost line of its traceback in the user's package."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The batches that a rank gets in a loop of the user's own, and their place in the run's order."""
+"""A rank's batches in a user's own loop, and the position in the run's order of samples."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,11 +24,11 @@ def open_loader(
     shuffle: bool,
     **options: Any,
 ) -> "Loader":
-    """Return the loop's loader of this number; for the rest see ``Run.loader``.
+    """Return the loop's loader with this number; for the other arguments see ``Run.loader``.
 
     Raises:
-        UserError: the dataset is not map-style, has fewer samples than there are ranks, or gives
-            them different numbers of batches to evaluate where a forward waits for all ranks.
+        UserError: the dataset is not map-style, has fewer samples than ranks, or ranks would
+            evaluate different numbers of batches in a mode where a forward waits for all ranks.
     """
     layout, device = session.mode.layout(session.env), session.devices[0]
     split, name = dataset, f"loader {number + 1}"
@@ -52,7 +52,7 @@ def open_loader(
     if layout.forward_is_collective and not shuffle and 0 < num_last < layout.num_shares:
         raise UserError(
             f"{len(split)} samples in batches of {batches.global_size} leave {num_last} for the "
-            f"last one, too few for {layout.num_shares} ranks, and in this mode a forward waits "
+            f"last batch, too few for {layout.num_shares} ranks, and in this mode a forward waits "
             "for all ranks; choose another global_size for this loader"
         )
     return Loader(batches, device, shuffle=shuffle)
@@ -61,30 +61,30 @@ def open_loader(
 class Loader:
     """Batches on this rank's device: over all ranks each sample once an epoch.
 
-    A loop over it is an epoch, or the rest of one: after a resume it continues with the batch after
-    the last one that was trained on. The global batches are the same for every number of ranks.
+    Iterating yields an epoch; after a resume, the rest of the epoch after the last batch that was
+    trained on. The global batches are the same for every number of ranks.
 
     Args:
         batches: this rank's share of the global batches.
         device: where the batches go.
-        shuffle: in another order in each epoch. Otherwise in the dataset's order, always from its
-            start, for evaluation: a rank may get none of a last, smaller batch, so call no
+        shuffle: True for another order in each epoch. False for the dataset's order, always from
+            its start, for evaluation: a rank may get nothing of a smaller last batch, so call no
             collective in that loop, and no module that `Run.wrap` returned.
 
     Attributes:
-        weight: of the current batch, 1.0 if all ranks got equally many samples, as they do but in
-            an epoch's last step. Multiply a mean loss by it: then the mean over the ranks, which
-            DDP takes of the gradients, is the mean over the global batch.
-        num_seen: samples of the global batches so far, without those of earlier sessions.
+        weight: weight of the current batch: 1.0 if all ranks have the same number of samples, as
+            in all but an epoch's last step. Multiply a mean loss by it: then the mean over ranks,
+            which DDP takes of the gradients, is the mean over the global batch.
+        num_seen: samples of the global batches in this session.
     """
 
     def __init__(self, batches: NumberedBatches, device: torch.device, *, shuffle: bool) -> None:
         self.weight, self.num_seen = 1.0, 0
         self._batches, self._device, self._shuffle = batches, device, shuffle
-        self._is_at_last = False  # amid the epoch's last step: the loop over it has yet to end
+        self._is_at_last = False  # the loop's body is processing the epoch's last batch
 
     def __len__(self) -> int:
-        """Return the steps of an epoch."""
+        """Return the number of steps in an epoch."""
         return self._batches.steps_per_epoch
 
     @property
@@ -94,11 +94,11 @@ class Loader:
 
     @property
     def epoch_number(self) -> int:
-        """The number of the epoch of the last batch, from 1; 0 before the first one."""
+        """The number of the last batch's epoch, from 1; 0 before the first batch."""
         return self._batches.epoch_number
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches that are left of the epoch, trees of tensors (batch, ...)."""
+        """Yield the remaining batches of the epoch, trees of tensors (batch, ...)."""
         if not self._shuffle:
             yield from self._in_order()
             return
@@ -106,7 +106,7 @@ class Loader:
         for step in () if self._is_at_last else batches:
             self._is_at_last = step.is_last  # before the loop's body, which may save
             (batch,) = step.micro_batches
-            # A rank without a sample gets one that weighs nothing, and the others wait for it.
+            # A rank without samples gets a batch of weight 0: the other ranks wait for its forward.
             share = batch.weight * batch.num_samples / step.global_count
             self.weight = share * batches.num_shares
             self.num_seen += step.global_count
@@ -120,26 +120,26 @@ class Loader:
     def _in_order(self) -> Iterator[Any]:
         batches, split = self._batches, self._batches.split
         numbers = torch.arange(len(split), device=split.device).split(batches.global_size)
-        own = [batch[batches.share :: batches.num_shares] for batch in numbers]
-        pieces = [MicroPlan(indices) for indices in own if len(indices)]
-        for index, data in enumerate(split.load(pieces, seed=batches.seed)):
+        shares = [batch[batches.share :: batches.num_shares] for batch in numbers]
+        plans = [MicroPlan(indices) for indices in shares if len(indices)]
+        for index, data in enumerate(split.load(plans, seed=batches.seed)):
             seed_all(batches.seed, "batch", index, batches.share)
             yield to_device(data, self._device)
 
     def rewind(self) -> None:
-        """Begin with the first batch of the first epoch."""
+        """Return to the first batch of the first epoch."""
         self._batches.epoch = self._batches.step = self.num_seen = 0
         self._is_at_last = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the order of samples, equal on all ranks."""
+        """Return the position in the order of samples, equal on all ranks."""
         return {**self._batches.state_dict(), "is_at_last": self._is_at_last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a place that ``state_dict`` returned.
+        """Continue from the position of a ``state_dict``.
 
         Raises:
-            UserError: it is amid an epoch, and the samples have another order now.
+            UserError: the position is inside an epoch, and the samples now have another order.
         """
         self._batches.load_state_dict(state)
         self._is_at_last = state["is_at_last"]

@@ -1,4 +1,4 @@
-"""What a loop of the user's own gets: facts of its rank, and what a run needs around the loop."""
+"""``Run``: the argument of a user's own loop, with its rank, objects, checkpoints and logs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -25,18 +25,19 @@ from ddp_runner.train.optimizers import optimizer_of
 
 
 class Run:
-    """One rank's part of a run, for a function with a loop of its own.
+    """A rank's part of a run, for a function with its own loop.
 
     Until ``restore`` all ranks draw the same random numbers, so that they build equal modules. Then
     each ``should_stop`` seeds torch, NumPy and ``random`` by the step, and each batch of a loader
-    by its place: alike on ranks that share samples, differently on others.
+    by its position: the same on ranks that share samples, different on all others.
 
     Attributes:
-        rank, world_size: this rank, from 0, and how many there are.
+        rank, world_size: this rank, from 0, and the number of ranks.
         is_rank_zero: whether this rank logs and saves.
-        devices, device: of this rank, as its mode of parallelism wants them; the first of them.
-        config: the resolved config. Of train the runner applies deterministic and num_threads, of
-            checkpoint all but every_epochs; nothing of params, ema, early_stop, scheduler, metrics.
+        devices, device: this rank's devices in its mode of parallelism, and the first of them.
+        config: the resolved config. The runner applies train.deterministic, train.num_threads and
+            all of checkpoint except every_epochs; it ignores params, ema, early_stop, scheduler and
+            metrics.
         seed: ``config.seed``.
         run_dir: the run's folder.
     """
@@ -54,34 +55,34 @@ class Run:
         self._vote, self._loaders = StopVote(), list[Loader]()
         self._objects: dict[str, Any] = {}
         self._records: OwnRecords | None = None
-        self._uses = dict[str, dict[str, Any]]()  # groups of the config, with further arguments
-        self._step, self._saved_step = 0, -1  # the last ones that this rank reported and saved
+        self._uses = dict[str, dict[str, Any]]()  # the config groups in use, with extra arguments
+        self._step, self._saved_step = 0, -1  # the last step reported, and the last saved
         self._is_stopped = False
 
     def model(self, **arguments: Any) -> nn.Module:
-        """Return the config's model on this rank's devices, not wrapped; arguments win over keys.
+        """Return the config's model on this rank's devices, not wrapped; arguments override keys.
 
-        All ranks get ``model.weights``, which rank 0 reads; with them it is collective.
+        Rank 0 reads ``model.weights`` and sends them to all ranks: then the call is collective.
 
         Raises:
-            UserError: the keys do not fit the model, or the weights do not.
+            UserError: the keys or the weights do not fit the model.
         """
         self._uses["model"] = arguments
         return wrapping.build_model(self._session, **arguments)
 
     def dataset(self) -> Dataset:
-        """Return the dataset of the config's group; ``loader`` takes its splits train and eval.
+        """Return the config's dataset; pass its splits ``train`` and ``eval`` to ``loader``.
 
         Raises:
             UserError: the keys or the files of the dataset are unusable.
         """
         self._uses["dataset"] = {}
         dataset = build_dataset(self.config, log=self._session.log)
-        seed_all(self.seed, "own loop")  # one rank may have prepared it for the others
+        seed_all(self.seed, "own loop")  # a rank that prepared the dataset drew random numbers
         return dataset
 
     def optimizer(self, parameters: Iterable[Any]) -> Optimizer:
-        """Return the optimizer of the config's group for parameters, or for groups of them.
+        """Return the config's optimizer for parameters or parameter groups.
 
         Raises:
             UserError: the keys do not fit the optimizer.
@@ -92,11 +93,11 @@ class Run:
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in the run's mode of parallelism, on this rank's devices.
 
-        Its backward averages the gradients over the ranks. Keep the bare module: it is what
-        optimizers, ``restore`` and evaluations take. Collective, for equal modules in one order.
+        Its backward averages the gradients over the ranks. Keep the bare module for optimizers,
+        ``restore`` and evaluations. Collective: all ranks wrap equal modules in the same order.
         """
         mode, before = self._session.mode, list(module.parameters())
-        if len(self.devices) == 1:  # a module on several devices has placed its stages itself
+        if len(self.devices) == 1:  # a module on several devices placed its stages when built
             module = mode.place(lambda: module, self.devices)
         mark_replaced(before, module)
         model = mode.wrap(module, self.devices)
@@ -114,12 +115,12 @@ class Run:
         """Return this rank's batches of a dataset, on its device; see ``Loader``.
 
         Args:
-            dataset: a map-style ``torch.utils.data.Dataset``, or a split of ``dataset()``, whose
-                batches are as they are stored.
+            dataset: a map-style ``torch.utils.data.Dataset``, or a split of ``dataset()``, which
+                yields batches as they are stored, without normalisation.
             global_size: samples of a batch over all ranks; None: ``batch.global_size``.
             shuffle: False for evaluation.
-            options: of a torch dataset: collate_fn, num_workers, prefetch_factor,
-                persistent_workers and pin_memory, as of ``torch.utils.data.DataLoader``.
+            options: for a torch dataset: collate_fn, num_workers, prefetch_factor,
+                persistent_workers and pin_memory of ``torch.utils.data.DataLoader``.
 
         Raises:
             UserError: there are fewer samples than ranks.
@@ -136,32 +137,32 @@ class Run:
         return loader
 
     def restore(self, **objects: Any) -> int:
-        """Name what a checkpoint holds, and load the newest one if the run has any.
+        """Set the content of checkpoints, and load the run's newest checkpoint if there is any.
 
         Call it once, before the loop, even with nothing to save: the run's records begin here, and
-        a batch that was looked at before does not count. Collective: every rank must call.
+        loaders return to their start. Collective: every rank must call.
 
         Args:
-            objects: whatever has ``state_dict`` and ``load_state_dict``: modules, optimizers,
+            objects: objects with ``state_dict`` and ``load_state_dict``: modules, optimizers,
                 schedulers, scalers, loaders. Or a dict of plain values, which is updated in place.
-                Dicts, other objects and buffers may differ between ranks: each gets its own back.
+                Dicts, other objects and buffers may differ between ranks: each rank gets its own.
 
         Returns:
             The steps taken: 0 in a new run.
 
         Raises:
-            UserError: an object has no state or came before ``wrap``, or no checkpoint fits.
+            UserError: an object has no state or was made before ``wrap``, or no checkpoint fits.
         """
         if self._records is not None:
-            raise UserError("run.restore was called twice; call it once, with all that is saved")
+            raise UserError("run.restore was called twice; call it once, with everything to save")
         for loader in self._loaders:
             loader.rewind()
         self._objects = {name: bare(value) for name, value in objects.items()}
         session, folder = self._session, self._session.run_dir.checkpoints
         self._saver = wrapping.build_saver(session, self._objects)
         is_resumed = self.config.resume is not None
-        found = self._saver.restore(folder, is_resumed=is_resumed, log=session.log)
-        step = found and found.step
+        checkpoint = self._saver.restore(folder, is_resumed=is_resumed, log=session.log)
+        step = checkpoint and checkpoint.step
         self._step = step or 0
         seed_all(self.seed, "own loop", self._step, self._layout.share)
         note_start(session, step=self._step)
@@ -173,14 +174,14 @@ class Run:
     def log(self, values: Mapping[str, float | Tensor], *, step: int) -> None:
         """Write rank 0's values of a step to metrics.jsonl, TensorBoard and the terminal.
 
-        A name is free, such as "discriminator/loss"; a slash makes a group. The runner adds the
+        Choose any name, such as "discriminator/loss"; a slash makes a group. The runner adds the
         speed since the last call: perf/step_time_ms, and perf/samples_per_s of the loaders.
-        ``sum`` gives rank 0 the values of all ranks.
+        Call ``sum`` first to log values over all ranks.
         """
         self._at(step).log(values, step=step)
 
     def log_image(self, name: str, image: Tensor, *, step: int) -> None:
-        """Write rank 0's picture of a step to the folder images/NAME and to TensorBoard.
+        """Write rank 0's image of a step to the folder images/NAME and to TensorBoard.
 
         Args:
             name: letters, digits, -, _ and ., with slashes between names.
@@ -194,16 +195,16 @@ class Run:
 
     def sum(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Return each value summed over the ranks, in float64. Collective: every rank must call."""
-        own = [*map(number, values.values())]
-        return dict(zip(values, sum_over_ranks(own), strict=True))
+        numbers = [*map(number, values.values())]
+        return dict(zip(values, sum_over_ranks(numbers), strict=True))
 
     def save(self, step: int) -> None:
-        """Save a checkpoint of what ``restore`` names; it is written while the loop continues.
+        """Save a checkpoint of the objects of ``restore``; it is written while the loop continues.
 
         Collective: every rank must call.
 
         Raises:
-            UserError: ``restore`` has named nothing, or a parameter is not finite.
+            UserError: ``restore`` got no objects, or a parameter is not finite.
         """
         if not self._objects:
             raise UserError("run.save has nothing to save; name it in run.restore(NAME=OBJECT, …)")
@@ -215,8 +216,8 @@ class Run:
     def should_stop(self, step: int) -> bool:
         """Return whether the function must return now; call it at the end of each step.
 
-        It saves a checkpoint every ``checkpoint.every_steps``, and before it returns True: after a
-        Ctrl-C, a SIGTERM or a scheduler's notice. Collective: every rank must call.
+        True follows a Ctrl-C, a SIGTERM or a scheduler's notice. A checkpoint is saved before that,
+        and every ``checkpoint.every_steps``. Collective: every rank must call.
         """
         self._at(step).step_done(step)
         every = self.config.checkpoint.every_steps
@@ -238,18 +239,18 @@ class Run:
         records.export(state, step=self._step, metrics=records.metrics_of(self._step))
 
     def _at(self, step: int | None = None) -> OwnRecords:
-        """Return the records; the loop is at this step now, if it is given."""
-        if self._records is None:  # log may be called on one rank, restore not
+        """Return the records, and set the loop's step if given."""
+        if self._records is None:  # log may run on a single rank, restore is a collective
             raise UserError(
-                "the loop began without run.restore; call it before, with what a checkpoint holds, "
-                "as in step = run.restore(model=model), or with nothing"
+                "the loop began without run.restore; call it before the loop, with the objects to "
+                "save, as in step = run.restore(model=model), or with nothing"
             )
         self._step = self._step if step is None else step
         return self._records
 
 
 def finish(run: Run) -> Status:
-    """Write how a run ended whose function has returned. Collective: every rank must call."""
+    """Write the run's end after its function returned. Collective: every rank must call."""
     run._vote.settle()
     if run._records is None:
         run.restore()

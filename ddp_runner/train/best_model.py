@@ -32,11 +32,11 @@ class _Model(NamedTuple):
 def export_best(
     state: TrainState, run_dir: RunDir, records: Records, *, log: Callable[[str], None]
 ) -> None:
-    """Export the best model, or the last one without checkpoint.monitor.
+    """Export the best model, or the last model without checkpoint.monitor.
 
-    With ema.evaluate its weights are the averaged ones, as in the evaluations. With
-    checkpoint.load_best the model is evaluated again and logged as best/...: rank 0 reads the
-    checkpoint and broadcasts it. Collective: every rank of the loop must call.
+    With ema.evaluate it has the averaged weights, as in the evaluations. With checkpoint.load_best
+    it is evaluated and logged as best/...: rank 0 reads the checkpoint and broadcasts it.
+    Collective: every rank of the loop must call.
 
     Raises:
         UserError: the model cannot be written.
@@ -48,7 +48,7 @@ def export_best(
     if work.env.is_rank_zero:
         best = _Model(tensors, progress.step, progress.metrics)
         if settings.monitor is not None:
-            best = _best(state, run_dir.checkpoints, best, log=log)
+            best = _best_model(state, run_dir.checkpoints, best, log=log)
     if settings.load_best:
         send_module(module, best.state if best else None, group=work.group)
         results, _ = evaluate(work, module, step=progress.step)
@@ -69,7 +69,7 @@ def export_best(
                 folder=run_dir.path,
             )
             log(f"exported {', '.join(path.name for path in files)}")
-        except UserError as error:  # training is complete: it must not fail the run
+        except UserError as error:  # many models cannot be traced; the training is complete
             add_warning(run_dir, str(error))
             log(f"warning: {error}")
     if settings.monitor is not None:
@@ -78,27 +78,23 @@ def export_best(
         log(f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}")
 
 
-def _best(state: TrainState, folder: Path, last: _Model, *, log: Callable[[str], None]) -> _Model:
+def _best_model(
+    state: TrainState, folder: Path, last: _Model, *, log: Callable[[str], None]
+) -> _Model:
     """Return the best model that can be loaded, and log each damaged checkpoint. Rank 0 only.
 
-    Training is complete, so a damaged file must not fail the run: if no better checkpoint can be
-    loaded, return the last model, which is in memory.
+    The training is complete, so a damaged file must not fail the run: the last model is in memory.
     """
     module, settings = state.evaluated, state.work.config.checkpoint
     assert settings.monitor is not None
-    try:
-        ranking = best_checkpoints(folder, monitor=settings.monitor, mode=settings.mode)
-    except UserError as error:
-        log(f"{error}; exporting the last model")
-        return last
-    for path in ranking:
+    fix = "leave the folder to this run alone"
+    for path in best_checkpoints(folder, monitor=settings.monitor, mode=settings.mode):
         try:
             manifest = read_manifest(path)
             if manifest.step == last.step:
                 return last
-            is_average, fix = module is not state.module, "leave the folder to this run alone"
-            found = read_model(path, is_average=is_average, fix=fix)
-            tensors = fitting_tensors(module, found, named=f"checkpoint {path}")
+            content = read_model(path, is_average=module is not state.module, fix=fix)
+            tensors = fitting_tensors(module, content, named=f"checkpoint {path}")
             return _Model(tensors, manifest.step, manifest.metrics)
         except UserError as error:
             log(f"{error}; trying the next best checkpoint")

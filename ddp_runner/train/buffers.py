@@ -1,9 +1,8 @@
-"""Buffers that training changes, such as a codebook: all ranks take rank 0's in each step.
+"""Gives all ranks rank 0's value of each buffer that training changes, such as a codebook.
 
-A forward that reads them would else depend on the rank, and on when an evaluation or a resume has
-given all ranks those of rank 0. The statistics of BatchNorm are left alone, since training only
-writes them and an evaluation takes rank 0's; but not if the training step has BatchNorm, too, as
-that of a teacher, which reads them.
+Otherwise a forward that reads the buffer would depend on the rank, and on when an evaluation or a
+resume last synchronised it. BatchNorm's statistics are exempt: training only writes them, and an
+evaluation takes rank 0's. They count if the training step has BatchNorm too: a teacher reads them.
 """
 
 import torch
@@ -19,84 +18,89 @@ from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.step import modules_of, step_of
 from ddp_runner.train.work import forward
 
-Places = dict[str, tuple[nn.Module, str]]  # by its whole name: a buffer's owner, and its name there
+Owners = dict[str, tuple[nn.Module, str]]  # by full name: a buffer's module and its name there
 
 
 def find_changing(state: TrainState) -> None:
-    """Note in the state which buffers a forward in training changes, of the model and the step.
+    """Set ``state.changing``: the buffers of model and step that a forward in training changes.
 
-    Two samples show it; where they cannot be computed in training mode, all are taken to change.
-    Collective: every rank must call.
+    Two samples are computed to find out. If training mode cannot compute two samples, all buffers
+    count as changing. Collective: every rank must call.
 
     Raises:
-        UserError: the training step changes its own under a parameter server, or the shape of a
-            buffer follows the batch.
+        UserError: the training step changes its own buffers under a parameter server, or a
+            buffer's shape depends on the batch.
     """
-    work, places = state.work, _places(state)
-    changed = set[str]().union(*gather_objects(_changed(state, places) if places else set[str]()))
+    work, owners = state.work, _owners(state)
+    changed = set[str]().union(*gather_objects(_changed(state, owners) if owners else set[str]()))
     if not work.layout.by_number:
-        state.changing = [places[name] for name in places if name in changed]
+        state.changing = [owners[name] for name in owners if name in changed]
     # A server sends a model's buffers with its parameters.
-    elif own := sorted(name for name in changed if not name.startswith("model.")):
+    elif unsent := sorted(name for name in changed if not name.startswith("model.")):
         raise UserError(
-            f"{step_of(work.config)} changes {', '.join(own)}, and parallelism="
-            f"{work.config.parallelism.get('name')} sends the model's buffers alone; register "
+            f"{step_of(work.config)} changes {', '.join(unsent)}, and parallelism="
+            f"{work.config.parallelism.get('name')} only sends the model's buffers; register "
             "them in the model, or write parallelism=ddp"
         )
 
 
 def share_changing(state: TrainState) -> None:
-    """Give all ranks rank 0's buffers of ``find_changing``. Collective: every rank must call."""
-    found = [getattr(owner, name) for owner, name in state.changing]
-    if found and state.work.env.world_size > 1:
-        broadcast_tensors([one for one in found if one is not None], group=state.work.group)
+    """Copy rank 0's changing buffers to all ranks. Collective: every rank must call."""
+    buffers = [getattr(module, name) for module, name in state.changing]
+    if buffers and state.work.env.world_size > 1:
+        tensors = [buffer for buffer in buffers if buffer is not None]
+        broadcast_tensors(tensors, group=state.work.group)
 
 
-def _places(state: TrainState) -> Places:
-    """Return where a change would matter. A step may also average weights into parameters."""
+def _owners(state: TrainState) -> Owners:
+    """Return the buffers that matter, and the step's parameters: it may average weights into them.
+
+    BatchNorm's statistics matter only if the step has BatchNorm.
+    """
     parts = modules_of(state.work.step_fn).items()
-    own = {name: one for name, one in parts if isinstance(one, nn.Module)}
-    has_teacher = any(isinstance(part, _NormBase) for one in own.values() for part in one.modules())
+    step_modules = {name: part for name, part in parts if isinstance(part, nn.Module)}
+    has_teacher = any(
+        isinstance(module, _NormBase) for root in step_modules.values() for module in root.modules()
+    )
     return {
-        ".".join(filter(None, (root, path, name))): (owner, name)
-        for root, one in {"model": state.module, **own}.items()
-        for path, owner in one.named_modules()
-        if has_teacher or not isinstance(owner, _NormBase)
-        for name in owner._buffers | (owner._parameters if root in own else {})
+        ".".join(filter(None, (root, path, name))): (module, name)
+        for root, root_module in {"model": state.module, **step_modules}.items()
+        for path, module in root_module.named_modules()
+        if has_teacher or not isinstance(module, _NormBase)
+        for name in module._buffers | (module._parameters if root in step_modules else {})
     }
 
 
-def _changed(state: TrainState, places: Places) -> set[str]:
-    before = [one.detach().clone() for one in _tensors(places)]
+def _changed(state: TrainState, owners: Owners) -> set[str]:
+    """Return the names of the buffers that differ after forwards in training mode."""
+    before = [tensor.detach().clone() for tensor in _tensors(owners)]
+    shapes = list[list[str]]()
     with restored_after(state):
         state.module.train()
         seed_all(0)
-        shapes = list[list[str]]()
         for count in (NUM_FIRST, NUM_FIRST + 1):
-            try:  # with gradients, since a part may ask whether there are any
+            try:  # with gradients, since a module may check whether they are enabled
                 forward(state.work, state.module, state.first(range(count)))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:  # of two samples alone; a run's own batches will tell
+            except Exception:  # a step may need even batches, or larger batches
                 if not shapes:
-                    return {*places}
-                break  # it may take even batches only
-            shapes.append([*map(shape_of, _tensors(places))])
-        for name, one, other in zip(places, shapes[0], shapes[-1], strict=True):
-            if one != other:
+                    return {*owners}
+                break
+            shapes.append([*map(shape_of, _tensors(owners))])
+        for name, shape, other in zip(owners, shapes[0], shapes[-1], strict=True):
+            if shape != other:
                 raise UserError(
-                    f"the buffer {name} is {one} for {NUM_FIRST} samples and {other} for "
-                    f"{NUM_FIRST + 1}, and ranks and checkpoints need one shape; keep what "
-                    "follows the batch in a plain attribute"
+                    f"the buffer {name} is {shape} for {NUM_FIRST} samples and {other} for "
+                    f"{NUM_FIRST + 1}, and ranks and checkpoints need the same shape; keep what "
+                    "depends on the batch in a plain attribute"
                 )
         return {
             name
-            for name, one, other in zip(places, before, _tensors(places), strict=True)
-            if shape_of(one) != shape_of(other) or not torch.equal(one, other)
+            for name, old, new in zip(owners, before, _tensors(owners), strict=True)
+            if shape_of(old) != shape_of(new) or not torch.equal(old, new)
         }
 
 
-def _tensors(places: Places) -> list[Tensor]:
-    """Return what is there now; nothing has no elements."""
-    found = (getattr(owner, name) for owner, name in places.values())
-    return [torch.empty(0) if one is None else one for one in found]
+def _tensors(owners: Owners) -> list[Tensor]:
+    """Return the current buffers; an empty tensor for None."""
+    buffers = (getattr(module, name) for module, name in owners.values())
+    return [torch.empty(0) if buffer is None else buffer for buffer in buffers]

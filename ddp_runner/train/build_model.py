@@ -1,4 +1,4 @@
-"""Builds the model of a run on a rank's devices: placed by its mode, with its starting weights."""
+"""Builds a run's model on a rank's devices, with its starting weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,8 +25,8 @@ def build_module(work: Work, *, weights: Weights | None) -> nn.Module:
     """Return the bare model to train, with rank 0's weights. Collective: every rank must call.
 
     Raises:
-        UserError: see ``place_model``; or the weights do not fit, there is nothing to train, or no
-            block is named whose activations could be computed twice.
+        UserError: the weights do not fit, all parameters are frozen, or
+            ``train.activation_checkpointing`` has no blocks.
     """
     config = work.config
     module = place_model(config, work.mode, work.dataset.model_arguments, work.devices)
@@ -34,17 +34,17 @@ def build_module(work: Work, *, weights: Weights | None) -> nn.Module:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
             f"model={config.model.get('name')} has no parameter that requires a gradient, so there "
-            "is nothing to train; unfreeze some, or name another model"
+            "is nothing to train; unfreeze some, or choose another model"
         )
     if config.model.get("weights") is not None:
         load_weights(module, weights)
     if config.train.activation_checkpointing:
-        _compute_twice(module, config)
+        _checkpoint_blocks(module, config)
     return module
 
 
-def _compute_twice(module: nn.Module, config: RunConfig) -> None:
-    """Let each block keep its inputs alone, and compute its activations anew in the backward.
+def _checkpoint_blocks(module: nn.Module, config: RunConfig) -> None:
+    """Let each block keep only its inputs, and compute its activations again in the backward.
 
     Source: https://docs.pytorch.org/docs/stable/checkpoint.html
     """
@@ -56,45 +56,43 @@ def _compute_twice(module: nn.Module, config: RunConfig) -> None:
             "[layers.*], or leave it out"
         )
     for block in blocks_of(module, patterns):
-        # An attribute of this object hides the class's method; a wrapper would change names.
+        # Set on the instance: a wrapper module would change the parameters' names.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def model_factory(
-    config: Config, arguments: Mapping[str, Any], **given: Any
+    config: Config, facts: Mapping[str, Any], **arguments: Any
 ) -> Callable[..., nn.Module]:
-    """Return a function that builds the config's model; it takes the devices of its stages.
+    """Return a function that builds the config's model; its arguments are the stages' devices.
 
-    Of the `arguments`, facts of the data, the model gets those that it takes, and all that is
-    `given`.
+    Args:
+        config: of the run.
+        facts: facts of the data; the model gets those that its constructor has a parameter for.
+        arguments: further arguments of the model.
 
     Raises:
-        UserError: the model's target may not be named, or does not exist.
+        UserError: the model's target is not allowed, or does not exist.
     """
     allowed = config.allowed_targets
-    known = keywords(find(config.model.get("_target_"), key="model._target_", allowed=allowed))
-    facts = {name: value for name, value in arguments.items() if name in known}
-    build = partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **facts, **given)
+    names = keywords(find(config.model.get("_target_"), key="model._target_", allowed=allowed))
+    arguments |= {name: value for name, value in facts.items() if name in names}
+    build = partial(make, "model", config.model, kind=nn.Module, allowed=allowed, **arguments)
     return partial(build_by_modules, build) if config.model.get("meta_init") else build
 
 
-def place_alone(config: Config, arguments: Mapping[str, Any], device: torch.device) -> nn.Module:
-    """Return the bare model as a process on its own places it: all of it on one device.
-
-    Raises:
-        UserError: see ``model_factory``.
-    """
+def place_alone(config: Config, facts: Mapping[str, Any], device: torch.device) -> nn.Module:
+    """Return the bare, whole model on a single device, for a process without other ranks."""
     num_devices, mode = mode_needs(config.parallelism).devices_per_rank, Single("single")
     if num_devices > 1:
         mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
-    return place_model(config, mode, arguments, (device,) * num_devices)
+    return place_model(config, mode, facts, (device,) * num_devices)
 
 
 def one_process_model(
-    config: RunConfig, arguments: Mapping[str, Any], device: torch.device
+    config: RunConfig, facts: Mapping[str, Any], device: torch.device
 ) -> nn.Module:
-    """Return the whole model as a process on its own trains it; see ``place_alone``."""
-    module = place_alone(config, arguments, device)
+    """Return the whole model with its frozen parameters; see ``place_alone``."""
+    module = place_alone(config, facts, device)
     freeze(module, config.params.freeze)
     return module
 
@@ -102,18 +100,12 @@ def one_process_model(
 def place_model(
     config: Config,
     mode: Mode,
-    arguments: Mapping[str, Any],
+    facts: Mapping[str, Any],
     devices: Sequence[torch.device],
-    **given: Any,
+    **arguments: Any,
 ) -> nn.Module:
-    """Return the bare model on its devices, in the memory format that the config asks for.
-
-    For the arguments see ``model_factory``.
-
-    Raises:
-        UserError: see ``model_factory``.
-    """
-    module = mode.place(model_factory(config, arguments, **given), devices)
-    if config.model.get("channels_last") and not has_shards(module):  # these are contiguous
+    """Return the bare model on its devices; for the arguments see ``model_factory``."""
+    module = mode.place(model_factory(config, facts, **arguments), devices)
+    if config.model.get("channels_last") and not has_shards(module):  # shards are contiguous
         module = module.to(memory_format=torch.channels_last)
     return module

@@ -1,4 +1,4 @@
-"""Builds what a rank trains from the groups of a resolved config."""
+"""Builds a rank's train state from the groups of a resolved config."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,11 +40,7 @@ from ddp_runner.train.work import Work
 
 
 def build_session_state(session: Session, config: RunConfig) -> TrainState:
-    """Load the data and build the state of a rank. Collective: every rank must call.
-
-    Raises:
-        UserError: see ``build_dataset``, ``starting_weights``, ``build_work`` and ``build_state``.
-    """
+    """Load the data and build the state of a rank. Collective: every rank must call."""
     dataset = build_dataset(config, log=session.log)
     weights = None
     if session.env.is_rank_zero:
@@ -61,7 +57,7 @@ def build_work(
     devices: tuple[torch.device, ...],
     dataset: Dataset,
 ) -> Work:
-    """Return what a rank computes with. Collective: every rank must call.
+    """Return a rank's fixed part of the run. Collective: every rank must call.
 
     Raises:
         UserError: the loss, the training step or a metric cannot be built.
@@ -85,12 +81,7 @@ def build_work(
 
 
 def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None]) -> Batches:
-    """Return a rank's share of the training batches.
-
-    Args:
-        work: of this rank.
-        split: the training split, perhaps on the rank's GPU.
-        mark: adds the time since the last mark to a part of the step.
+    """Return a rank's share of the training batches; `mark` times the waits of a stream.
 
     Raises:
         UserError: there are fewer samples than ranks, or the mode cannot use a stream.
@@ -106,9 +97,8 @@ def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None])
     if isinstance(split, StreamSplit):
         if layout.by_number:
             raise UserError(
-                f"parallelism={config.parallelism.get('name')} gives out batches by their numbers, "
-                f"and the batches of dataset={dataset.name}, a stream, have none; write "
-                "parallelism=ddp"
+                f"parallelism={config.parallelism.get('name')} gives out batches by number, and "
+                f"dataset={dataset.name} is a stream without numbers; write parallelism=ddp"
             )
         return StreamBatches(split=split, group=work.data_group, mark=mark, **common)
     assert isinstance(split, NumberedSplit)
@@ -126,29 +116,28 @@ def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None])
 def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFunction:
     """Return the training step that ``train.step`` names.
 
-    If it takes the keywords ``loss`` and ``count``, it gets the function that ``model.loss`` names
+    If it has the keywords ``loss`` and ``count``, it gets the function that ``model.loss`` names
     and the value of ``batch.count``. A step or a loss that is a module moves to the devices, but is
     not trained.
 
     Raises:
         UserError: a name is not allowed or does not exist, or its keys do not fit.
     """
-    allowed = config.allowed_targets
-    seed_all(config.seed, "step module")  # it may be a module with weights
+    allowed, target = config.allowed_targets, config.train.step
+    seed_all(config.seed, "step module")  # the step or the loss may have weights
 
-    def loss() -> Any:
-        own = make_function(config.model.get("loss"), key="model.loss", allowed=allowed)
-        return own.to(devices[-1]) if isinstance(own, nn.Module) else own
+    def build_loss() -> Any:
+        loss = make_function(config.model.get("loss"), key="model.loss", allowed=allowed)
+        return loss.to(devices[-1]) if isinstance(loss, nn.Module) else loss
 
-    named = config.train.step
-    keys = named if isinstance(named, Mapping) else {"_target_": named}
+    keys = target if isinstance(target, Mapping) else {"_target_": target}
     if config.task == "predict" and keys["_target_"] == TrainConfig().step:
-        named = {"_target_": "ddp_runner.train.step.predicted", "targets": keys.get("targets")}
+        target = {"_target_": "ddp_runner.train.step.predicted", "targets": keys.get("targets")}
     step = make_function(
-        named,
+        target,
         key="train.step",
         allowed=allowed,
-        loss=loss,
+        loss=build_loss,
         count=lambda: config.batch.count,
     )
     return step.to(devices[0]) if isinstance(step, nn.Module) else step
@@ -157,16 +146,16 @@ def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFuncti
 def build_state(work: Work, *, weights: Weights | None = None) -> TrainState:
     """Build the batches, the model, the optimizer and its schedule. Collective: every rank.
 
-    Only rank 0 has weights to start from; the others get them from it.
+    Only rank 0 passes `weights`, and sends them to the other ranks.
 
     Raises:
-        UserError: a group's keys do not fit the object that it names, the dataset does not fit the
-            run, or the model has nothing to train.
+        UserError: a group's keys do not fit its object, the dataset does not fit the run, or the
+            model has nothing to train.
     """
     config, dataset, device = work.config, work.dataset, work.devices[0]
     evaluates = config.train.eval_every_epochs or config.train.eval_every_steps
     if isinstance(dataset.eval, AbsentSplit) and (evaluates or config.checkpoint.load_best):
-        raise UserError(f"{dataset.eval.fix}, or evaluate never: train.eval_every_epochs=0")
+        raise UserError(f"{dataset.eval.fix}, or never evaluate: train.eval_every_epochs=0")
     train, evaluation = (dataset.near(split, device) for split in (dataset.train, dataset.eval))
     notes = (*dataset.notes, *train.notes(work.layout.num_shares))
     work = replace(work, dataset=replace(dataset, train=train, eval=evaluation, notes=notes))
@@ -178,9 +167,9 @@ def build_state(work: Work, *, weights: Weights | None = None) -> TrainState:
     model = work.mode.wrap(compiled, work.devices)
     optimizer = build_optimizer(config, module)
     decay, ema = config.ema.decay, None
-    if decay is not None and work.layout.in_loop:  # the others take no optimizer steps
-        again = partial(place_model, config, work.mode, dataset.model_arguments, work.devices)
-        ema = Ema(module, decay=decay, build=again)
+    if decay is not None and work.layout.in_loop:  # only these ranks take optimizer steps
+        build = partial(place_model, config, work.mode, dataset.model_arguments, work.devices)
+        ema = Ema(module, decay=decay, build=build)
     steps_per_epoch = batches.steps_per_epoch
     total_steps = config.train.max_steps or (
         steps_per_epoch and config.train.epochs * steps_per_epoch

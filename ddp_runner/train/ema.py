@@ -1,4 +1,4 @@
-"""A moving average of the weights beside those that are trained, by torch's ``AveragedModel``.
+"""A moving average of the trained weights, in torch's ``AveragedModel``.
 
 Source: https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and-ema
 """
@@ -11,46 +11,33 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from ddp_runner.errors import UserError, typed
-from ddp_runner.parallelism.shards import has_shards, is_shard
+from ddp_runner.parallelism.shards import is_shard
 
 STATISTICS = ("running_mean", "running_var")  # the buffers of BatchNorm that are averaged
 
 
 class Ema:
-    """A copy of a model whose weights follow those that are trained: ema = d * ema + (1 - d) * w.
+    """A second model with averaged weights: ema = decay * ema + (1 - decay) * weights.
 
     BatchNorm's statistics are averaged like the weights, so that they fit them. All other buffers
-    are copied: the average of whole numbers is rounded down, and that of two masks of -inf is NaN.
+    are copied: the average of integers is rounded down, and the average of two -inf is NaN.
+
+    Attributes:
+        averaged: the module that a checkpoint holds, with the number of averaged steps.
     """
 
     def __init__(self, module: nn.Module, *, decay: float, build: Callable[[], nn.Module]) -> None:
-        """Copy a bare model, on its devices.
-
-        ``averaged`` is the module that a checkpoint holds: torch's, with the number of its steps.
+        """Copy a bare model, on its devices. Collective if the model is split over ranks.
 
         Args:
-            module: it may be split over ranks.
-            decay: of the average.
-            build: builds the model again. FSDP2 refuses to copy one that is split. Collective if
-                the model is split.
-
-        Raises:
-            UserError: the model cannot be copied.
+            module: the trained model.
+            decay: weight of the previous average.
+            build: builds the model again: FSDP2 cannot copy a split model, nor torch every other.
         """
         self._decay = decay
-        if has_shards(module):
-            self.averaged = AveragedModel(nn.Identity())
-            self.averaged.module = build()
-            self.averaged.module.load_state_dict(module.state_dict())
-            return
-        try:
-            self.averaged = AveragedModel(module)
-        except Exception as error:  # deepcopy raises anything
-            raise UserError(
-                f"ema.decay needs a copy of the model, which cannot be copied ({typed(error)}); "
-                "write ema.decay=null, or give the model a __deepcopy__"
-            ) from error
+        self.averaged = AveragedModel(nn.Identity())
+        self.averaged.module = build()
+        self.averaged.module.load_state_dict(module.state_dict())
 
     @property
     def module(self) -> nn.Module:
@@ -59,23 +46,23 @@ class Ema:
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
-        """Take an optimizer step into the average; the first one is copied.
+        """Add the weights after an optimizer step to the average; copy those of the first step.
 
         AveragedModel's own update copies its counter to the device, which makes a GPU wait.
         """
-        lerped = defaultdict[object, list[tuple[Tensor, Tensor]]](list)
+        by_kind = defaultdict[object, list[tuple[Tensor, Tensor]]](list)
         is_first = bool(self.averaged.n_averaged == 0)  # it stays on the CPU
-        own = chain(self.module.named_parameters(), self.module.named_buffers())
-        others = chain(module.parameters(), module.buffers())
-        for index, ((name, average), value) in enumerate(zip(own, others, strict=True)):
+        averages = chain(self.module.named_parameters(), self.module.named_buffers())
+        values = chain(module.parameters(), module.buffers())
+        for index, ((name, average), value) in enumerate(zip(averages, values, strict=True)):
             is_averaged = isinstance(average, nn.Parameter) or name.split(".")[-1] in STATISTICS
             is_number = average.is_floating_point() or average.is_complex()
             if is_first or not is_averaged or not is_number:
                 average.copy_(value)
-            else:  # one call for many tensors takes none that are split over ranks
+            else:  # torch._foreach_lerp_ takes one split tensor at a time
                 kind = index if is_shard(average) else (average.device, average.dtype)
-                lerped[kind].append((average, value))
-        for pairs in lerped.values():
-            averages, values = map(list, zip(*pairs, strict=True))
-            torch._foreach_lerp_(averages, values, 1 - self._decay)
+                by_kind[kind].append((average, value))
+        for pairs in by_kind.values():
+            targets, sources = map(list, zip(*pairs, strict=True))
+            torch._foreach_lerp_(targets, sources, 1 - self._decay)
         self.averaged.n_averaged += 1

@@ -31,16 +31,16 @@ def evaluate(
 ) -> tuple[dict[str, float], list[list[int]] | None]:
     """Evaluate a model on whole splits; each sample counts once, at every world size.
 
-    A model that draws random numbers draws those of the step, so the same weights give the same
-    metrics whenever they are evaluated on as many ranks. Collective: every rank of the loop must
-    call.
+    Random numbers are seeded by the step, so the same weights on the same number of ranks always
+    give the same metrics. Collective: every rank of the loop must call.
 
     Args:
         work: of this rank.
-        module: bare: DDP's forward is a collective, and ranks may have unequal numbers of batches.
-        splits: without any, the evaluation set.
-        step: the optimizer steps that made the weights.
-        most_batches: each rank evaluates only so many, to try it.
+        module: the bare model: DDP's forward is a collective, and ranks may have different numbers
+            of batches.
+        splits: by default the evaluation set.
+        step: the optimizer steps behind the weights.
+        most_batches: evaluate at most this many batches on each rank, as a trial.
 
     Returns:
         Metrics: eval/loss, the scalars of the training step, the configured metrics and, if the
@@ -55,39 +55,40 @@ def evaluate(
         share, num_shares = work.layout.eval_share
         batches = split.in_order(EpochShare(work.config.batch.eval_size, share, num_shares, seed))
         for index, batch in enumerate(together(islice(batches, most_batches), split, work)):
-            # For each batch, since loading one may draw in this process.
+            # For each batch: loading may draw random numbers in this process.
             seed_all(seed, "eval", step, share, index)
-            found = forward(work, module, batch)
+            output = forward(work, module, batch)
             if batch.weight:
-                totals.add(found)
+                totals.add(output)
     reshard(module)
     return totals.compute()
 
 
 def together(batches: Iterable[MicroBatch], split: Split, work: Work) -> Iterator[MicroBatch]:
-    """Yield batches, and placeholders of weight 0 while other ranks still have some.
+    """Yield batches, and placeholders of weight 0 while other ranks still have batches.
 
-    Only where a forward waits for the other ranks; else the batches are yielded as they come.
-    Collective there: every rank must take all of them.
+    Placeholders come only where a forward waits for the other ranks; then it is a collective, and
+    every rank must iterate to the end.
     """
     if not work.layout.forward_is_collective:
         yield from batches
         return
     placeholder: MicroBatch | None = None
     for batch in chain(batches, repeat(None)):
-        (num_left,) = sum_over_ranks([batch is not None], group=work.group)
-        if not num_left:
+        (num_ranks,) = sum_over_ranks([batch is not None], group=work.group)
+        if not num_ranks:
             return
-        if batch is None and placeholder is None:
+        if batch is not None:
+            yield batch
+            continue
+        if placeholder is None:
             samples = split.first(seed=work.config.seed)
             placeholder = replace(samples, num_samples=0, weight=0.0)
-        one = placeholder if batch is None else batch
-        assert one is not None
-        yield one
+        yield placeholder
 
 
 class EvalTotals:
-    """The totals of one evaluation set, split among the ranks, on the device of the outputs."""
+    """Adds up an evaluation set that is split among the ranks, on the device of the outputs."""
 
     def __init__(self, work: Work) -> None:
         device, self._work = work.devices[-1], work
@@ -99,10 +100,10 @@ class EvalTotals:
         self._confusion = torch.zeros(size, size, dtype=torch.int64, device=device)
 
     def add(self, step: StepOutput) -> None:
-        """Add what the training step returned for a batch.
+        """Add a batch's result of the training step.
 
         Raises:
-            UserError: a metric cannot take the outputs.
+            UserError: a metric does not accept the outputs.
         """
         self._loss += step.loss_sum
         self._count += step.count
@@ -110,10 +111,7 @@ class EvalTotals:
             self._scalars[name] = self._scalars.get(name, self._zero) + value
         self._metrics.update(step.outputs, step.targets)
         if self._num_classes and has_classes(step):
-            targets = step.targets.to(step.outputs.device)
-            self._confusion += confusion_counts(
-                step.outputs, targets, num_classes=self._num_classes
-            )
+            self._confusion += step_confusion(step, num_classes=self._num_classes)
 
     def compute(self) -> tuple[dict[str, float], list[list[int]] | None]:
         """Return the metrics and the confusion counts of all ranks; see ``evaluate``. Call it once.
@@ -121,32 +119,39 @@ class EvalTotals:
         Collective: every rank of the loop must call.
 
         Raises:
-            UserError: there was no sample, a target is no class, or a metric computes no number.
+            UserError: there was no sample, a target is not a class, or a metric does not compute a
+                number.
         """
         group = self._work.data_group
         loss, count = sum_over_ranks([self._loss.item(), self._count.item()], group=group)
-        if not count:  # of a split whose length is not known
+        if not count:  # an empty stream
             raise UserError(
                 f"dataset={self._work.dataset.name} has no eval samples; give at least 1"
             )
         results = {"eval/loss": loss / count}
         # A rank without a batch does not know the names.
-        own = {name: value.item() for name, value in self._scalars.items()}
-        for of_rank in gather_objects(own, group=group):
-            for name, part in of_rank.items():
+        scalars = {name: value.item() for name, value in self._scalars.items()}
+        for rank_scalars in gather_objects(scalars, group=group):
+            for name, part in rank_scalars.items():
                 results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + part / count
         results |= self._metrics.compute(group=group)
         confusion, counts = add_over_ranks(self._confusion, group=group), None
         reject_strays(confusion[-1, 0], num_classes=self._num_classes)
         confusion = confusion[:-1]
         if confusion.any():
-            matches = classification_metrics(confusion)
-            results |= {f"eval/{name}": value for name, value in matches.items()}
+            class_metrics = classification_metrics(confusion)
+            results |= {f"eval/{name}": value for name, value in class_metrics.items()}
             counts = confusion[:, :-1].tolist()
-        # Groups of the same samples may differ in the last digit, and all ranks must stop together.
+        # Groups with the same samples may differ in the last digit, but ranks must stop together.
         return from_rank_zero(lambda: (results, counts), group=self._work.group)
 
 
 def has_classes(step: StepOutput) -> bool:
-    """Return whether a step has what accuracy, precision, recall and F1 are computed from."""
+    """Return whether outputs and targets are tensors, as accuracy, precision and so on need."""
     return isinstance(step.outputs, Tensor) and isinstance(step.targets, Tensor)
+
+
+def step_confusion(step: StepOutput, *, num_classes: int) -> Tensor:
+    """Return the confusion counts of a batch; see ``confusion_counts``."""
+    targets = step.targets.to(step.outputs.device)
+    return confusion_counts(step.outputs, targets, num_classes=num_classes)

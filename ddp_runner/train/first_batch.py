@@ -1,4 +1,4 @@
-"""What a few samples show before the first step, while a message can still name it.
+"""Tries the run on a few samples before the first step, where a message can name the mistake.
 
 Every rank tries the same samples and gets the same result.
 """
@@ -14,13 +14,12 @@ from ddp_runner.data.splits import NUM_FIRST, Split, validate_classes
 from ddp_runner.data.trees import first_tensor, inputs_of, taking
 from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import CLASS_METRICS
-from ddp_runner.metrics.confusion import confusion_counts
 from ddp_runner.metrics.metric import directions
 from ddp_runner.metrics.metric_trial import Batch, try_metrics
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.buffers import find_changing
-from ddp_runner.train.evaluation import has_classes
-from ddp_runner.train.same_data import agreed_samples, begins_alike
+from ddp_runner.train.evaluation import has_classes, step_confusion
+from ddp_runner.train.same_data import agreed_samples, has_same_first_sample
 from ddp_runner.train.state import TrainState, restored_after
 from ddp_runner.train.step import step_of, supervised
 from ddp_runner.train.step_trial import (
@@ -37,42 +36,42 @@ from ddp_runner.train.work import Work, forward
 def try_run(state: TrainState) -> tuple[KnownMetrics, list[str]]:
     """Try the run on a few samples; return the metrics that it will have, and warnings.
 
-    What later steps need to know of it is noted in the state, which is else as it was. Collective:
-    every rank must call.
+    Sets the fields of the state that later steps read: samples, sample, scalars, changing.
+    Collective: every rank must call.
 
     Raises:
         UserError: data, model, loss, training step or metrics do not fit each other, or the run
-            lacks a metric that is monitored.
+            lacks a monitored metric.
     """
     state.samples = agreed_samples(state.work.dataset)
     warnings = warnings_of(try_first_batch(state), state)
     find_changing(state)
-    known = try_evaluation(state)
-    validate_monitors(state.work.config, known)
-    return known, warnings
+    metrics = try_evaluation(state)
+    validate_monitors(state.work.config, metrics)
+    return metrics, warnings
 
 
 def try_first_batch(state: TrainState) -> Trial:
-    """Evaluate two training samples and their loss on this rank; note the samples and the scalars.
+    """Evaluate two training samples and their loss on this rank; set state.sample and scalars.
 
     Raises:
-        UserError: the model cannot take the samples, the loss cannot take the outputs, or the
-            training step does not return what it must. The message has the exception's type and
+        UserError: the model does not accept the samples, the loss does not accept the outputs, or
+            the training step returns something wrong. The message has the exception's type and
             text; the log has its traceback.
     """
     work, is_ordinary = state.work, _is_ordinary(state)
     state.sample = batch = state.first()
-    who, samples = step_of(work.config), batch.data
+    name, samples = step_of(work.config), batch.data
     if is_ordinary:
-        who, samples = model_of(work.config), inputs_of(samples)
-    what = f"{who} cannot take dataset={work.dataset.name}, whose samples are"
+        name, samples = model_of(work.config), inputs_of(samples)
+    action = f"{name} cannot take dataset={work.dataset.name}, whose samples are"
     fix = "choose a dataset or a model that fits"
     pixels = first_tensor(samples)
     if work.dataset.mean is None and pixels is not None and pixels.dtype == torch.uint8:
         fix = f"scale pixels by dataset.mean=0 dataset.std=1, or {fix}"
     if work.layout.model_ranks > 1:
         fix += "; if parallelism=single takes it, change model.tensor_parallel"
-    with taking(what, samples, fix=fix), restored_after(state):
+    with taking(action, samples, fix=fix), restored_after(state):
         trial = (try_loss if is_ordinary else try_step)(state, batch)
         if work.layout.forward_is_collective and work.layout.num_shares > 1:
             _ensure_same_layers(state)
@@ -84,25 +83,27 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
     """Return warnings about the loss, the data and the batch size, a sentence each.
 
     Raises:
-        UserError: the loss is a mean over the samples. Its gradients would be too small by the
+        UserError: the loss is a mean over the samples: its gradients would be too small by the
             batch size.
     """
     config, warnings = state.work.config, []
-    who, fix = step_of(config), "give loss_sum the sum over what count counts"
-    name = f"the loss_sum of {who}"
+    name, fix = step_of(config), "set loss_sum to the sum over the counted samples or tokens"
+    loss = f"the loss_sum of {name}"
     if _is_ordinary(state):
-        who, name, fix = loss_of(config), loss_of(config), sum_form(config)
+        name, loss, fix = loss_of(config), loss_of(config), sum_form(config)
     if trial.kind == "mean":
-        raise UserError(f"{who} returns a mean over the samples, not a sum ({trial.detail}); {fix}")
+        raise UserError(
+            f"{name} returns a mean over the samples, not a sum ({trial.detail}); {fix}"
+        )
     if trial.kind == "other":
         warnings.append(
-            f"{name} is not a sum over the samples ({trial.detail}), so the steps depend "
+            f"{loss} is not a sum over the samples ({trial.detail}), so the steps depend "
             "on how a batch is split into ranks and micro-batches"
         )
-    if state.samples is not None and begins_alike(state.samples):
+    if state.samples is not None and has_same_first_sample(state.samples):
         warnings.append(
             "the first evaluation sample is the first training sample: both are built with the "
-            "same random numbers; if they are to be other samples, give each a seed of its own"
+            "same random numbers; if they should differ, give each split its own seed"
         )
     global_size, size = state.batches.global_size, state.batches.split.num_samples
     if size is not None and global_size > size:
@@ -115,34 +116,31 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
 
 @torch.no_grad()
 def try_evaluation(state: TrainState) -> KnownMetrics:
-    """Evaluate a few training samples on this rank, and return which metrics the run will have.
+    """Evaluate a few training samples on this rank, and return the metrics of the run.
 
-    A metric that cannot take the outputs would otherwise end the run after its first epoch.
-
-    Raises:
-        UserError: see ``try_metrics``.
+    A metric that does not accept the outputs would otherwise end the run after its first epoch.
     """
     work, names, num_classes = state.work, {"eval/loss"}, state.work.dataset.num_classes
     with restored_after(state):
         step = forward(work, state.module, state.first())
-        own, unknown = tried_metrics(work, state.module, state.batches.split)
+        configured, unknown = tried_metrics(work, state.module, state.batches.split)
     if num_classes and has_classes(step):
-        targets = step.targets.to(step.outputs.device)
-        validate_classes(targets, num_classes=num_classes)
-        confusion_counts(step.outputs, targets, num_classes=num_classes)  # raises, as later
+        validate_classes(step.targets, num_classes=num_classes)
+        step_confusion(step, num_classes=num_classes)  # raises now instead of after an epoch
         names |= {name for name in CLASS_METRICS if name.startswith("eval/")}
     scalars = {f"eval/{name}" for name in step.scalars}
-    if taken := sorted(scalars & (names | own)):
+    if duplicates := sorted(scalars & (names | configured)):
+        name = duplicates[0]
         raise UserError(
-            f"{step_of(work.config)} returns the scalar {taken[0].removeprefix('eval/')}, and "
-            f"{taken[0]} is another metric of the run; rename the scalar"
+            f"{step_of(work.config)} returns the scalar {name.removeprefix('eval/')}, and "
+            f"{name} is another metric of the run; rename the scalar"
         )
-    names |= own | scalars | {f"train/{name}" for name in state.scalars or ()}
+    names |= configured | scalars | {f"train/{name}" for name in state.scalars or ()}
     return KnownMetrics(names, unknown, directions(work.metrics))
 
 
 def tried_metrics(work: Work, module: nn.Module, split: Split) -> tuple[set[str], set[str]]:
-    """Try the configured metrics on what a module computes of a split; see ``try_metrics``."""
+    """Try the configured metrics on a module's outputs for a split; see ``try_metrics``."""
     batches = list[Batch]()
     for start in (0, NUM_FIRST) if work.metrics else ():
         numbers = range(start, start + NUM_FIRST)
@@ -153,10 +151,10 @@ def tried_metrics(work: Work, module: nn.Module, split: Split) -> tuple[set[str]
 
 @torch.no_grad()
 def _ensure_same_layers(state: TrainState) -> None:
-    """Reject a layer that is used for some samples, or some random numbers, only.
+    """Reject a layer that is used only for some samples or some random numbers.
 
-    FSDP2 gathers a layer, and reduces its gradients, on all ranks together, so one would wait for
-    a rank that leaves it out. Collective: every rank must call.
+    FSDP2 gathers a layer, and reduces its gradients, on all ranks together: a rank would wait
+    forever for a rank that skips the layer. Collective: every rank must call.
     """
     config, used = state.work.config, list[set[str]]()
     hooks = [
@@ -171,15 +169,15 @@ def _ensure_same_layers(state: TrainState) -> None:
         forward(state.work, state.module, state.first([number] * NUM_FIRST))
     for hook in hooks:
         hook.remove()
-    if some := (used[0] ^ used[1]) | (used[2] ^ used[3]):
+    if occasional := (used[0] ^ used[1]) | (used[2] ^ used[3]):
         raise UserError(
-            f"{model_of(config)} uses {listed(sorted(some))} for some samples only, and "
+            f"{model_of(config)} uses {listed(sorted(occasional))} for some samples only, and "
             f"parallelism={config.parallelism.get('name')} gathers a layer on all ranks "
             "together; write parallelism=ddp parallelism.find_unused_parameters=true"
         )
 
 
 def _is_ordinary(state: TrainState) -> bool:
-    """Return whether the run takes the ordinary training step."""
+    """Return whether the run uses the ordinary training step."""
     step = state.work.step_fn
     return isinstance(step, partial) and step.func is supervised

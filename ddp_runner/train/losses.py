@@ -19,14 +19,14 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy of a language model, summed over the tokens.
 
-    Targets of -100 do not count. Write batch.count=tokens with it, which divides by the tokens.
+    Use it with batch.count=tokens. Targets of -100 do not count.
 
     Args:
         outputs: logits (batch, length, vocabulary).
-        targets: the tokens, int64 (batch, length).
+        targets: tokens, int64 (batch, length).
 
     Raises:
-        UserError: the outputs have no logits for each token.
+        UserError: the shapes do not match.
     """
     if outputs.shape[:-1] != targets.shape:
         raise UserError(
@@ -43,7 +43,7 @@ def nll(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return each sample's mean squared error, summed over the samples.
+    """Return the mean squared error of each sample, summed over the samples.
 
     Args:
         outputs: predictions (batch, ...).
@@ -54,7 +54,7 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     """
     if outputs.shape != targets.shape:
         raise UserError(
-            f"mse needs outputs and targets of one shape, not {tuple(outputs.shape)} and "
+            f"mse needs outputs and targets of the same shape, not {tuple(outputs.shape)} and "
             f"{tuple(targets.shape)}; choose a dataset or a loss that fits the model"
         )
     return F.mse_loss(outputs, targets, reduction="sum") / math.prod(outputs.shape[1:])

@@ -1,13 +1,11 @@
-"""Builds the optimizer: one of torch's or of the user's, for the parameters that are trained.
+"""Builds the optimizer, torch's or the user's, and its parameter groups.
 
-Which these are, and the keys that each has, a config says by patterns of their names. They are the
-shell's, matched against the whole dotted name: ``head.*``, ``*.bias``. A parameter that two modules
-share has two names, and a pattern may match either.
+The config selects parameters by shell patterns that match the whole dotted name: ``head.*``,
+``*.bias``. A parameter that two modules share has two names, and a pattern may match either.
 """
 
 import difflib
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,28 +16,16 @@ from torch.optim import Optimizer
 from ddp_runner.config.instantiate import find, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import ParamsConfig
-from ddp_runner.errors import UserError, nearest, typed
+from ddp_runner.errors import UserError, nearest
 from ddp_runner.parallelism.shards import fit_optimizer
 
 MODULE = "module"  # the first parameter of a factory that takes the model, not its parameters
-MOST_REASON = 150  # characters of torch's own message
-# What torch says of sparse gradients, and of dense ones where it takes only sparse ones.
-NOT_DENSE = re.compile(r"(?i)sparse|dense gradients|and dense")
-
-
-def refuse_sparse(error: RuntimeError, who: str, *, instead: str) -> None:
-    """Say in one line that `who` takes no sparse gradients, if that is torch's error."""
-    if NOT_DENSE.search(str(error)) is not None:
-        raise UserError(
-            f"{who} cannot take the gradients of this model, of which some are sparse "
-            f"({typed(error)[:MOST_REASON]}); leave out sparse=True in it, or write {instead}"
-        ) from error
 
 
 def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
-    """Return the optimizer of a bare model, whose frozen parameters are frozen already.
+    """Return the optimizer of a bare model; exclude its frozen parameters first, by ``freeze``.
 
-    A factory whose first parameter is named ``module`` gets the model, to make groups of its own:
+    If the first parameter of a factory is ``module``, it gets the model and makes its own groups:
     ``def no_decay_for_embeddings(module, *, lr): ...``.
 
     Raises:
@@ -47,29 +33,26 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
             optimizer needs a closure.
     """
     keys, params = config.optimizer, config.params
-    named = f"optimizer={keys.get('name')} ({keys['_target_']})"
+    name = f"optimizer={keys.get('name')} ({keys['_target_']})"
     factory = find(keys["_target_"], key="optimizer._target_", allowed=config.allowed_targets)
-    try:
-        names = list(inspect.signature(factory).parameters)
-    except ValueError:  # written in C
-        names = []
-    if names[:1] == [MODULE]:
+    argument: object
+    if next(iter(inspect.signature(factory).parameters), None) == MODULE:
         if params.groups or params.no_decay:
             raise UserError(
-                f"{named} takes the model and makes its own groups; leave out params.groups and "
+                f"{name} takes the model and makes its own groups; leave out params.groups and "
                 "params.no_decay"
             )
-        argument: object = module
+        argument = module
     elif params == ParamsConfig():
         argument = module.parameters()
     else:
         argument = parameter_groups(module, groups=params.groups, no_decay=params.no_decay)
     optimizer = optimizer_of(config, argument)
-    _validate_groups(config, optimizer, named)
+    _validate_groups(config, optimizer, name)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
-            f"{named} computes the loss several times in a step, by a closure, and a run computes "
+            f"{name} computes the loss several times in a step, by a closure, and a run computes "
             "it once; write a loop of your own, as in docs/your_own_loop.md#lbfgs, or "
             "optimizer=adamw"
         )
@@ -77,10 +60,10 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
 
 
 def optimizer_of(config: RunConfig, argument: object) -> Optimizer:
-    """Return the config's optimizer of what it takes first: parameters, groups of them, a module.
+    """Return the config's optimizer of its first argument: parameters, groups of them, a module.
 
     Raises:
-        UserError: the keys do not fit it, or it does not fit parameters that are split over ranks.
+        UserError: the keys do not fit it, or it does not support parameters split over ranks.
     """
     keys, allowed = config.optimizer, config.allowed_targets
     optimizer: Optimizer = make("optimizer", keys, argument, kind=Optimizer, allowed=allowed)
@@ -88,7 +71,7 @@ def optimizer_of(config: RunConfig, argument: object) -> Optimizer:
     return optimizer
 
 
-def _validate_groups(config: RunConfig, optimizer: Optimizer, named: str) -> None:
+def _validate_groups(config: RunConfig, optimizer: Optimizer, name: str) -> None:
     """Reject a key that the optimizer does not have: torch would keep it and never read it."""
     keys = {
         f"params.groups.{index}.{key}": key
@@ -98,24 +81,24 @@ def _validate_groups(config: RunConfig, optimizer: Optimizer, named: str) -> Non
     }
     if config.params.no_decay:
         keys["params.no_decay"] = "weight_decay"
-    for place, key in keys.items():
+    for path, key in keys.items():
         if key not in optimizer.defaults:
-            meant = nearest(key, optimizer.defaults)
-            hint = f"did you mean {meant}?" if meant else "leave it out"
-            raise UserError(f"{place}: {named} has no {key}; {hint}")
+            similar = nearest(key, optimizer.defaults)
+            hint = f"did you mean {similar}?" if similar else "leave it out"
+            raise UserError(f"{path}: {name} has no {key}; {hint}")
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     """Exclude the parameters that match a pattern from training.
 
-    Call it before the mode wraps the module: DDP waits for the gradient of every other parameter.
-    BatchNorm's running statistics are buffers, and change in a frozen layer as well.
+    Call it before the mode wraps the module: DDP waits for the gradient of every trained parameter.
+    BatchNorm's running statistics are buffers, so they also change in a frozen layer.
 
     Raises:
         UserError: a pattern matches no parameter.
     """
     for pattern in patterns:
-        for parameter in _matched(module, pattern, key="params.freeze").values():
+        for parameter in _matches(module, pattern, key="params.freeze").values():
             parameter.requires_grad_(False)
 
 
@@ -124,56 +107,57 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups, without the frozen parameters.
 
-    A parameter belongs to the first group whose pattern matches it, else to the last one, which has
-    the optimizer's own keys.
+    A parameter belongs to the first group whose pattern matches it, else to the last group, which
+    has the optimizer's own keys.
 
     Args:
         module: the bare model.
         groups: each has a pattern as ``match``, and keys of the optimizer.
-        no_decay: put biases and parameters of one dim apart, without weight decay, unless their
-            group gives a weight_decay itself.
+        no_decay: put biases and parameters of at most 1 dim into groups without weight decay,
+            except where a group sets its own weight_decay.
 
     Raises:
-        UserError: a pattern matches no parameter, or none that is left to train.
+        UserError: a pattern matches no parameter, or only frozen and already grouped parameters.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    left = {id(one): one for one in module.parameters() if one.requires_grad}
-    found = list[dict[str, Any]]()
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    remaining = {id(parameter): parameter for parameter in trained}
+    result = list[dict[str, Any]]()
     for index, group in enumerate(groups):
         settings = {key: value for key, value in group.items() if key != "match"}
-        matched = _matched(module, group["match"], key=f"params.groups.{index}.match")
-        chosen = [left.pop(one) for one in matched if one in left]
+        matches = _matches(module, group["match"], key=f"params.groups.{index}.match")
+        chosen = [remaining.pop(key) for key in matches if key in remaining]
         if not chosen:
             raise UserError(
                 f"params.groups.{index}.match ({group['match']}) gets no parameter: all that it "
                 "matches are frozen or in an earlier group; move the group up, or leave it out"
             )
-        found += [{"params": chosen, **settings}]
-    found += [{"params": list(left.values())}]
+        result.append({"params": chosen, **settings})
+    result.append({"params": list(remaining.values())})
     if no_decay:
-        found = [part for group in found for part in _by_decay(group, names)]
-    return [group for group in found if group["params"]]
+        result = [part for group in result for part in _by_decay(group, names)]
+    return [group for group in result if group["params"]]
 
 
 def _by_decay(group: dict[str, Any], names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Split a group into the parameters that decay and those that do not."""
     if "weight_decay" in group:
         return [group]
-    decayed, others = list[nn.Parameter](), list[nn.Parameter]()
+    decayed, exempt = list[nn.Parameter](), list[nn.Parameter]()
     for parameter in group["params"]:
         is_bias = names[id(parameter)].rpartition(".")[2] == "bias"
-        (others if is_bias or parameter.ndim <= 1 else decayed).append(parameter)
-    return [group | {"params": decayed}, group | {"params": others, "weight_decay": 0.0}]
+        (exempt if is_bias or parameter.ndim <= 1 else decayed).append(parameter)
+    return [group | {"params": decayed}, group | {"params": exempt, "weight_decay": 0.0}]
 
 
-def _matched(module: nn.Module, pattern: str, *, key: str) -> dict[int, nn.Parameter]:
-    """Return the parameters with a name that matches, by their identity, in the model's order."""
+def _matches(module: nn.Module, pattern: str, *, key: str) -> dict[int, nn.Parameter]:
+    """Return the parameters with a matching name, by id, in the model's order."""
     named = list(module.named_parameters(remove_duplicate=False))
-    matched = {id(one): one for name, one in named if fnmatchcase(name, pattern)}
-    if not matched:
-        nearest = difflib.get_close_matches(pattern, [name for name, _ in named], cutoff=0.0)
+    matches = {id(value): value for name, value in named if fnmatchcase(name, pattern)}
+    if not matches:
+        similar = difflib.get_close_matches(pattern, [name for name, _ in named], cutoff=0.0)
         raise UserError(
             f"{key} ({pattern}) matches no parameter of the model; the nearest are "
-            f"{', '.join(nearest)}"
+            f"{', '.join(similar)}"
         )
-    return matched
+    return matches

@@ -1,11 +1,10 @@
-"""Traces the steps that ``train.profile`` names with torch.profiler; each rank writes its files."""
+"""Traces the steps of ``train.profile`` with torch.profiler; each rank writes its own files."""
 
 import gzip
 import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,24 +16,24 @@ from ddp_runner.config.training import WARMUP_STEPS, traced_steps
 from ddp_runner.host.hardware import CUDA
 
 NUM_ROWS = 40  # operators in a rank's table
-MOST_ENTRIES = 100_000  # allocations of a GPU that are kept, with their stacks
+MAX_ALLOCATIONS = 100_000  # recorded on a GPU, with their stacks
 
 
-# The history of a CUDA GPU's memory, for https://pytorch.org/memory_viz. Torch documents these
-# functions in spite of their names: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+# The history of a CUDA GPU's memory, for https://pytorch.org/memory_viz. The functions are
+# documented despite their names: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 def record_history() -> None:
-    """Keep each allocation on a GPU from now on, with the Python stack that asked for it."""
-    torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES, stacks="python")
+    """Record each allocation on a GPU from now on, with its Python stack."""
+    torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS, stacks="python")
 
 
 def dump_history(path: Path) -> None:
-    """Write what was kept, and keep nothing more."""
+    """Write the recorded allocations, and stop recording."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class NullProfiler:
-    """Traces nothing: the profiler of a run without ``train.profile``."""
+    """The profiler of a run without ``train.profile``: does nothing."""
 
     is_slow = False
 
@@ -48,24 +47,24 @@ class NullProfiler:
 
 
 class Profiler:
-    """Traces some steps of one rank.
+    """Traces some steps of a rank.
 
-    The loop calls ``step_done`` after each step. As a context manager, it writes what it has traced
-    when the run ends earlier, and the GPU's memory when a step runs out of it.
+    The loop calls ``step_done`` after each step. As a context manager it writes the trace of a run
+    that ends early, and the GPU's memory history when a step runs out of memory.
 
     Args:
-        asked: the value of ``train.profile``.
-        done: the steps that the run has taken before.
-        device: of this rank's computation, the first.
-        folder: the run's folder for profiles; each has a folder in it.
-        restart_timer: begins a new interval of the step timer, which forgets the slow steps.
-        log: takes a sentence for the user.
-        warn: takes a warning, which run.json keeps, too.
+        setting: the value of ``train.profile``.
+        done: steps that the run took before this session.
+        device: this rank's first device.
+        folder: the run's folder for profiles; each profile is a folder in it.
+        restart_timer: makes the step timer forget the slow steps.
+        log: prints a line for the user.
+        warn: prints a warning and adds it to run.json.
     """
 
     def __init__(
         self,
-        asked: Any,
+        setting: Any,
         *,
         done: int,
         device: torch.device,
@@ -74,13 +73,13 @@ class Profiler:
         log: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
-        steps = traced_steps(asked, done=done)
-        self._asked, self._folder = asked, folder
+        steps = traced_steps(setting, done=done)
+        self._setting, self._folder = setting, folder
         self._first, self._last = max(steps[0], done + 1), steps[-1]
         self._done, self._device = done, device
         self._restart_timer, self._log, self._warn = restart_timer, log, warn
         self._is_over = self._has_history = False
-        # Else Kineto writes to stderr that a trace begins, and that a machine has no GPU.
+        # Otherwise Kineto prints to stderr that a trace begins, and that there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._tracer = profile(
             activities=[ProfilerActivity.CPU] if device.type == "cpu" else supported_activities(),
@@ -97,7 +96,7 @@ class Profiler:
 
     @property
     def is_slow(self) -> bool:
-        """Whether this step is slower than without a trace; torch prepares in the one before."""
+        """Whether tracing slows this step; torch prepares in the step before the first."""
         return not self._is_over and self._first - 1 <= self._done + 1 <= self._last
 
     def __enter__(self) -> Self:
@@ -109,12 +108,11 @@ class Profiler:
         if error[1] is None and not self._is_over:
             self._finish()
         elif self._has_history and isinstance(error[1], torch.OutOfMemoryError):
-            with suppress(OSError):  # the disk is full, too
-                self._folder.mkdir(parents=True, exist_ok=True)
-                dump_history(self._folder / f"out-of-memory-rank-{dist.get_rank()}.pickle")
+            self._folder.mkdir(parents=True, exist_ok=True)
+            dump_history(self._folder / f"out-of-memory-rank-{dist.get_rank()}.pickle")
 
     def step_done(self, step: int) -> None:
-        """End a step; after the last one, write the files."""
+        """End a step; after the last step, write the files."""
         if self._is_over:
             return
         self._done = step
@@ -131,42 +129,42 @@ class Profiler:
         self._tracer.step()
 
     def _finish(self) -> None:
-        """Stop, and write what was traced."""
+        """Stop tracing and write the files."""
         self._tracer.stop()
         self._is_over = True
         if self._done < self._first:
             self._warn(
-                f"train.profile={self._asked} traced nothing: this run ends at step {self._done}, "
-                f"before step {self._first}"
+                f"train.profile={self._setting} traced nothing: this run ends at step "
+                f"{self._done}, before step {self._first}"
             )
             return
-        began, steps = time.perf_counter(), f"steps {self._first} to {self._done}"
+        started, steps = time.perf_counter(), f"steps {self._first} to {self._done}"
         folder = self._folder / f"steps-{self._first}-{self._done}"
         try:
             self._write(folder, f"rank-{dist.get_rank()}")
-        except OSError as error:  # no reason to lose the training
+        except OSError as error:  # a full disk must not end the training
             for path in folder.glob(f"*rank-{dist.get_rank()}.*"):
                 path.unlink()
             self._warn(
-                f"the profile of {steps} is not written to {folder} ({error.strerror or error}); "
+                f"the profile of {steps} was not written to {folder} ({error.strerror or error}); "
                 "free space or make the folder writable"
             )
         else:
-            took_s = time.perf_counter() - began
+            took_s = time.perf_counter() - started
             self._log(f"traced {steps} into {folder}, written in {took_s:.1f} s")
         self._restart_timer()
 
     def _write(self, folder: Path, rank: str) -> None:
-        """Write the trace, the table of operators and, on a GPU, the history of its memory."""
+        """Write the trace, the table of operators and, on a GPU, the memory history."""
         folder.mkdir(parents=True, exist_ok=True)
-        plain = folder / f"{rank}.json"
+        trace = folder / f"{rank}.json"
         # Not as .gz: torch would write an empty file if the disk of its temporary folder is full.
-        self._tracer.export_chrome_trace(str(plain))
-        if not plain.exists():  # Kineto raises no error
-            raise OSError("torch has written no trace; is the disk full?")
-        with plain.open("rb") as file, gzip.open(f"{plain}.gz", "wb") as packed:
+        self._tracer.export_chrome_trace(str(trace))
+        if not trace.exists():  # Kineto raises no error
+            raise OSError("torch wrote no trace; is the disk full?")
+        with trace.open("rb") as file, gzip.open(f"{trace}.gz", "wb") as packed:
             shutil.copyfileobj(file, packed)
-        plain.unlink()
+        trace.unlink()
         sort_by = f"self_{'cpu' if self._device.type == 'cpu' else 'device'}_time_total"
         table = self._tracer.key_averages().table(sort_by=sort_by, row_limit=NUM_ROWS)
         (folder / f"{rank}.txt").write_text(table, encoding="utf-8")
@@ -178,17 +176,19 @@ class Profiler:
 AnyProfiler = NullProfiler | Profiler
 
 
-def has_steps_to_trace(asked: Any, *, done: int, folder: Path, warn: Callable[[str], None]) -> bool:
+def has_steps_to_trace(
+    setting: Any, *, done: int, folder: Path, warn: Callable[[str], None]
+) -> bool:
     """Return whether steps of ``train.profile`` are still ahead. See Profiler for the arguments.
 
-    Warn if none are, unless their profile was written before a restart.
+    Warn if all are past, unless their profile was written before a restart.
     """
-    if asked is None:
+    if setting is None:
         return False
-    last = traced_steps(asked, done=done)[-1]
+    last = traced_steps(setting, done=done)[-1]
     if last <= done and not any(folder.glob(f"steps-*-{last}")):
         warn(
-            f"train.profile={asked} traces nothing: this run goes on after step {done}; name later "
-            "steps, or their number: train.profile=5"
+            f"train.profile={setting} traces nothing: this run continues after step {done}; give "
+            "later steps, or a number of steps: train.profile=5"
         )
     return last > done

@@ -1,4 +1,4 @@
-"""Writes a model as a program that runs without its Python code: ONNX, or torch.export.
+"""Exports a model as a program that runs without its Python code: ONNX, or torch.export.
 
 Sources: https://docs.pytorch.org/docs/stable/export.html and
 https://docs.pytorch.org/docs/stable/onnx_export.html
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only  # what torch.export itself takes arguments apart with
+from torch.utils._pytree import tree_map_only  # as torch.export itself does
 
 from ddp_runner.checkpoint.model_file import load_tensors
 from ddp_runner.config.schema import RunConfig
@@ -28,9 +28,9 @@ from ddp_runner.train.build_state import build_step
 from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
-MOST_CHARACTERS = 200  # of an error of torch's exporter, which may fill a page
+MAX_REASON = 200  # characters of an error of torch's exporter, which may fill a page
 CPU = torch.device("cpu")
-MOST_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; beyond them a second file has them
+MAX_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; more go to a second file
 
 
 def export_programs(
@@ -49,7 +49,7 @@ def export_programs(
 
     Args:
         config: of the run.
-        dataset: whose batches the training step takes; the step shows how the model is called.
+        dataset: prepares the samples for the training step, which calls the model.
         arguments: facts of the data that the model is built with.
         tensors: the weights, a state_dict.
         samples: a batch of ``NUM_FIRST``, as the split loads it.
@@ -61,23 +61,27 @@ def export_programs(
     module, step = place_alone(config, arguments, CPU), build_step(config, [CPU])
     load_tensors(module, tensors, named="the exported model")
     module.eval()
+    is_text = dataset.padding_id is not None or dataset.vocab_size is not None
     written = []
     for name in dict.fromkeys(config.checkpoint.export):
-        what = f"{folder / FILES[name]} cannot be written"
+        path = folder / FILES[name]
         try:
-            new = temp_folder_in(folder, prefix=".export-")
-            with os_errors(what), _quiet(), torch.no_grad(), new as temp:
-                args, kwargs = _call(module, step, dataset.prepare(samples, CPU))
-                is_text = dataset.padding_id is not None or dataset.vocab_size is not None
+            with (
+                os_errors(f"{path} cannot be written"),
+                _quiet(),
+                torch.no_grad(),
+                temp_folder_in(folder, prefix=".export-") as temp,
+            ):
+                args, kwargs = _model_arguments(module, step, dataset.prepare(samples, CPU))
                 shapes = _dynamic_axes((args, kwargs), is_text=is_text)
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
-                _save(program, temp / FILES[name])
+                _save(program, temp / path.name)
                 for file in temp.iterdir():  # large weights are in a second file
                     written.append(file.replace(folder / file.name))
-        except UserError:
-            raise
-        except Exception as error:  # torch raises anything for what it cannot trace
-            reason = typed(error.__cause__ or error)[:MOST_CHARACTERS]
+        except Exception as error:  # torch raises many types for models that it cannot trace
+            if isinstance(error, UserError):
+                raise
+            reason = typed(error.__cause__ or error)[:MAX_REASON]
             raise UserError(
                 f"checkpoint.export={name}: torch cannot make a program of "
                 f"model={config.model.get('name')} ({reason}); leave it out, or change the "
@@ -86,10 +90,12 @@ def export_programs(
     return written
 
 
-def _call(module: nn.Module, step: StepFunction, data: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments that the training step calls the model with, first.
+def _model_arguments(
+    module: nn.Module, step: StepFunction, data: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of the training step's first call of the model.
 
-    The tensors are copies: a program would keep the strides of a slice.
+    The tensors are copied: a program would keep the strides of a slice.
     """
     calls = list[tuple[Any, dict[str, Any]]]()
     record = module.register_forward_pre_hook(
@@ -109,7 +115,7 @@ def _call(module: nn.Module, step: StepFunction, data: Any) -> tuple[Any, dict[s
 
 
 def _dynamic_axes(trees: Any, *, is_text: bool) -> torch.export.ShapesCollection:
-    """Return which axes of the tensors may vary: the batch, and the length of texts."""
+    """Return the axes of the tensors that may vary: the batch, and the length of texts."""
     shapes = torch.export.ShapesCollection()
     for _, tensor in tensors_of(trees):
         if tensor.ndim and len(tensor) == NUM_FIRST:
@@ -121,17 +127,17 @@ def _dynamic_axes(trees: Any, *, is_text: bool) -> torch.export.ShapesCollection
 
 
 def _save(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write a program in the format that the file's ending names."""
+    """Write a program in the format of the path's suffix."""
     if path.suffix == ".pt2":
         torch.export.save(program, path)
         return
     num_bytes = sum(tensor.nbytes for tensor in program.state_dict.values())
-    torch.onnx.export(program, f=path, external_data=num_bytes > MOST_INLINE, verbose=False)
+    torch.onnx.export(program, f=path, external_data=num_bytes > MAX_INLINE, verbose=False)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what torch prints about its own exporter out of the terminal in the block."""
+    """Hide the output and the warnings of torch's exporter in the block."""
     with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         warnings.simplefilter("ignore")
         yield

@@ -1,7 +1,7 @@
-"""How far a run has come, and whether an evaluation or the end is due.
+"""A run's progress in steps and evaluations: when to evaluate, save and stop.
 
-Where a run stands in the order of samples its ``Batches`` know. All ranks have the same metrics of
-an evaluation, so those that stop early stop together; a resumed run stops at the same step.
+The position in the order of samples is in ``Batches``. All ranks have the same metrics of an
+evaluation, so they stop early together; a resumed run stops at the same step.
 """
 
 import math
@@ -18,29 +18,27 @@ from ddp_runner.metrics.metric import Metric, directions
 
 @dataclass
 class Progress:
-    """How far a run has come. A resumed run continues from here."""
+    """A run's progress, from which a resumed run continues."""
 
     step: int = 0  # optimizer steps since the run began
     # Metrics of the last step; a checkpoint keeps them in its manifest.
     metrics: dict[str, float] = field(default_factory=dict, compare=False)
-    owes_evaluation: bool = False  # of the last step: the run was stopped before it
-    # Of early stopping: the metric and its direction, its best value, and the evaluations in a row
-    # since then that were no better.
-    watched: str = ""
-    best: float | None = None
-    bad_evaluations: int = 0
+    owes_evaluation: bool = False  # an evaluation is due after the last step
+    watched: str = ""  # early stopping: the metric's direction and name
+    best: float | None = None  # its best value
+    bad_evaluations: int = 0  # evaluations since the best value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all but the metrics."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        """Return all fields except the metrics."""
+        return {key.name: getattr(self, key.name) for key in fields(self) if key.compare}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Continue from the result of ``state_dict``."""
         vars(self).update({name: saved[name] for name in self.state_dict()})
 
 
 def early_stop_of(settings: EarlyStopConfig, metrics: Mapping[str, Metric]) -> EarlyStopConfig:
-    """Return a run's settings with the mode filled in: which value of the metric is best."""
+    """Return the settings with the mode filled in: min or max, the best end of the metric."""
     if settings.monitor is None or settings.mode is not None:
         return settings
     return replace(settings, mode=best_end(settings.monitor, directions(metrics)))
@@ -49,9 +47,9 @@ def early_stop_of(settings: EarlyStopConfig, metrics: Mapping[str, Metric]) -> E
 def count_evaluation(
     progress: Progress, settings: EarlyStopConfig, metrics: Mapping[str, float]
 ) -> None:
-    """Count an evaluation, whose metrics are the same on all ranks; see ``early_stop_of``.
+    """Count an evaluation, given metrics that are the same on all ranks; see ``early_stop_of``.
 
-    A value that is NaN or infinite is no improvement.
+    A value that is NaN or infinite is not an improvement.
     """
     progress.owes_evaluation = False
     if settings.monitor is None:
@@ -69,7 +67,7 @@ def count_evaluation(
 
 
 def stop_reason(progress: Progress, settings: EarlyStopConfig) -> str | None:
-    """Return in a sentence why the run ends here; None if it goes on."""
+    """Return a sentence why the run stops early here; None if it continues."""
     if settings.monitor is None or progress.watched != _watched(settings):
         return None
     if progress.bad_evaluations < settings.patience:
@@ -87,18 +85,18 @@ def stop_reason(progress: Progress, settings: EarlyStopConfig) -> str | None:
 def is_due(
     batches: Batches, progress: Progress, *, every_steps: int | None, every_epochs: int | None
 ) -> bool:
-    """Return whether something is due after the last step; None and 0 are never."""
-    has_ended = batches.step == 0
+    """Return whether an action with these periods is due after the last step; None and 0: never."""
+    epoch_ended = batches.step == 0
     return bool(
         (every_steps and progress.step % every_steps == 0)
-        or (every_epochs and has_ended and batches.epoch % every_epochs == 0)
+        or (every_epochs and epoch_ended and batches.epoch % every_epochs == 0)
     )
 
 
 def evaluation_is_due(
     batches: Batches, progress: Progress, config: TrainConfig, *, is_over: bool
 ) -> bool:
-    """Return whether to evaluate after the last step; at the end of a run, unless never."""
+    """Return whether to evaluate after the last step: also at the end, if the run evaluates."""
     by_steps, by_epochs = config.eval_every_steps, config.eval_every_epochs
     if is_over:
         return bool(by_steps or by_epochs)
@@ -106,5 +104,5 @@ def evaluation_is_due(
 
 
 def _watched(settings: EarlyStopConfig) -> str:
-    """Return the metric and its direction, such as ``min eval/loss``."""
+    """Return the direction and the metric, such as ``min eval/loss``."""
     return f"{settings.mode} {settings.monitor}"

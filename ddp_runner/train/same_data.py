@@ -1,4 +1,4 @@
-"""Whether all ranks, and a resumed run, have the same data: told by a few samples of each split."""
+"""Checks that all ranks, and a resumed run, have the same data, by a few samples of each split."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,82 +14,85 @@ from ddp_runner.data.trees import inputs_of, shape_of, tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 
-# By split, then by the place of a tensor in its samples: shape and values in short.
+# By split, then by a tensor's path in its samples: a summary of the tensor, see ``_summary``.
 Samples = Mapping[str, Mapping[str, Any]]
-AGAIN = 6  # times: so often two flips of a coin fall alike once in 4,000 runs
+NUM_REPEATS = 6  # two flips of a coin agree this often once in 4,000 runs
 NOUNS = {"train_samples": "training samples", "eval_samples": "evaluation samples"}
-CLOSE = 1e-3  # relative: another processor may round what is decoded or resized
+CLOSE = 1e-3  # relative: another processor may round decoded or resized pixels differently
 
 
 def agreed_samples(dataset: Dataset) -> Samples:
-    """Return what tells the data of a run, equal on all ranks. Collective: every rank must call.
+    """Return summaries of a few samples, equal on all ranks. Collective: every rank must call.
 
-    Give it the splits that the run loads from: their workers, once started, are kept.
+    Pass the splits that the run loads from: their worker processes are started and kept.
 
     Raises:
-        UserError: a rank has other samples than rank 0, or gets them in another order; or only one
-            split is normalised.
+        UserError: a rank has other samples than rank 0, or another order; or only one split is
+            normalised.
     """
     splits = {"train": dataset.train, "eval": dataset.eval}
     loaded = {name: _first_and_last(split) for name, split in splits.items()}
-    own = {name: _in_short(data) for name, data in loaded.items()}
-    drawn = {
+    own_samples = {name: _summaries(data) for name, data in loaded.items()}
+    random_splits = {
         name
         for name, split in splits.items()
-        for _ in range(AGAIN)
-        if not are_same(own[name], _in_short(_first_and_last(split)))
+        for _ in range(NUM_REPEATS)
+        if not are_same(own_samples[name], _summaries(_first_and_last(split)))
     }
-    by_rank = gather_objects((own, drawn))
-    found = dict(by_rank[0][0])
-    # Samples that are drawn from a generator that nobody seeds tell nothing.
-    found |= {name: {} for _, of_rank in by_rank for name in of_rank}
-    for rank, (samples, _) in enumerate(by_rank):
+    by_rank = gather_objects((own_samples, random_splits))
+    samples = dict(by_rank[0][0])
+    # Samples that differ at each loading cannot be compared.
+    samples |= {name: {} for _, names in by_rank for name in names}
+    for rank, (rank_samples, _) in enumerate(by_rank):
         for name, split in splits.items():
-            if not found[name] or are_same(samples[name], found[name]):
-                continue
-            if split.num_samples is None:
-                raise UserError(
-                    f"the first sample of the {name} stream on rank {rank} is not rank 0's: it "
-                    "splits itself by rank, or shuffles with a generator that is not seeded; let "
-                    "it give every rank all samples, or offer shard(num_shards, index)"
-                )
-            raise UserError(
-                f"the {name} samples of dataset={dataset.name} on rank {rank} are not rank 0's: "
-                "its files are others, or it shuffles or splits them with a generator that is not "
-                "seeded; sort the files, and draw from random, numpy.random or torch, which the "
-                "run seeds, or give your own generator a fixed seed"
-            )
+            if samples[name] and not are_same(rank_samples[name], samples[name]):
+                raise UserError(_mismatch(dataset, name, split, rank))
     train, evaluation = (inputs_of(data[0]) if data else None for data in loaded.values())
-    are_pixels = {getattr(one, "dtype", None) == torch.uint8 for one in (train, evaluation)}
+    are_pixels = {getattr(inputs, "dtype", None) == torch.uint8 for inputs in (train, evaluation)}
     if dataset.mean is not None and evaluation is not None and len(are_pixels) == 2:
         raise UserError(
-            f"the training inputs of dataset={dataset.name} are {shape_of(train)} and those of the "
-            f"evaluation {shape_of(evaluation)}, and only uint8 is normalised by dataset.mean and "
+            f"the training inputs of dataset={dataset.name} are {shape_of(train)}, the evaluation "
+            f"inputs are {shape_of(evaluation)}, and only uint8 is normalised by dataset.mean and "
             "dataset.std; let the transforms of both return uint8, or both floats, normalised"
         )
-    return found
+    return samples
 
 
-def are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two splits have the same samples, as far as ``agreed_samples`` tells."""
-    return one.keys() == other.keys() and all(_is_close(one[key], other[key]) for key in one)
+def _mismatch(dataset: Dataset, name: str, split: Split, rank: int) -> str:
+    if split.num_samples is None:
+        return (
+            f"the first sample of the {name} stream on rank {rank} is not rank 0's: it "
+            "splits itself by rank, or shuffles with a generator that is not seeded; let "
+            "it give every rank all samples, or offer shard(num_shards, index)"
+        )
+    return (
+        f"the {name} samples of dataset={dataset.name} on rank {rank} are not rank 0's: "
+        "its files differ, or it shuffles or splits them with a generator that is not "
+        "seeded; sort the files, and draw from random, numpy.random or torch, which the "
+        "run seeds, or give your own generator a fixed seed"
+    )
 
 
-def begins_alike(samples: Samples) -> bool:
-    """Return whether the first sample of the evaluation is that of the training."""
+def are_same(split: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether the summaries of two splits are equal, up to rounding."""
+    return split.keys() == other.keys() and all(_is_close(split[key], other[key]) for key in split)
+
+
+def has_same_first_sample(samples: Samples) -> bool:
+    """Return whether the splits begin with the same sample."""
     firsts = [
         {key: value for key, value in samples[name].items() if key.startswith("0 ")}
         for name in ("train", "eval")
     ]
-    has_values = any(value[1] > 1 for value in firsts[0].values())
+    has_values = any(size > 1 for _, size, *_ in firsts[0].values())
     return has_values and are_same(*firsts)
 
 
 class RunData:
-    """What a checkpoint knows of a run's data: a resumed run must have the same."""
+    """The facts of a run's data in a checkpoint: a resumed run must have the same data."""
 
     def __init__(self, dataset: Dataset, samples: Samples | None, *, seed: int) -> None:
-        """Take what ``agreed_samples`` told; None: nobody has compared it."""
+        """Take the dataset, and the samples of ``agreed_samples``; None if it was not called."""
         self._name = dataset.name
         self._facts: dict[str, Any] = {
             "train_samples": dataset.train.num_samples,
@@ -104,64 +107,65 @@ class RunData:
         return self._facts
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Compare with the facts that a checkpoint has.
+        """Compare with the facts of a checkpoint.
 
         Raises:
             UserError: the samples changed.
         """
         now = self._facts
-        changed = [
-            f"{_shown(saved[key])} {noun} then, {_shown(now[key])} now"
+        changes = [
+            f"{_count(saved[key])} {noun} then, {_count(now[key])} now"
             for key, noun in NOUNS.items()
             if saved[key] != now[key]
         ]
-        if not changed and self._is_other(saved):
-            changed = [f"{_shown(now['train_samples'])} training samples, but different ones"]
-        if changed:
+        if not changes and self._differs(saved):
+            changes = [f"{_count(now['train_samples'])} training samples, but different ones"]
+        if changes:
             fix = f"put the data of dataset={self._name} back as it was"
             if saved["seed"] != now["seed"]:
                 seed = saved["seed"]
                 fix = f"the seed was {seed} and is {now['seed']} now; write seed={seed}"
-            raise UserError(f"the data changed: {'; '.join(changed)}; {fix}, or start a new run")
+            raise UserError(f"the data changed: {'; '.join(changes)}; {fix}, or start a new run")
 
-    def _is_other(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether as many samples are others, by their digests or else by themselves."""
-        digests = [one["digest"] for one in (saved, self._facts) if one["digest"] is not None]
+    def _differs(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether the same number of samples has other content."""
+        digests = {saved["digest"], self._facts["digest"]} - {None}
         if digests:
-            # A run whose pictures were prepared may go on with those in their files.
-            kinds = {one.rpartition(":")[0] for one in digests}
-            return len(kinds) == 1 and len(set(digests)) > 1
+            # The first part is the kind: a run may resume with images prepared, or in their files.
+            kinds = {digest.rpartition(":")[0] for digest in digests}
+            return len(kinds) == 1 and len(digests) > 1
         then, now = saved["samples"] or {}, self._facts["samples"] or {}
-        # Of samples that somebody draws anew each time nothing is known.
-        known = [name for name in now if now[name] and then.get(name)]
-        return not all(are_same(then[name], now[name]) for name in known)
+        # Splits with random samples are empty and cannot be compared.
+        comparable = [name for name in now if now[name] and then.get(name)]
+        return not all(are_same(then[name], now[name]) for name in comparable)
 
 
-def _shown(count: int | None) -> str:
+def _count(count: int | None) -> str:
     return "a stream of" if count is None else f"{count:,}"
 
 
 def _first_and_last(split: Split) -> list[Any]:
-    """Return two batches of one sample; of a stream only the first."""
+    """Return two batches of 1 sample; only the first sample of a stream."""
     if not isinstance(split, NumberedSplit):
         return [split.first([0]).data]
     if not split.num_samples:
         return []
-    places = [torch.tensor([one], device=split.device) for one in (0, len(split) - 1)]
-    return list(split.load(map(MicroPlan, places)))
+    numbers = (0, len(split) - 1)
+    plans = [MicroPlan(torch.tensor([number], device=split.device)) for number in numbers]
+    return list(split.load(plans))
 
 
-def _in_short(loaded: Sequence[Any]) -> dict[str, Any]:
-    """Describe the tensors of some samples."""
+def _summaries(loaded: Sequence[Any]) -> dict[str, Any]:
+    """Return a summary of each tensor in some batches."""
     return {
-        f"{number} {place}": _of_tensor(tensor)
+        f"{number} {path}": _summary(tensor)
         for number, data in enumerate(loaded)
-        for place, tensor in tensors_of(data)
+        for path, tensor in tensors_of(data)
     }
 
 
-def _of_tensor(tensor: Tensor) -> list[Any]:
-    """Return shape, size and digest; of floats two sums in place of the digest."""
+def _summary(tensor: Tensor) -> list[Any]:
+    """Return shape, size and digest; for floats two sums instead of the digest."""
     values = tensor.detach().to_dense().cpu()
     if not values.is_floating_point():
         return [str(tuple(tensor.shape)), values.numel(), digest_of(values)]
@@ -170,8 +174,8 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
     return [str(tuple(tensor.shape)), len(flat), float(flat.sum()), float(flat @ weights)]
 
 
-def _is_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def _is_close(summary: Sequence[Any], other: Sequence[Any]) -> bool:
     """Compare the sums of floats up to rounding, and all else exactly."""
-    if one[:2] != other[:2] or len(one) < 4 or len(other) < 4:
-        return one == other
-    return np.allclose(one[2:], other[2:], rtol=CLOSE, atol=CLOSE * one[1], equal_nan=True)
+    if summary[:2] != other[:2] or len(summary) < 4 or len(other) < 4:
+        return summary == other
+    return np.allclose(summary[2:], other[2:], rtol=CLOSE, atol=CLOSE * summary[1], equal_nan=True)

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: ours, how any is built from its group, and when they advance.
+"""Builds the learning-rate schedule of a run, and defines schedules of its own.
 
-Each of our schedules is a function of the step, so its only state is the step: a run resumed with
-another length or number of ranks follows the new function.
+Ours are functions of the step and have no other state: a run resumed with another length or number
+of ranks follows the new function.
 """
 
 import inspect
@@ -16,16 +16,15 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, Se
 from ddp_runner.config.instantiate import find, keywords, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.signatures import ANY
-from ddp_runner.errors import UserError, one_line
+from ddp_runner.errors import UserError
 
-# What schedulers call the optimizer steps of the whole run: ours and OneCycleLR, CosineAnnealingLR,
-# those of Hugging Face, and others.
+# Names for the optimizer steps of the whole run, in torch, Hugging Face and others.
 TOTAL_STEPS = ("total_steps", "T_max", "num_training_steps", "num_steps", "max_steps", "max_iters")
 
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """What a run needs of a scheduler, besides its ``step``."""
+    """The attributes of a scheduler that a run uses, besides ``step``, which has two signatures."""
 
     optimizer: Optimizer
     state_dict: Callable[[], dict[str, Any]]
@@ -36,27 +35,16 @@ class Scheduler(Protocol):
 class Schedule:
     """When a scheduler advances: at each optimizer step, or by a metric at each evaluation."""
 
-    scheduler: Any  # an LRScheduler; Any, since the types of step differ between schedulers
+    scheduler: Any  # a Scheduler
     monitor: str | None = None  # the metric, for schedulers such as ReduceLROnPlateau
 
     def step(self) -> None:
-        """Advance after an optimizer step, unless the schedule follows a metric.
-
-        Raises:
-            UserError: the scheduler was built for fewer steps.
-        """
-        if self.monitor is not None:
-            return
-        try:
+        """Advance after an optimizer step, unless the schedule follows a metric."""
+        if self.monitor is None:
             self.scheduler.step()
-        except ValueError as error:  # OneCycleLR past its end
-            raise UserError(
-                f"{type(self.scheduler).__name__}: {one_line(error)}; give the scheduler all steps "
-                "of the run, or start anew, since a resumed run keeps its schedule"
-            ) from error
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Advance by an evaluation's metrics, which must be the same on all ranks."""
+        """Advance after an evaluation, by metrics that are the same on all ranks."""
         if self.monitor is not None:
             self.scheduler.step(metrics[self.monitor])
 
@@ -68,40 +56,41 @@ def build_schedule(
     total_steps: int | None,
     steps_per_epoch: int | None,
 ) -> Schedule:
-    """Return the learning-rate schedule: one of ours, of torch's, or of the user's.
+    """Return the learning-rate schedule: ours, torch's or the user's.
 
-    A scheduler that takes the steps of the run, under one of the names of TOTAL_STEPS, or
-    ``steps_per_epoch`` gets them, unless the config gives them. None: only the end of a stream will
-    tell.
+    A scheduler with a parameter of TOTAL_STEPS, or ``steps_per_epoch``, gets the run's number,
+    unless the config sets it. Both numbers are None for a stream of unknown length.
 
     Raises:
-        UserError: a key of the group does not fit the scheduler, or it names a metric for a
-            scheduler that takes none, or it needs the length of a stream.
+        UserError: a key of the group does not fit the scheduler, it monitors a metric with a
+            scheduler that counts steps, or it needs the length of a stream.
     """
     lengths = dict.fromkeys(TOTAL_STEPS, total_steps) | {"steps_per_epoch": steps_per_epoch}
     settings = {
-        key: one for key, one in config.scheduler.items() if one is not None or key not in lengths
+        key: value
+        for key, value in config.scheduler.items()
+        if value is not None or key not in lengths
     }
     monitor = settings.pop("monitor", None)
     allowed = config.allowed_targets
-    taken = keywords(find(settings["_target_"], key="scheduler._target_", allowed=allowed))
+    accepted = keywords(find(settings["_target_"], key="scheduler._target_", allowed=allowed))
     lengths = {name: length for name, length in lengths.items() if name not in settings}
     offered = {name: length for name, length in lengths.items() if length is not None}
-    unknown = sorted(taken & (lengths.keys() - offered.keys()))
-    if unknown and not taken & offered.keys():  # OneCycleLR, for one, needs only one of them
+    unknown = sorted(accepted & (lengths.keys() - offered.keys()))
+    if unknown and not accepted & offered.keys():  # OneCycleLR needs only one of its two lengths
         fix = "write train.max_steps" if {*unknown} & {*TOTAL_STEPS} else "write scheduler=cosine"
         raise UserError(
-            f"scheduler={settings.get('name')} needs {' and '.join(unknown)}, which a stream such "
-            f"as dataset={config.dataset.get('name')} does not tell; {fix}"
+            f"scheduler={settings.get('name')} needs {' and '.join(unknown)}, which is unknown for "
+            f"a stream such as dataset={config.dataset.get('name')}; {fix}"
         )
-    if monitor is not None and "monitor" in taken:  # else it is for the runner
+    if monitor is not None and "monitor" in accepted:  # a parameter of the scheduler itself
         offered["monitor"], monitor = monitor, None
-    given: Any = {name: value for name, value in offered.items() if taken & {name, ANY}}
-    scheduler = make("scheduler", settings, optimizer, kind=Scheduler, allowed=allowed, **given)
+    arguments: Any = {name: value for name, value in offered.items() if accepted & {name, ANY}}
+    scheduler = make("scheduler", settings, optimizer, kind=Scheduler, allowed=allowed, **arguments)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not set it
-    arguments = list(inspect.signature(scheduler.step).parameters.values())
-    if arguments and arguments[0].default is inspect.Parameter.empty:  # a metric
+    parameters = list(inspect.signature(scheduler.step).parameters.values())
+    if parameters and parameters[0].default is inspect.Parameter.empty:  # a metric
         return Schedule(scheduler, monitor=monitor or "eval/loss")
     if monitor is not None:
         raise UserError(
@@ -112,7 +101,7 @@ def build_schedule(
 
 
 def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
-    """Return a schedule that keeps the learning rate, after ``warmup_steps`` that climb to it."""
+    """Return a constant learning rate after a linear warm-up."""
     return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps))
 
 
@@ -123,8 +112,8 @@ def cosine(
 
     Args:
         optimizer: its learning rates are the peak.
-        total_steps: optimizer steps until the cosine ends; by default those of the whole run.
-        warmup_steps: steps that climb to the peak; the first one starts above zero.
+        total_steps: optimizer steps until the cosine ends; by default all steps of the run.
+        warmup_steps: steps that climb to the peak, from above zero.
         min_factor: fraction of the peak at the end.
 
     Raises:
@@ -160,7 +149,7 @@ def step(
         steps_per_epoch: optimizer steps of an epoch.
         every_epochs: epochs between two changes.
         gamma: factor of each change.
-        warmup_steps: steps that climb to the learning rate; the epochs count from the first step.
+        warmup_steps: steps that climb to the learning rate; epochs count from the first step.
 
     Raises:
         UserError: ``every_epochs`` is not positive.
@@ -177,12 +166,10 @@ def sequential(
     schedulers: Sequence[Callable[[Optimizer], LRScheduler]],
     milestones: Sequence[int],
 ) -> SequentialLR:
-    """Return torch's ``SequentialLR`` of schedulers that a config gives with ``_partial_: true``.
+    """Return torch's ``SequentialLR``: the schedulers follow each other.
 
-    Args:
-        optimizer: of the run.
-        schedulers: functions of the optimizer, in their order.
-        milestones: the optimizer steps at which the second and each further one begins.
+    In a config the `schedulers` have ``_partial_: true``. The `milestones` are the optimizer steps
+    at which the second and each later scheduler begins.
     """
     return SequentialLR(optimizer, [build(optimizer) for build in schedulers], list(milestones))
 
@@ -190,15 +177,13 @@ def sequential(
 def chained(
     optimizer: Optimizer, *, schedulers: Sequence[Callable[[Optimizer], LRScheduler]]
 ) -> ChainedScheduler:
-    """Return torch's ``ChainedScheduler``: all schedulers change the learning rate in each step.
+    """Return torch's ``ChainedScheduler``: every scheduler changes the learning rate in each step.
 
-    Args:
-        optimizer: of the run.
-        schedulers: functions of the optimizer, given with ``_partial_: true``.
+    In a config the `schedulers` have ``_partial_: true``.
     """
     return ChainedScheduler([build(optimizer) for build in schedulers], optimizer=optimizer)
 
 
 def _warmup(step: int, warmup_steps: int) -> float:
-    """Return the factor of a step: it climbs in equal parts, and its first value is above zero."""
+    """Return the factor of a step: it climbs linearly, from above zero."""
     return min(1.0, (step + 1) / (warmup_steps + 1))

@@ -1,8 +1,7 @@
-"""Tells which ranks the others wait for, from the times of each exchange of gradients.
+"""Finds slow ranks from the times of each gradient exchange.
 
-No clocks are compared. An exchange ends on all ranks at nearly the same moment, so from one end to
-the next each rank can time its own work; how much longer it is than the others' is how much later
-the rank arrives.
+No clocks are compared. An exchange ends on all ranks at nearly the same moment, so each rank times
+its own work between two ends. The longer the work, the later the rank arrives.
 """
 
 from dataclasses import dataclass, field
@@ -12,38 +11,38 @@ from torch import Tensor
 from ddp_runner.metric_names import StepPart
 from ddp_runner.tracking.run_record import RunFields
 
-FEWEST_STEPS = 5  # for figures of a session; a single one may be the noise of the machine
+FEWEST_STEPS = 5  # that a session must measure; fewer may be noise
 
 
 def lateness(work_ms: Tensor) -> Tensor:
-    """Return by how much each rank's work in each step exceeds the median rank's; 0 if it does not.
+    """Return how much each rank's work in each step exceeds the median rank's, at least 0.
 
-    At least half of the ranks wait for a late rank that long. Of an even number, the median is the
-    smaller one of the two in the middle, so two ranks count as well.
+    At least half of the ranks wait that long for a late rank. torch takes the lower median, so with
+    two ranks the slower counts as late.
 
     Args:
-        work_ms: (num_steps, world_size), as is the result.
+        work_ms: (num_steps, world_size), like the result.
     """
     return (work_ms - work_ms.median(dim=1, keepdim=True).values).clamp(min=0)
 
 
 @dataclass
 class Skew:
-    """What the ranks waited for in a session, by all its log lines. The same on every rank."""
+    """The lateness of each rank in a session, the same on every rank."""
 
     num_steps: int = 0
-    step_ms: float = 0.0  # of all these steps together
-    late_ms: list[float] = field(default_factory=list)  # by rank, of all these steps together
+    step_ms: float = 0.0  # total over the steps
+    late_ms: list[float] = field(default_factory=list)  # by rank, total over the steps
 
     def add(self, times: Tensor, *, step_time_ms: float) -> dict[str, float]:
         """Count the steps of a log line, and return its metrics.
 
-        The rank that spends the least time in a step's exchange is taken to measure the exchange
-        itself; the other ranks spend the rest waiting.
+        The shortest time of a rank in a step's exchange counts as communication; the other ranks
+        spend the rest of their time waiting.
 
         Args:
             times: (2, num_steps, world_size), each rank's ``Exchange`` of each step.
-            step_time_ms: of the line's mean step, of which communication is a share.
+            step_time_ms: mean step time of the log line.
         """
         work_ms, comm_ms = times
         num_steps, world_size = work_ms.shape
@@ -66,7 +65,7 @@ class Skew:
         }
 
     def fields(self) -> RunFields:
-        """Return what run.json keeps of it: also that nothing was measured, in a later session."""
+        """Return the fields of run.json; None replaces an earlier session's values."""
         if self.num_steps < FEWEST_STEPS:
             return RunFields(skew_ms_by_rank=None, skew_step_ms=None)
         by_rank = [round(ms / self.num_steps, 3) for ms in self.late_ms]

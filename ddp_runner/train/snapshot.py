@@ -1,4 +1,4 @@
-"""A training's state: what its checkpoints hold, and how a run continues from one."""
+"""Saves the train state in a checkpoint, and restores it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,20 +17,13 @@ from ddp_runner.train.work import forward
 def snapshot(state: TrainState, *, copies: set[int] | None = None) -> dict[str, Any]:
     """Return everything that the next step depends on. Collective: every rank must call.
 
-    Args:
-        state: of this rank.
-        copies: takes the addresses of tensors that are copies already, as ``gathered``.
-
-    Raises:
-        UserError: see ``checkpoint.state.Saver``.
+    `copies` collects the addresses of tensors that are already copies; see ``gathered``.
     """
     return _saver(state).snapshot(state.step, copies=copies)
 
 
 def restore(state: TrainState, folder: Path, *, log: Callable[[str], None]) -> int | None:
-    """Load the newest valid checkpoint of a folder into the state, if there is one.
-
-    Every rank loads onto its own devices. Collective: every rank must call.
+    """Load a folder's newest valid checkpoint, if there is any. Collective: every rank must call.
 
     Returns:
         The step that the run continues from; None if it starts at step 0.
@@ -39,26 +32,26 @@ def restore(state: TrainState, folder: Path, *, log: Callable[[str], None]) -> i
         UserError: the checkpoint belongs to another model, optimizer or dataset, or every
             checkpoint is damaged. All ranks raise the same error.
     """
-    found = _saver(state).restore(
+    checkpoint = _saver(state).restore(
         folder,
         is_resumed=state.work.config.resume is not None,
         log=log,
         before=lambda: rehearse(state),
     )
-    if found is None:
+    if checkpoint is None:
         return None
-    state.progress.metrics = found.metrics
+    state.progress.metrics = checkpoint.metrics
     _set_rates(state)
-    return found.step
+    return checkpoint.step
 
 
 def rehearse(state: TrainState) -> None:
-    """Run backwards whose gradients are dropped. Collective: every rank must call.
+    """Run backwards, so that DDP rebuilds its buckets. Collective: every rank must call.
 
     DDP rebuilds its buckets after its first backward, with a static graph after the second. A
-    gradient's place in its bucket decides in which order three or more ranks are added, and so how
-    the sum is rounded. A resumed run must therefore not take its first step with the initial
-    buckets. Call this before loading the state, since it changes buffers.
+    gradient's position in its bucket decides the order in which three or more ranks are added, and
+    so the rounding of the sum. A resumed run must therefore not take its first step with the
+    initial buckets. Call this before loading the state, since it changes buffers.
     """
     if state.model is state.module or state.work.env.world_size < 3:
         return  # the mode wraps nothing, or the sum has only one order
@@ -72,7 +65,7 @@ def rehearse(state: TrainState) -> None:
 
 
 def saved_objects(state: TrainState) -> dict[str, Any]:
-    """Return what a checkpoint holds, by name. The data come first: they say most."""
+    """Return the content of a checkpoint, by name. The data come first: their error says most."""
     work = state.work
     return {
         "data": RunData(work.dataset, state.samples, seed=work.config.seed),
@@ -102,10 +95,9 @@ def _saver(state: TrainState) -> Saver:
 
 
 def _set_rates(state: TrainState) -> None:
-    """Set the rates of a schedule that is a function of the step.
+    """Recompute the learning rates of a schedule that is a function of the step.
 
-    If the run is measured in epochs, and its batches had another size, the step is that of a run
-    whose epochs all had batches of this run's size.
+    In a run of train.epochs with a new batch size, count the past epochs' steps at the new size.
     """
     batches, scheduler = state.batches, state.schedule.scheduler
     if not isinstance(scheduler, LambdaLR):

@@ -1,4 +1,4 @@
-"""What a rank trains: the state that a checkpoint saves, and what measures it."""
+"""The train state of a rank: everything that its training changes."""
 
 import copy
 import math
@@ -28,7 +28,7 @@ from ddp_runner.train.work import Work
 
 @dataclass
 class TrainState:
-    """Everything that the next step depends on, and what measures the steps."""
+    """Everything that the next step depends on, and the measurements of this session."""
 
     work: Work
     module: nn.Module  # the bare model, which is evaluated and saved
@@ -41,20 +41,19 @@ class TrainState:
     timer: StepTimer
     profiler: AnyProfiler = field(default_factory=NullProfiler)
     progress: Progress = field(default_factory=Progress)
-    # What the optimizer and the schedule held when they were built: see ``checkpoint.state``.
+    # Settings of the optimizer and the schedule when they were built: see ``settings_of``.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    samples: Samples | None = None  # what tells the data; None: nobody has compared it
-    # Names of the scalars that the training step returns in training; None: it was not tried.
+    samples: Samples | None = None  # from ``agreed_samples``; None: not compared
+    # Names of the scalars that the training step returns in training; None: not tried.
     scalars: Sequence[str] | None = None
-    # The buffers, by owner and name, that training changes: all ranks take rank 0's each step.
+    # Modules and names of the buffers that training changes: each step begins with rank 0's.
     changing: Sequence[tuple[nn.Module, str]] = ()
     ema: Ema | None = None  # the averaged weights; None without ema.decay
-    skew: Skew = field(default_factory=Skew)  # of this session
-    # Two training samples, as the trial has loaded them: amid an epoch none can be loaded.
+    skew: Skew = field(default_factory=Skew)
+    # Two training samples, loaded before the loop: loaders cannot be used inside an epoch.
     sample: MicroBatch | None = None
-    # Of this session: see ``measure_peaks``.
-    peaks: tuple[float, float] | None = None  # None: not measured yet
-    memory_gib: Sequence[float] = ()  # the peak of each rank in this session, as last logged
+    peaks: tuple[float, float] | None = None  # from ``measure_peaks``; None: not measured yet
+    memory_gib: Sequence[float] = ()  # the peak of each rank, as last logged
 
     @property
     def evaluated(self) -> nn.Module:
@@ -65,32 +64,32 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """The optimizer steps taken."""
+        """The number of optimizer steps taken."""
         return self.progress.step
 
     @property
     def last_step(self) -> int | None:
         """The step at which the run ends: train.max_steps, or the end of its last epoch.
 
-        Epochs are counted from where the run stands: earlier ones may have had another batch size.
-        None: the epochs of a stream end when it ends.
+        Past epochs may have had another batch size, so count from the current step. None for the
+        epochs of a stream of unknown length.
         """
         config, batches = self.work.config.train, self.batches
         if config.max_steps is not None or batches.steps_per_epoch is None:
             return config.max_steps
-        num_left = (config.epochs - batches.epoch) * batches.steps_per_epoch - batches.step
-        return self.step + max(0, num_left)
+        num_remaining = (config.epochs - batches.epoch) * batches.steps_per_epoch - batches.step
+        return self.step + max(0, num_remaining)
 
     @property
     def total_epochs(self) -> int | None:
-        """The epochs of the run, the last one perhaps begun; None: only a stream will tell."""
+        """The epochs of the run, including a partial last epoch; None if a stream decides."""
         config, batches = self.work.config.train, self.batches
         if config.max_steps is None:
             return config.epochs
         if batches.steps_per_epoch is None:
             return None
-        num_left = batches.step + max(0, config.max_steps - self.step)
-        return batches.epoch + math.ceil(num_left / batches.steps_per_epoch)
+        num_remaining = batches.step + max(0, config.max_steps - self.step)
+        return batches.epoch + math.ceil(num_remaining / batches.steps_per_epoch)
 
     @property
     def is_done(self) -> bool:
@@ -101,27 +100,26 @@ class TrainState:
         return self.step >= config.max_steps
 
     def steps_ahead(self, number: int) -> int:
-        """Return how many steps from batch `number` on come before the next save or evaluation.
+        """Return the number of steps from batch `number` to the next save, evaluation or epoch end.
 
-        The run's last step ends them as well, and an epoch's. Amid the step of this batch.
+        Call it during the step of this batch; the step counts, and the run's last step is the end.
         """
         config, batches = self.work.config, self.batches
         assert batches.steps_per_epoch is not None
         periods = config.checkpoint.every_steps, config.train.eval_every_steps
-        steps_left = [every - self.step % every for every in periods if every]
+        limits = [every - self.step % every for every in periods if every]
         if config.train.max_steps is not None:
-            steps_left.append(config.train.max_steps - self.step)
-        return min([batches.steps_per_epoch - number % batches.steps_per_epoch, *steps_left])
+            limits.append(config.train.max_steps - self.step)
+        return min([batches.steps_per_epoch - number % batches.steps_per_epoch, *limits])
 
     @property
     def measured(self) -> RunFields:
-        """What run.json keeps of this session's measurements."""
-        by_rank = [round(one, 4) for one in self.memory_gib] or None
+        """This session's measurements, for run.json."""
         flops, peak = self.peaks or (None, None)
         return self.skew.fields() | RunFields(
             flops_per_sample=flops or None,
             matmul_flops_per_s=peak or None,
-            peak_memory_gib_by_rank=by_rank,
+            peak_memory_gib_by_rank=[round(gib, 4) for gib in self.memory_gib] or None,
         )
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST)) -> MicroBatch:
@@ -131,20 +129,19 @@ class TrainState:
 
 @contextmanager
 def restored_after(state: TrainState) -> Iterator[None]:
-    """Evaluate in the block, then restore buffers and each module's mode.
+    """Switch the model to evaluation; after the block restore buffers and each module's mode.
 
-    That goes for the model, and for what keeps a state in the training step: of this also the
-    parameters, since a step may average weights into them.
+    Also restore the whole state of the training step: it may average weights into parameters.
     """
     parts = modules_of(state.work.step_fn)
-    others = [value for value in parts.values() if isinstance(value, nn.Module)]
-    modules = [(one, one.training) for root in (state.module, *others) for one in root.modules()]
+    roots = [state.module, *(part for part in parts.values() if isinstance(part, nn.Module))]
+    modules = [(module, module.training) for root in roots for module in root.modules()]
     buffers = [
-        (owner, name, buffer, None if buffer is None else buffer.clone())
-        for owner, _ in modules
-        for name, buffer in owner._buffers.items()
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module, _ in modules
+        for name, buffer in module._buffers.items()
     ]
-    states = [(value, copy.deepcopy(value.state_dict())) for value in parts.values()]
+    states = [(part, copy.deepcopy(part.state_dict())) for part in parts.values()]
     state.module.eval()
     try:
         yield
@@ -153,8 +150,8 @@ def restored_after(state: TrainState) -> Iterator[None]:
         for module, was_training in modules:
             module.training = was_training
         with torch.no_grad():
-            for owner, name, buffer, value in buffers:
-                owner._buffers[name] = buffer  # the block may have assigned another tensor
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer  # the block may have assigned another tensor
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
         for part, content in states:

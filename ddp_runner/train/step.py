@@ -1,6 +1,6 @@
-"""The training step: what a run computes for a batch before the backward. Users bring their own.
+"""The training step: from model and batch to loss. ``train.step`` names it; users write their own.
 
-The key ``train.step`` names it. The ordinary one, ``supervised``, is the default and the example.
+The ordinary step, ``supervised``, is the default and the example.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,17 +19,17 @@ from ddp_runner.errors import UserError
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a training step returns for one batch.
+    """The result of a training step for a batch.
 
     The runner divides sums by the count over all micro-batches and ranks, so that every split of a
     global batch takes the same step. Evaluation uses the same function, without gradients.
     """
 
-    loss_sum: Tensor  # a scalar: the loss, summed over what is counted
+    loss_sum: Tensor  # a scalar: the loss, summed over the samples or tokens
     count: int | Tensor  # samples, or tokens with batch.count=tokens
     outputs: Any = None  # for the metrics; None: no metrics of outputs
     targets: Any = None  # for the metrics
-    # More sums over what is counted, logged per sample or token as train/NAME and eval/NAME.
+    # More sums over the samples or tokens, logged as means: train/NAME and eval/NAME.
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -50,12 +50,12 @@ def supervised(
         model: called with the inputs: a tensor, the items of a tuple, or a mapping as keywords.
         batch: the pair (inputs, targets), or a mapping.
         loss: (outputs, targets) -> the sum over the samples, a scalar: the key model.loss.
-        targets: the key of a mapping that holds the targets; the model gets all the others.
-        count: what the loss is divided by: samples, or tokens, which are all single targets but
-            those that the loss ignores: its ``ignore_index``, else -100. It is the key batch.count.
+        targets: the key of the targets in a mapping; the model gets all other keys.
+        count: the key batch.count: samples, or tokens, which are the elements of the targets except
+            the loss's ``ignore_index``, by default -100.
 
     Raises:
-        UserError: the batch is no pair, or has no such key.
+        UserError: the batch is not a pair, or lacks the key.
     """
     if targets is not None and isinstance(batch, Mapping) and targets in batch:
         inputs = {key: value for key, value in batch.items() if key != targets}
@@ -71,7 +71,7 @@ def supervised(
     else:
         outputs = model(inputs)
     produced = first_tensor(outputs)
-    if produced is not None:  # a model on several devices ends on the last of them
+    if produced is not None:  # a model on several devices ends on the last device
         expected = to_device(expected, produced.device)
     labels = first_tensor(expected)
     if labels is None:
@@ -79,29 +79,29 @@ def supervised(
             f"the targets of the dataset's batches are {shape_of(expected)}; return tensors, or "
             "write a training step of your own: train.step=my_package.step"
         )
-    ignored = _ignored_by(loss)
-    counted = len(labels) if count == "samples" else labels.ne(ignored).sum()
+    ignored = _ignore_index(loss)
+    num_counted = len(labels) if count == "samples" else labels.ne(ignored).sum()
     try:
         loss_sum = loss(outputs, expected)
-    except IndexError:  # a class that is none; on a GPU CUDA ends the process
+    except IndexError:  # a target that is not a class; on a GPU, CUDA ends the process instead
         if produced is not None and produced.ndim > 1:
-            known = labels.masked_fill(labels == ignored, IGNORED)
-            validate_classes(known, num_classes=produced.shape[1])
+            classes = labels.masked_fill(labels == ignored, IGNORED)
+            validate_classes(classes, num_classes=produced.shape[1])
         raise
-    if ignored != IGNORED and isinstance(expected, Tensor):  # the metrics know -100 alone
+    if ignored != IGNORED and isinstance(expected, Tensor):  # the metrics only ignore -100
         expected = expected.masked_fill(expected == ignored, IGNORED)
-    return StepOutput(loss_sum, counted, outputs=outputs, targets=expected)
+    return StepOutput(loss_sum, num_counted, outputs=outputs, targets=expected)
 
 
-def _ignored_by(loss: Callable[..., Any]) -> int:
-    """Return the target that a loss leaves out."""
+def _ignore_index(loss: Callable[..., Any]) -> int:
+    """Return the target that a loss ignores."""
     if isinstance(loss, partial):
-        return int(loss.keywords.get("ignore_index", _ignored_by(loss.func)))
+        return int(loss.keywords.get("ignore_index", _ignore_index(loss.func)))
     return int(getattr(loss, "ignore_index", IGNORED))
 
 
 def predicted(model: nn.Module, batch: Any, *, targets: str | None = None) -> StepOutput:
-    """Return the ordinary step of task=predict: of a batch without targets all are inputs."""
+    """Return the ordinary step's outputs for task=predict, also for batches without targets."""
     is_pair = isinstance(batch, tuple | list) and len(batch) == 2
     has_targets = is_pair if targets is None else isinstance(batch, Mapping) and targets in batch
     if not has_targets:
@@ -111,16 +111,16 @@ def predicted(model: nn.Module, batch: Any, *, targets: str | None = None) -> St
 
 
 def step_of(config: RunConfig) -> str:
-    """Return how a message names the training step."""
-    named = config.train.step
-    return f"train.step={named['_target_'] if isinstance(named, Mapping) else named}"
+    """Return the name of the training step for messages."""
+    step = config.train.step
+    return f"train.step={step['_target_'] if isinstance(step, Mapping) else step}"
 
 
 def modules_of(step: StepFunction) -> dict[str, Any]:
-    """Return by name what keeps a state in a training step: the step itself, its loss, its parts.
+    """Return the parts of a training step that have a state, by name.
 
-    That is every module, and whatever else has ``state_dict`` and ``load_state_dict``: the step, a
-    keyword that it was given, or an attribute of an object that is called.
+    A part is the step itself, a keyword argument such as its loss, or an attribute of a callable
+    object. It has a state if it has ``state_dict`` and ``load_state_dict``.
     """
     parts = {"step": step}
     if isinstance(step, partial):
@@ -137,14 +137,14 @@ def _has_state(value: object) -> bool:
 
 
 def _misfit(batch: Any, targets: str | None) -> str:
-    found = f"a {type(batch).__name__}"
+    actual = f"a {type(batch).__name__}"
     if isinstance(batch, Mapping):
-        found += f" with {', '.join(map(str, batch))}"
+        actual += f" with {', '.join(map(str, batch))}"
     elif isinstance(batch, tuple | list):
-        found += f" of {len(batch)}"
-    wanted = "a pair (inputs, targets)" if targets is None else f"a mapping with {targets}"
+        actual += f" of {len(batch)}"
+    expected = "a pair (inputs, targets)" if targets is None else f"a mapping with {targets}"
     return (
-        f"the ordinary training step takes {wanted}, and the dataset's batches are {found}; write "
-        "train.step={_target_:ddp_runner.train.step.supervised,targets:KEY} for a mapping, or a "
-        "step of your own: train.step=my_package.step"
+        f"the ordinary training step takes {expected}, and the dataset's batches are {actual}; "
+        "write train.step={_target_:ddp_runner.train.step.supervised,targets:KEY} for a mapping, "
+        "or a step of your own: train.step=my_package.step"
     )

@@ -15,44 +15,39 @@ from ddp_runner.train.flops import measure_peaks
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import step_of
 
-EXCHANGE = (StepPart.COMM, StepPart.WAIT)  # these come from all ranks' times
-MEMORY = "perf/peak_memory_gib"  # a trace takes time, but no memory of the GPU
-SETTLED_S = 30.0  # since the session's warm-up
+EXCHANGE = (StepPart.COMM, StepPart.WAIT)  # Skew computes these from all ranks' times
+MEMORY = "perf/peak_memory_gib"  # a trace takes time, but no GPU memory
+SETTLED_S = 30.0  # after the session's warm-up, when the peaks are measured
 
 
 def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float]:
     """Return the last step's metrics, over all ranks. Collective: every rank must call.
 
-    Those of a step that was traced have no times.
-
-    Args:
-        state: of this rank, after the step.
-        sums: what the step returned.
-        lr: the learning rate of the step.
+    `sums` and `lr` are the step's result and learning rate. A traced step has no times.
 
     Raises:
         UserError: the loss is NaN or infinite.
     """
     env, norm = state.work.env, sums.grad_norm
-    own_loss, *own_scalars = values_of([sums.loss, *sums.scalars.values()])
+    values = values_of([sums.loss, *sums.scalars.values()])
     is_slow = state.profiler.is_slow
     lap = state.timer.lap()
     exchanges = () if is_slow else lap.exchanges
     parts = {part: ms for part, ms in lap.parts.items() if part not in EXCHANGE}
     is_settled = state.timer.running_s > SETTLED_S
-    # Of the ranks that compute one share together, the first counts.
-    counts = env.rank % state.work.layout.model_ranks == 0
-    own = [own_loss * counts, *(one * counts for one in own_scalars), *parts.values(), is_settled]
-    # What is wanted of each rank: its peak of memory, and the two times of each exchange.
+    # Ranks that compute one share together have the same loss: count it on the first of them.
+    is_counted = env.rank % state.work.layout.model_ranks == 0
+    summands = [*(value * is_counted for value in values), *parts.values(), is_settled]
+    # A column per rank: its peak memory, and the two times of each exchange.
     column = [peak_memory_gib(), *chain(*zip(*exchanges, strict=True))]
     by_rank = torch.zeros(len(column), env.world_size, dtype=torch.float64)
     by_rank[:, env.rank] = torch.tensor(column, dtype=torch.float64)
-    # One all-reduce for all of it, and the times stay a tensor: this runs in the training loop.
-    packed = torch.cat([torch.tensor(own, dtype=torch.float64), by_rank.flatten()])
-    added = add_over_ranks(packed, state.work.group)
-    loss, *totals, num_settled = added[: len(own)].tolist()
-    memory, times = added[len(own) :].view_as(by_rank).split([1, len(column) - 1])
-    scalars, part_totals = totals[: len(own_scalars)], totals[len(own_scalars) :]
+    # A single all-reduce, because this runs in the training loop.
+    packed = torch.cat([torch.tensor(summands, dtype=torch.float64), by_rank.flatten()])
+    reduced = add_over_ranks(packed, state.work.group)
+    loss, *totals, num_settled = reduced[: len(summands)].tolist()
+    memory, times = reduced[len(summands) :].view_as(by_rank).split([1, len(column) - 1])
+    scalars, part_totals = totals[: len(sums.scalars)], totals[len(sums.scalars) :]
     state.memory_gib = memory[0].tolist()
     if norm is None:
         norm = gradient_norm(state.module.parameters())
@@ -61,33 +56,34 @@ def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float
         state.timer.restart()
     flops, peak = state.peaks or (0.0, 0.0)
     step_time_ms = lap.metrics["perf/step_time_ms"]
-    found = {
+    metrics = {
         "train/loss": _finite_loss(loss, state),
-        **{f"train/{name}": one for name, one in zip(sums.scalars, scalars, strict=True)},
+        **{f"train/{name}": value for name, value in zip(sums.scalars, scalars, strict=True)},
         "train/lr": lr,
         "train/grad_norm": float(norm),
         **lap.metrics,
-        **{one.metric: ms / env.world_size for one, ms in zip(parts, part_totals, strict=True)},
+        **{part.metric: ms / env.world_size for part, ms in zip(parts, part_totals, strict=True)},
         **state.skew.add(times.view(2, len(exchanges), env.world_size), step_time_ms=step_time_ms),
         **({"perf/mfu": flops * lap.metrics["perf/samples_per_s"] / peak} if peak else {}),
         MEMORY: max(state.memory_gib),
         **state.engine.metrics(),
     }
     if not is_slow:
-        return found
-    return {key: one for key, one in found.items() if key == MEMORY or not key.startswith("perf/")}
+        return metrics
+    timed = {name for name in metrics if name.startswith("perf/")} - {MEMORY}
+    return {name: value for name, value in metrics.items() if name not in timed}
 
 
-def ensure_known(name: str, state: TrainState) -> None:
-    """Reject a scalar that the trial did not see: the ranks add up scalars by their order.
+def ensure_tried(name: str, state: TrainState) -> None:
+    """Reject a scalar that the trial did not return: the ranks add up scalars by position.
 
     Raises:
-        UserError: on the rank whose batch has it.
+        UserError: on the rank with this batch.
     """
     if state.scalars is not None and name not in state.scalars:
         raise UserError(
-            f"{step_of(state.work.config)} returned the scalar {name} for a batch, and not for the "
-            "two samples that were tried; return the same names for each batch, with 0 where there "
+            f"{step_of(state.work.config)} returned the scalar {name} for a batch, but not for the "
+            "two samples of the trial; return the same names for each batch, with 0 where there "
             "is nothing to count"
         )
 
@@ -105,8 +101,8 @@ def global_loss(state: TrainState, sums: Sums) -> float:
 def _finite_loss(loss: float, state: TrainState) -> float:
     if not math.isfinite(loss):
         raise UserError(
-            f"train/loss became {loss} by step {state.step}; it was not saved: start "
+            f"train/loss became {loss} by step {state.step}; that step was not saved: start "
             "again with a smaller optimizer.lr or train.clip_norm=1.0, or resume from a checkpoint "
-            "whose loss was still small"
+            "with a small loss"
         )
     return loss

@@ -1,4 +1,4 @@
-"""Measures throughput, and how a step's time divides into parts."""
+"""Measures throughput and the parts of a step's time."""
 
 import time
 from collections import defaultdict, deque
@@ -12,20 +12,19 @@ from torch import Tensor
 from ddp_runner.device import has_streams
 from ddp_runner.metric_names import StepPart
 
-MOST_EVENTS = 1024  # CUDA events kept; past this, the older half is read and dropped
-UNMEASURED_STEPS = 2  # in the first ranks connect; in the second DDP forms its buckets anew
-MOST_EXCHANGES = 128  # kept for a log line: what a line sends must not grow with its steps
+MOST_EVENTS = 1024  # CUDA events kept; beyond that, the older half is read and dropped
+UNMEASURED_STEPS = 2  # ranks connect in the first step, DDP rebuilds its buckets in the second
+MOST_EXCHANGES = 128  # kept for a log line: the data that a line sends must not grow with its steps
 
 
-# What this rank did from the end of one exchange of gradients to the end of the next, in ms: until
-# its gradients were computed, without saving, evaluating and logging; and from then to the end,
-# which is waiting for slower ranks, and the exchange itself.
+# This rank's times between the ends of two gradient exchanges, in ms: work until its gradients are
+# computed, without saving, evaluating and logging; then waiting for slower ranks and the exchange.
 Exchange = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Lap:
-    """What a rank measured between two log lines."""
+    """A rank's measurements between two log lines."""
 
     metrics: Mapping[str, float]
     parts: Mapping[StepPart, float]  # milliseconds of a mean step
@@ -35,12 +34,12 @@ class Lap:
 class StepTimer:
     """Throughput and parts of a step between two log lines, without saving and evaluating.
 
-    The parts are this rank's own: each ``mark`` names the part that the time since the previous
-    mark belongs to. On a GPU the times come from CUDA events.
+    Each ``mark`` assigns the time since the previous mark to a part. On a GPU the times come from
+    CUDA events.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Measure on a device, the rank's first."""
+        """Measure on the rank's first device."""
         self._device, self._on_gpu = device, has_streams(device)
         self._parts_ms = defaultdict[StepPart | None, float](float)
         self._work_ms = self._wait_ms = 0.0
@@ -48,16 +47,16 @@ class StepTimer:
         self._num_exchanges = self._num_steps = 0
         self._warm_since: float | None = None
         self._last = time.perf_counter()
-        self._events = list[tuple[torch.Event, StepPart | None, bool]]()  # of a GPU
+        self._events = list[tuple[torch.Event, StepPart | None, bool]]()  # only on a GPU
         self.restart()
 
     def restart(self) -> None:
-        """Begin the interval anew, but keep the exchanges since the last lap."""
+        """Restart the interval, but keep the exchanges since the last lap."""
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
         self.mark(None, restarts=True)
 
     def forget(self) -> None:
-        """Begin the interval anew, without the exchanges since the last lap: they were slowed."""
+        """Restart the interval and drop its exchanges: profiling slowed them."""
         self._read_events(len(self._events))
         self._exchanges.clear()
         self.restart()
@@ -72,17 +71,17 @@ class StepTimer:
         """Add the time since the last mark to a part of the step.
 
         Args:
-            part: what the time was spent on; None drops it. COMM ends the exchange of a step, and
-                WAIT is for other ranks before it.
+            part: None drops the time. COMM ends the exchange of a step; WAIT is the wait for other
+                ranks before it.
             ends_on: the device that finishes the part; None for the rank's first.
             restarts: forget the parts so far.
         """
         if self._on_gpu:
-            # Name the device: in autograd's threads another may be current, and CUDA measures no
-            # time between events of two devices.
+            # Autograd's threads may have another current device, and CUDA cannot measure the time
+            # between events of two devices.
             stream = torch.accelerator.current_stream(self._device)
             if ends_on is not None and ends_on != self._device:
-                # Costs nothing after a forward: the first device waits for its gradients anyway.
+                # Free after a forward: the first device waits for its gradients anyway.
                 stream.wait_event(torch.accelerator.current_stream(ends_on).record_event())
             event = torch.Event(self._device, enable_timing=True)
             event.record(stream)
@@ -95,8 +94,8 @@ class StepTimer:
         self._last = now
 
     def mark_end_of_backward(self, loss: Tensor) -> None:
-        """Mark the moment when autograd has computed all gradients; DDP may still wait after it."""
-        # Autograd has no public callback for its end. Checked with torch 2.11 to 2.15.
+        """Mark the moment when autograd has computed all gradients, before DDP waits for ranks."""
+        # Before torch 2.15 the callback for autograd's end is private. Checked from torch 2.11 on.
         engine = torch.autograd.Variable._execution_engine
         loss.register_hook(lambda _: engine.queue_callback(lambda: self.mark(StepPart.BACKWARD)))
 
@@ -114,7 +113,7 @@ class StepTimer:
         return 0.0 if self._warm_since is None else time.perf_counter() - self._warm_since
 
     def lap(self) -> Lap:
-        """Return what was measured since the last lap or restart; begin a new interval."""
+        """Return the measurements since the last lap or restart; begin a new interval."""
         self._read_events(len(self._events))
         elapsed_s = time.perf_counter() - self._started
         lap = Lap(
@@ -130,7 +129,7 @@ class StepTimer:
         return lap
 
     def _count(self, part: StepPart | None, ms: float, *, restarts: bool) -> None:
-        """Count time for a part, and for the exchange that it comes before or ends."""
+        """Add time to a part, and to the exchange that follows or ends with it."""
         self._parts_ms[part] += ms
         if restarts:
             self._parts_ms.clear()
@@ -141,14 +140,14 @@ class StepTimer:
             self._work_ms = self._wait_ms = 0.0
         elif part is StepPart.WAIT:
             self._wait_ms += ms
-        elif part is not None:  # also the optimizer, after an exchange: it delays the next one
+        elif part is not None:  # also the optimizer: it delays the next exchange
             self._work_ms += ms
 
     def _read_events(self, count: int) -> None:
-        """Wait for the oldest events, and count the times between them for their parts."""
-        read = self._events[:count]
-        if read:
-            read[-1][0].synchronize()
-        for (before, _, _), (event, part, restarts) in pairwise(read):
+        """Wait for the oldest events, and add the times between them to their parts."""
+        events = self._events[:count]
+        if events:
+            events[-1][0].synchronize()
+        for (before, _, _), (event, part, restarts) in pairwise(events):
             self._count(part, before.elapsed_time(event), restarts=restarts)
-        del self._events[: count - 1]  # the next time begins at the last one
+        del self._events[: count - 1]  # the next time begins at the last event

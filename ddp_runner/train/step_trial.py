@@ -1,4 +1,4 @@
-"""Tries a loss, or a user's training step, on two samples and on the same samples given twice.
+"""Tries a loss, or a user's training step, on two samples and on the same samples twice.
 
 A sum doubles. Most mistakes show up here, where the message can name them.
 """
@@ -21,27 +21,28 @@ from ddp_runner.train.step import StepOutput, step_of
 from ddp_runner.train.work import forward
 
 NEGLIGIBLE = 1e-6  # a smaller loss is only rounding
+# Our sum for each mean of torch.nn.functional.
 SUMS = {"cross_entropy": "cross_entropy", "nll_loss": "nll", "mse_loss": "mse"}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The loss of two samples, and of the same samples given twice."""
+    """The loss of two samples, and of the same samples twice."""
 
     once: float
     twice: float
     kind: str  # sum, mean or other
-    scalars: tuple[str, ...] = ()  # the names of those that the step returns in training
+    scalars: tuple[str, ...] = ()  # names of the scalars that the step returns in training
 
     @property
     def detail(self) -> str:
         """Both values, as a phrase."""
-        return f"{NUM_FIRST} samples give {self.once:.4g}, given twice {self.twice:.4g}"
+        return f"{NUM_FIRST} samples give {self.once:.4g}, the same samples twice {self.twice:.4g}"
 
 
 @torch.no_grad()
 def try_loss(state: TrainState, batch: MicroBatch) -> Trial:
-    """Try the ordinary step with a loss that looks at the model's outputs."""
+    """Try the ordinary step, with a loss that inspects the model's outputs."""
     trials = list[Trial]()
 
     def probe(outputs: Any, targets: Any) -> Tensor:
@@ -51,54 +52,54 @@ def try_loss(state: TrainState, batch: MicroBatch) -> Trial:
 
     probing = partial(cast("partial[StepOutput]", state.work.step_fn), loss=probe)
     forward(replace(state.work, step_fn=probing), state.module, batch)
-    return trials[0] if trials else try_step(state, batch)  # only a tensor can be given twice
+    return trials[0] if trials else try_step(state, batch)  # only tensors can be concatenated
 
 
 @torch.enable_grad()
 def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
-    """Compare the loss of a model's outputs with that of the same outputs given twice."""
+    """Compare the loss of a model's outputs with the loss of the same outputs twice."""
     config, dataset = state.work.config, state.work.dataset
-    model, named = model_of(config), loss_of(config)
+    model, name = model_of(config), loss_of(config)
     if not isinstance(outputs, Tensor):
         keys = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else ""
         raise UserError(
             f"{model} returns a {type(outputs).__name__}{keys}, not a tensor; write a "
             "train.step of your own, or return only the outputs"
         )
-    classes, places = dataset.num_classes, targets.shape[1:]  # of a segmentation: the pixels
-    if classes and (outputs.ndim < 2 or outputs.shape[1] < classes or outputs.shape[2:] != places):
+    classes, pixels = dataset.num_classes, targets.shape[1:]  # of a segmentation, else empty
+    if classes and (outputs.ndim < 2 or outputs.shape[1] < classes or outputs.shape[2:] != pixels):
         raise UserError(
             f"{model} returns {tuple(outputs.shape)} for {len(targets)} samples of "
             f"dataset={dataset.name} with {classes} classes; return a score for each class: "
-            f"{(len(targets), classes, *places)}"
+            f"{(len(targets), classes, *pixels)}"
         )
     loss = cast("partial[StepOutput]", state.work.step_fn).keywords["loss"]
     outputs = outputs.detach().requires_grad_(outputs.is_floating_point() or outputs.is_complex())
-    what = (
-        f"{named} cannot take the outputs of {model}, {shape_of(outputs)}, with the targets of "
+    action = (
+        f"{name} cannot take the outputs of {model}, {shape_of(outputs)}, with the targets of "
         f"dataset={dataset.name},"
     )
-    with taking(what, targets, fix="choose a loss that fits"):
+    with taking(action, targets, fix="choose a loss that fits"):
         once = loss(outputs, targets)
-        # Where the first dimension is not the batch, only the loss knows which one is.
+        # If the first dimension is not the batch, only the loss knows which dimension is.
         is_batch = len(outputs) == len(targets)
         twice = loss(torch.cat([outputs] * 2), torch.cat([targets] * 2)) if is_batch else None
     if not isinstance(once, Tensor) or once.numel() != 1:
         raise UserError(
-            f"{named} returns {shape_of(once)}, not a single number; it must be the sum over the "
+            f"{name} returns {shape_of(once)}, not a single number; it must be the sum over the "
             f"samples: {sum_form(config)}"
         )
     if not once.requires_grad:
         raise UserError(
-            f"{named} returns a number that depends on no output of {model}; compute it without "
-            "no_grad, detach or item, from outputs that are no integers"
+            f"{name} returns a number that depends on no output of {model}; compute it without "
+            "no_grad, detach or item, from floating-point outputs"
         )
     if twice is None:
         return Trial(once.item(), 2 * once.item(), "sum")
     trial = _compared(once.item(), twice.item(), state, outputs.dtype)
     if trial.kind == "mean":
         (gradient,) = torch.autograd.grad(loss(outputs, targets).sum(), outputs, allow_unused=True)
-        # The loss of the worst sample does not change either, but depends on that sample only.
+        # The maximum over the samples does not change either, but depends on a single sample.
         if gradient is None or not gradient.reshape(len(gradient), -1).any(dim=1).all():
             return replace(trial, kind="other")
     return trial
@@ -106,10 +107,10 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
 
 @torch.enable_grad()
 def try_step(state: TrainState, batch: MicroBatch) -> Trial:
-    """Compare what a training step returns for samples once, once more, and given twice."""
+    """Compare a training step's results for two samples, with another seed, and for them twice."""
     config, name, steps = state.work.config, step_of(state.work.config), list[StepOutput]()
-    twice_batch = state.first([*range(NUM_FIRST)] * 2)
-    for data, seed in ((batch, 0), (batch, 1), (twice_batch, 0)):
+    double_batch = state.first([*range(NUM_FIRST)] * 2)
+    for data, seed in ((batch, 0), (batch, 1), (double_batch, 0)):
         seed_all(seed)
         steps.append(step := forward(state.work, state.module, data))
         _validate_step(step, name)
@@ -122,16 +123,16 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
     if count_twice != 2 * count:
         raise UserError(
             f"{name} returns count={count:g} for {NUM_FIRST} samples and {count_twice:g} for the "
-            "same given twice; a count must add up"
+            "same samples twice; return a count that adds up"
         )
-    once, again, twice = (step.loss_sum.item() for step in steps)
+    once, other_seed, twice = (step.loss_sum.item() for step in steps)
     trial = _compared(once, twice, state, step.loss_sum.dtype)
     seed_all(0)
     state.module.train()
     with torch.no_grad():
         trained = forward(state.work, state.module, batch)
     # A loss that draws random numbers cannot be compared.
-    kind = trial.kind if once == again else "sum"
+    kind = trial.kind if once == other_seed else "sum"
     return replace(trial, kind=kind, scalars=tuple(trained.scalars))
 
 
@@ -150,20 +151,19 @@ def _validate_step(step: object, name: str) -> None:
     for key, value in step.scalars.items():
         if not isinstance(value, Tensor) or value.numel() != 1 or key == "loss":
             raise UserError(
-                f"{name} returns {shape_of(value)} as the scalar {key}; return a tensor of one "
-                "number, and not under the name loss"
+                f"{name} returns {shape_of(value)} as the scalar {key}; return a tensor of a "
+                "single number, under another name than loss"
             )
     if not loss.requires_grad:
         raise UserError(
             f"{name} returns a loss_sum that depends on no parameter in evaluation mode; "
-            "compute it with the model that the step gets, without no_grad, detach or item, "
-            "and what only training mode computes between model.train() and model.eval(): see "
-            "docs/your_own_step.md"
+            "compute it with the step's model, without no_grad, detach or item, and put parts that "
+            "need training mode between model.train() and model.eval(): see docs/your_own_step.md"
         )
 
 
 def _compared(once: float, twice: float, state: TrainState, dtype: torch.dtype) -> Trial:
-    """Return of which kind a loss is that has two values; one that is not finite fails later."""
+    """Return the kind of a loss from its two values; training will reject NaN and infinity."""
     is_exact = state.work.config.train.precision == "fp32" and dtype.itemsize > 2
     # Far above rounding, and far below the factor of 2 between a sum and a mean.
     near = partial(math.isclose, twice, rel_tol=1e-3 if is_exact else 5e-2, abs_tol=NEGLIGIBLE)
@@ -174,17 +174,17 @@ def _compared(once: float, twice: float, state: TrainState, dtype: torch.dtype) 
 
 
 def model_of(config: RunConfig) -> str:
-    """Return how a message names the model."""
+    """Return the name of the model for messages."""
     return f"model={config.model.get('name')}"
 
 
 def loss_of(config: RunConfig) -> str:
-    """Return how a message names the loss."""
+    """Return the name of the loss for messages."""
     return f"model.loss={config.model['loss']}"
 
 
 def sum_form(config: RunConfig) -> str:
     """Return the fix for a loss that is not a sum."""
-    if (own := SUMS.get(str(config.model["loss"]).rpartition(".")[2])) is not None:
-        return f"write model.loss=ddp_runner.train.losses.{own}"
+    if (name := SUMS.get(str(config.model["loss"]).rpartition(".")[2])) is not None:
+        return f"write model.loss=ddp_runner.train.losses.{name}"
     return "return the sum instead, as torch's losses do with reduction='sum'"

@@ -1,11 +1,11 @@
-"""The training task of a rank: builds everything from the config, trains, and exports the model."""
+"""The training task of a rank: builds all objects of the config, trains, and exports the model."""
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 
-from ddp_runner.errors import UserError, counted
+from ddp_runner.errors import counted
 from ddp_runner.job import Status
 from ddp_runner.rank.records import Records, log_start
 from ddp_runner.rank.session import Session, note_start
@@ -25,31 +25,31 @@ from ddp_runner.train.state import TrainState
 
 
 def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Build, resume from the run's newest checkpoint if it has any, train, and export the model.
+    """Build the state, resume from the newest checkpoint if any, train, and export the model.
 
     Collective: every rank must call.
     """
     config, run_dir = session.config, session.run_dir
     state = build_session_state(session, config)
-    known, warnings = try_run(state)
+    metrics, warnings = try_run(state)
     resume_step = restore(state, run_dir.checkpoints, log=session.log)
     note_start(session, step=state.step)
     if resume_step is not None and state.is_done:
         key = "epochs" if config.train.max_steps is None else "max_steps"
         done = f"{counted(resume_step, 'step')} and {counted(state.batches.epoch, 'epoch')}"
-        asked = getattr(config.train, key)
-        session.log(f"nothing is left to train: {done} are done, and train.{key} is {asked}")
-    if not session.env.is_rank_zero:  # rank 0 logs its own with the facts of the run
+        limit = getattr(config.train, key)
+        session.log(f"nothing is left to train: {done} are done, and train.{key} is {limit}")
+    if not session.env.is_rank_zero:  # rank 0 logs its process with the facts of the run
         session.log(f"rank {session.env.rank} is process {os.getpid()}")
-    served = engage(state)
-    if served is not None:
-        return served
+    status = engage(state)
+    if status is not None:
+        return status
     model_sizes = sizes(state.module)
     if session.env.is_rank_zero:
         _log_facts(session, state, warnings, model_sizes["num_parameters"])
     fields = RunFields(
         warnings=[*session.job.warnings, *warnings],
-        directions=known.directions,
+        directions=metrics.directions,
         trains_on_stream=state.batches.steps_per_epoch is None,
         model_arguments=state.work.dataset.model_arguments,
     )
@@ -69,7 +69,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             content = partial(snapshot, state)
             records.save(content, step=state.step, metrics=state.progress.metrics)
 
-        # Its warnings come after those of the logger, in run.json as well.
+        # Build the profiler after the logger, so that their warnings are in this order.
         with _profiler(session, state, run_dir) as state.profiler:
             logger = records.logger
             status = train(state, save=save, stop_requested=stop_requested, logger=logger)
@@ -82,20 +82,24 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         reason = stop_reason(state.progress, early_stop)
         if reason is not None and session.env.is_rank_zero:
             session.log(reason)
-        ended = RunFields(step=state.step, epoch=state.batches.epoch, stopped_early=reason)
-        logger.finish(status, **(ended | state.measured))
+        end = RunFields(step=state.step, epoch=state.batches.epoch, stopped_early=reason)
+        logger.finish(status, **(end | state.measured))
     return status
 
 
 def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfiler:
-    """Return what traces the steps of ``train.profile``."""
-    asked, done = session.config.train.profile, state.step
-    folder = run_dir.path / "profile"
-    warn = partial(_warn, session)
-    if not has_steps_to_trace(asked, done=done, folder=folder, warn=warn):
+    """Return the profiler for ``train.profile``."""
+    setting, done, folder = session.config.train.profile, state.step, run_dir.path / "profile"
+
+    def warn(text: str) -> None:
+        session.log(f"warning: {text}")
+        if session.env.is_rank_zero:
+            add_warning(run_dir, text)
+
+    if not has_steps_to_trace(setting, done=done, folder=folder, warn=warn):
         return NullProfiler()
     return Profiler(
-        asked,
+        setting,
         done=done,
         device=session.devices[0],
         folder=folder,
@@ -103,14 +107,6 @@ def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfil
         log=session.log,
         warn=warn,
     )
-
-
-def _warn(session: Session, text: str) -> None:
-    """Warn on the terminal, in this rank's log and, from rank 0, in run.json."""
-    session.log(f"warning: {text}")
-    if session.env.is_rank_zero:
-        with suppress(UserError):  # a full disk, which the run itself reports
-            add_warning(session.run_dir, text)
 
 
 def _log_facts(
@@ -122,7 +118,9 @@ def _log_facts(
         session.config,
         session.env,
         num_parameters=num_parameters,
-        num_trained=sum(one.numel() for one in state.module.parameters() if one.requires_grad),
+        num_trained=sum(
+            value.numel() for value in state.module.parameters() if value.requires_grad
+        ),
         dataset=dataset.name,
         num_train=dataset.train.num_samples,
         num_eval=dataset.eval.num_samples,

@@ -170,7 +170,7 @@ def test_a_metric_that_is_added_must_merge_rightly(tmp_path: Path) -> None:
     mine = ("+metrics.mine._target_=own_metrics.SumOfLargest", "allowed_targets=[own_metrics]")
     environ = {"PYTHONPATH": str(Path(own_metrics.__file__).parent)}
     end = run_command("task=evaluate", f"resume={RUN}", *mine, folder=tmp_path, environ=environ)
-    assert error_line(end).startswith("metrics.mine (SumOfLargest) depends on how many ranks")
+    assert error_line(end).startswith("metrics.mine (SumOfLargest) depends on the number of ranks")
 
 
 @pytest.mark.full

@@ -293,7 +293,7 @@ def test_a_training_without_evaluations_needs_no_evaluation_split(tmp_path: Path
     line = error_line(run_command(*keys, *own, folder=tmp_path, environ=environ))
     assert line == (
         "dataset.eval has no _target_; name your Dataset: dataset.eval={_target_:my_package."
-        "MyDataset}, or write dataset.eval_fraction=0.1, or evaluate never: "
+        "MyDataset}, or write dataset.eval_fraction=0.1, or never evaluate: "
         "train.eval_every_epochs=0"
     )
     never = ("train.eval_every_epochs=0", "batch.global_size=4", *SHORT)

@@ -102,8 +102,8 @@ def test_ranks_raise_the_same_error() -> None:
     """So no rank waits for another."""
     first, second = run_ranks(errors, 2)
     assert first == second
-    assert first[0].startswith("metrics.mine computes a NoneType; return a number")
-    assert first[1].startswith("metrics.mine (Fragile) cannot merge what another rank has: TypeEr")
+    assert first[0].startswith("metrics.mine (Nothing) computes a NoneType: TypeError")
+    assert first[1].startswith("metrics.mine (Fragile) cannot merge the object of another rank: T")
 
 
 BATCHES = classified(23)[:2]
@@ -136,11 +136,11 @@ def test_rounding_is_no_difference() -> None:
     ("metric", "sentence"),
     [
         (Unmerged(), r"\(Unmerged\): it has no merge\(self, other\).*; write it, or merge = sum"),
-        (SumOfLargest(), r"\(SumOfLargest\) depends on how many ranks there are: eval/mine is "
+        (SumOfLargest(), r"\(SumOfLargest\) depends on the number of ranks: eval/mine is "
                          r"2\.1152\d+ in one object and 3\.9682\d+ merged from several; correct"),
-        (MeanOfMeans(), r"\(MeanOfMeans\) depends on how many ranks there are: eval/mine is 0.469"),
+        (MeanOfMeans(), r"\(MeanOfMeans\) depends on the number of ranks: eval/mine is 0.469"),
         (Forgetful(), r"\(Forgetful\) cannot be computed after its merge: TypeError"),
-        (Fragile(), r"\(Fragile\) cannot merge what another rank has: TypeError: unsupported"),
+        (Fragile(), r"\(Fragile\) cannot merge the object of another rank: TypeError: unsup"),
     ],
     ids=name_of,
 )  # fmt: skip
@@ -154,9 +154,7 @@ def test_an_object_that_cannot_be_sent_is_refused() -> None:
     """The error says what it may not hold, whether it did so from the start or not."""
     metric = Largest()
     vars(metric)["weigh"] = lambda value: value
-    line = (
-        r"^metrics\.mine \(Largest\) cannot be sent to other ranks: .*; it may hold no lambda and"
-    )
+    line = r"^metrics\.mine \(Largest\) cannot be sent to other ranks: .*; remove lambdas and"
     with pytest.raises(UserError, match=line):
         Evaluation({"mine": metric}, device=CPU)
     evaluation = Evaluation({"mine": Last()}, device=CPU)
@@ -188,7 +186,7 @@ def test_a_state_is_on_the_outputs_device() -> None:
     """Also in a buffer of a module, in a tuple and in another metric."""
     metric = Deep()
     evaluation = Evaluation({"mine": metric}, device=torch.device("meta"))
-    own: Any = evaluation._own["mine"]
+    own: Any = evaluation._metrics["mine"]
     first, rest = own.own
     held = [own.total, own.weight, first, rest["deep"][0], rest["deep"][1].total]
     assert {one.device.type for one in held} == {"meta"}

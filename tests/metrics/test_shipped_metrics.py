@@ -114,7 +114,7 @@ def test_without_a_sample_it_is_not_a_number(metric: Metric) -> None:
             PIXELS + 252,
             "has 1440 targets outside the classes: 4",
         ),
-        (MAE, VALUES[:, :1], VALUES[:, 0], "outputs and targets of one shape"),
+        (MAE, VALUES[:, :1], VALUES[:, 0], "outputs and targets of the same shape"),
         (Perplexity, LOGITS, TOKENS, "have no scores of classes"),
     ],
 )

@@ -113,7 +113,7 @@ def test_an_attribute_that_is_no_state_of_theirs_is_refused() -> None:
             return self.hits
 
     batches = classified(23)[:2]
-    with pytest.raises(UserError, match=r"metrics.mine \(Attribute\) depends on how many ranks"):
+    with pytest.raises(UserError, match=r"\(Attribute\) depends on the number of ranks"):
         try_metrics({"mine": Attribute()}, *batches, device=torch.device("cpu"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_runner.errors import UserError
-from ddp_runner.own_loop.own_task import place_noted, validate_arguments
+from ddp_runner.own_loop.own_task import line_noted, validate_arguments
 from ddp_runner.tracking.start_block import shown_path
 
 
@@ -42,7 +42,7 @@ def test_arguments_that_do_not_fit(
 ) -> None:
     """The nearest name is proposed."""
     with pytest.raises(UserError) as error:
-        validate_arguments(function, arguments, named="it")
+        validate_arguments(function, arguments, target="it")
     assert str(error.value) == sentence
 
 
@@ -52,7 +52,7 @@ def test_arguments_that_do_not_fit(
 )
 def test_arguments_that_fit(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
     """A default, and any keyword."""
-    validate_arguments(function, arguments, named="it")
+    validate_arguments(function, arguments, target="it")
 
 
 def failing(depth: int) -> None:
@@ -65,7 +65,7 @@ def failing(depth: int) -> None:
 
 def test_the_note_names_the_last_line_of_the_function() -> None:
     """Not that of a library which raised, nor that of the caller."""
-    with pytest.raises(ValueError, match="invalid literal") as caught, place_noted(failing):
+    with pytest.raises(ValueError, match="invalid literal") as caught, line_noted(failing):
         failing(3)
     line = failing.__code__.co_firstlineno + 5
     assert caught.value.__notes__ == [f"{shown_path(Path(__file__))}, line {line}"]

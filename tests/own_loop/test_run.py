@@ -149,5 +149,5 @@ def test_a_mode_whose_engine_would_be_left_out_is_refused(tmp_path: Path) -> Non
     """
     end = run_function(source, "parallelism._target_=mine.Compressed", folder=tmp_path)
     assert error_line(end).endswith(
-        "a loop of your own computes them itself; write parallelism=ddp"
+        "a loop of your own computes its own steps; write parallelism=ddp"
     )

@@ -59,6 +59,6 @@ def test_an_optimizer_from_before_the_shards_is_one_line(tmp_path: Path) -> None
         run.log({"bias": module.net2.bias.sum()}, step=1)
     """
     end = run_function(source, "model=toy", "parallelism=fsdp", folder=tmp_path)
-    assert error_line(end).startswith("optimizer was made before run.wrap, which has replaced the ")
+    assert error_line(end).startswith("optimizer was made before run.wrap, which replaced the ")
     end = run_function(source, "model=toy", "parallelism=ddp", folder=tmp_path / "ddp")
     assert end.exit_code == 0, end.stderr

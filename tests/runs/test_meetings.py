@@ -160,9 +160,9 @@ class Rule:
 
 
 REFUSED = [
-    Rule("a stream, have none; write parallelism=ddp", SERVED, sources=STREAMS),
+    Rule("is a stream without numbers; write parallelism=ddp", SERVED, sources=STREAMS),
     Rule("return the same names for each batch", EVERY, frozenset({"scalars named by data"})),
-    Rule("some are sparse", SHARDED, SPARSE_ONES),
+    Rule("some of which are sparse", SHARDED, SPARSE_ONES),
     Rule("cannot push sparse gradients", SERVED, SPARSE_ONES),
     Rule("which are one parameter, into different groups", SHARDED - {"fsdp_tp"}, TIED),
     Rule("and torch would make them two", TENSOR_PARALLEL, TIED),

@@ -43,7 +43,9 @@ def test_a_resumed_run_can_be_profiled(tmp_path: Path) -> None:
     end = run_command(f"resume={RUN}", *keys, folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")
     (warning,) = record(end.run_dir)["warnings"]
-    assert warning.startswith("train.profile=3-7 traces nothing: this run goes on after step 14; ")
+    assert warning.startswith(
+        "train.profile=3-7 traces nothing: this run continues after step 14; "
+    )
     assert f"warning: {warning}" in " ".join(end.stdout.split())
 
 

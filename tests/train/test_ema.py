@@ -32,7 +32,6 @@ from ddp_runner.checkpoint.store import load_checkpoint
 from ddp_runner.checkpoint.weights import averaged_weights
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.errors import UserError
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.best_model import export_best
 from ddp_runner.train.ema import Ema
@@ -70,19 +69,6 @@ def test_statistics_are_averaged_and_other_buffers_copied() -> None:
     assert equal(found["positions"], module.state_dict()["positions"])
     assert equal(found["mask"], module.state_dict()["mask"])
     assert int(found["norm.num_batches_tracked"]) == 2
-
-
-class Uncopied(nn.Linear):
-    """Cannot be copied."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        raise TypeError("has a lock")
-
-
-def test_a_model_that_cannot_be_copied_is_one_line() -> None:
-    """The reason is the model's own."""
-    with pytest.raises(UserError, match=r"which cannot be copied \(TypeError: has a lock\)"):
-        Ema(Uncopied(1, 1), decay=0.5, build=lambda: Uncopied(1, 1))
 
 
 def averages(env: DistEnv, config: Config) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """A completed run exports the best model that loads, even if checkpoints are damaged."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -124,24 +123,6 @@ def test_a_finished_training_never_fails_for_a_manifest(tmp_path: Path) -> None:
     assert not list(folder.glob("*/manifest.json"))
     assert exported(tmp_path) == (3.0, "4")
     assert logged_lines[0].startswith("no valid checkpoint has a finite eval/loss")
-
-
-def test_a_finished_training_never_fails_for_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
-    """The line says why no checkpoint was found."""
-    config = compose_config(*TOY, "checkpoint.monitor=eval/loss", "checkpoint.mode=min")
-    (logged_lines,) = run_ranks(without_folder, 1, config, tmp_path)
-    assert exported(tmp_path) == (3.0, "4")
-    assert re.search(r"cannot be read \(Not a dir.*; exporting the last model$", logged_lines[0])
-
-
-def without_folder(env: DistEnv, config: Config, run_dir: Path) -> list[str]:
-    """Deliver where a file is in the place of the checkpoints."""
-    state, trace = build(env, config), Trace()
-    fill(state.module, 3.0)
-    (run_dir / "checkpoints").touch()
-    state = at(state, epoch=1, step=4)
-    export_best(state, RunDir(run_dir), kept_in(run_dir, trace), log=trace.logged.append)
-    return trace.logged
 
 
 def without_manifests(env: DistEnv, config: Config, run_dir: Path) -> list[str]:

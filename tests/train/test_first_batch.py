@@ -78,7 +78,7 @@ INVALID: dict[str, tuple[tuple[str, ...], list[str]]] = {
     ),
     "loss with its own words": (
         (*TOY, "dataset.target_size=3"),
-        ["mse needs outputs and targets of one shape"],
+        ["mse needs outputs and targets of the same shape"],
     ),
     "an error in the model": (of("Cursed"), ["KeyError: 'no such layer'"]),
     "nothing to train": (

@@ -151,8 +151,8 @@ def test_training_goes_on_without_a_profile_if_a_disk_is_full(tmp_path: Path, ra
         assert outcome.trace.status == "completed"
         if other == rank:
             assert outcome.logged[0] == (
-                f"warning: the profile of steps 4 to 6 is not written to {tmp_path}/steps-4-6 "
-                "(torch has written no trace; is the disk full?); free space or make the folder "
+                f"warning: the profile of steps 4 to 6 was not written to {tmp_path}/steps-4-6 "
+                "(torch wrote no trace; is the disk full?); free space or make the folder "
                 "writable"
             )
     left = {path.name for path in (tmp_path / "steps-4-6").iterdir()}
@@ -164,7 +164,7 @@ def test_training_goes_on_if_the_runs_folder_takes_no_profile(tmp_path: Path) ->
     (tmp_path / "file").touch()
     for outcome in run_ranks(train, 2, tmp_path / "file" / "profile", "4-6"):
         assert outcome.logged[0] == (
-            f"warning: the profile of steps 4 to 6 is not written to {tmp_path}/file/profile/"
+            f"warning: the profile of steps 4 to 6 was not written to {tmp_path}/file/profile/"
             "steps-4-6 (Not a directory); free space or make the folder writable"
         )
         assert outcome.trace.status == "completed"
@@ -192,8 +192,8 @@ def test_steps_before_a_resume_are_past(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == ""
     assert not is_due("4-6", done=6)
     assert capsys.readouterr().out == (
-        "train.profile=4-6 traces nothing: this run goes on after step 6; name later steps, or "
-        "their number: train.profile=5\n"
+        "train.profile=4-6 traces nothing: this run continues after step 6; give later "
+        "steps, or a number of steps: train.profile=5\n"
     )
     (tmp_path / "steps-5-6").mkdir()  # before a restart of the ranks
     assert not is_due("4-6", done=6)

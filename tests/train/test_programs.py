@@ -14,7 +14,7 @@ from ddp_runner.train import programs
 @pytest.fixture
 def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mock:
     """Return what exports to a folder with formats; its model and torch's exporter are fake."""
-    monkeypatch.setattr(programs, "_call", Mock(return_value=((), {})))
+    monkeypatch.setattr(programs, "_model_arguments", Mock(return_value=((), {})))
     monkeypatch.setattr(programs, "_save", lambda _, path: path.write_text("program"))
     monkeypatch.setattr("torch.export.export", MagicMock())
     for name in ("place_alone", "build_step", "load_tensors"):

@@ -99,7 +99,7 @@ INVALID = {
         "between model.train() and model.eval()",
     ],
     "of_elements": ["returns count=10 for 2 samples; write batch.count=tokens"],
-    "number_as_scalar": ["returns a float as the scalar one; return a tensor of one number"],
+    "number_as_scalar": ["returns a float as the scalar one; return a tensor of a single number"],
     "failing": ["train.step=own_steps.failing cannot take dataset=random", "KeyError: 'image'"],
 }
 KINDS = {"squares": "sum", "random": "sum", "of_pairs": "other"}
@@ -133,7 +133,7 @@ def test_a_step_is_tried_before_training() -> None:
         for part in parts:
             assert part in found[name]
     assert {name: found[name] for name in KINDS} == KINDS
-    assert "count=1 for 2 samples and 1 for the same given twice" in found["of_one"]
+    assert "count=1 for 2 samples and 1 for the same samples twice" in found["of_one"]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_ranks_add_up_scalars_by_the_names_that_the_trial_has_shown() -> None:
     for found in of_ranks:
         assert [line["train/low"] + line["train/high"] for line in found] == pytest.approx([1] * 4)
     (error,) = run_ranks(by_names, 1, compose_config(*of("by_sign")), ("low",))
-    assert "train.step=own_steps.by_sign returned the scalar high for a batch, and not for" in error
+    assert "train.step=own_steps.by_sign returned the scalar high for a batch, but not for" in error
 
 
 def losses(env: DistEnv, config: Config) -> list[float]:

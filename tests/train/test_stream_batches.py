@@ -210,10 +210,10 @@ def test_what_a_stream_cannot_do_is_one_line(tmp_path: Path) -> None:
         "no evaluation": (*PLAIN, "dataset.eval={_target_:own_streams.Plain,size:0}"),
     }
     for found in run_ranks(messages, 2, wrong):
-        assert "parallelism=ps gives out batches by their numbers" in found["servers"]
+        assert "parallelism=ps gives out batches by number" in found["servers"]
         assert found["cosine"] == (
-            "scheduler=cosine needs total_steps, which a stream such as dataset=torch_dataset does "
-            "not tell; write train.max_steps"
+            "scheduler=cosine needs total_steps, which is unknown for a stream such as "
+            "dataset=torch_dataset; write train.max_steps"
         )
         assert "needs steps_per_epoch" in found["step"]
         assert "the train stream has no sample in epoch 2; its __iter__ must" in found["once"]
