@@ -17,8 +17,8 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
     add_warning,
-    begin_anew,
     end_session,
+    forget_earlier_sessions,
     note_startup,
     read_run_record,
     write_run_record,
@@ -81,7 +81,7 @@ class RunLogger:
             title=job.title,
         )
         if resume_step is None:
-            begin_anew(run_dir)
+            forget_earlier_sessions(run_dir)
         clock = self._files.clock
         loaded = {"started_at": job.started_at, "resume_step": resume_step, "clock": clock}
         write_run_record(run_dir, loaded=loaded)
