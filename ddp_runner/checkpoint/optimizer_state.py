@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from ddp_runner.errors import UserError, is_lost_peer, listed, one_line, typed
+from ddp_runner.errors import UserError, is_lost_peer, listed, typed
 from ddp_runner.parallelism.shards import is_shard, like
 
 SCHEDULED = {"lr", "momentum", "betas"}  # keys of parameter groups that schedulers change
@@ -154,7 +154,8 @@ def load_scheduler(
             None: another scheduler changes the same rates, so it continues from the saved rates.
 
     Raises:
-        UserError: the state belongs to another class, or has more steps than this scheduler allows.
+        UserError: the state belongs to another class.
+        ValueError: this scheduler allows fewer steps than the state has taken.
     """
     before, now = saved["settings"]["state"], saved["state"]
     if now["class"] != settings["class"]:
@@ -172,11 +173,8 @@ def load_scheduler(
         group.update({key: copy.deepcopy(first[key]) for key in SCHEDULED & first.keys()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer has taken no step in this process
-        try:
-            for _ in range(last_step - first_step):
-                scheduler.step()
-        except ValueError as error:  # OneCycleLR past its end
-            raise UserError(f"{one_line(error)}; give it more steps") from error
+        for _ in range(last_step - first_step):
+            scheduler.step()  # a ValueError of OneCycleLR past its end names its number of steps
 
 
 def _last_epoch(state: Mapping[str, Any]) -> Any:
@@ -220,18 +218,18 @@ def _copied(value: Any, parameter: Tensor) -> Any:
     return value.clone()
 
 
-def _merged(own: Any, before: Any, now: Any) -> Any:
-    """Return `now`, with values of `own` where `now` still equals `before`: these are settings."""
+def _merged(new: Any, before: Any, now: Any) -> Any:
+    """Return `now`, with values of `new` where `now` still equals `before`: these are settings."""
     if _is_same(before, now):
-        return own
-    if all(isinstance(value, Mapping) for value in (own, before, now)):
-        return {**own} | {
-            key: _merged(own[key], before[key], value) if key in own and key in before else value
+        return new
+    if all(isinstance(value, Mapping) for value in (new, before, now)):
+        return {**new} | {
+            key: _merged(new[key], before[key], value) if key in new and key in before else value
             for key, value in now.items()
         }
-    are_lists = all(isinstance(value, list | tuple) for value in (own, before, now))
-    if are_lists and len(own) == len(before) == len(now):
-        return type(now)(map(_merged, own, before, now))
+    are_lists = all(isinstance(value, list | tuple) for value in (new, before, now))
+    if are_lists and len(new) == len(before) == len(now):
+        return type(now)(map(_merged, new, before, now))
     return now
 
 

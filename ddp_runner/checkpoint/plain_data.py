@@ -1,6 +1,5 @@
 """Accepts only plain data and whole tensors in saved states."""
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,11 @@ def load_plain_data(file: Path, *, named: str, fix: str, is_mapped: bool = False
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except pickle.UnpicklingError as error:
-        global_name = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it names {global_name[1]}" if global_name else "it is not a file of plain data"
-        raise UserError(
-            f"{named} was refused: {reason}, which could run code (none was run); {fix}"
-        ) from error
     except Exception as error:  # foreign bytes raise anything
-        raise UserError(
-            f"{named} cannot be read ({typed(error)[:200]}); it is damaged or of another kind; use "
-            "another file"
-        ) from error
+        reason = f"it is damaged or of another kind ({typed(error)[:200]})"
+        if (forbidden := re.search(r"GLOBAL (\S+)", str(error))) is not None:
+            reason = f"refused: it names {forbidden[1]}, which could run code (none was run)"
+        raise UserError(f"{named} cannot be loaded: {reason}; {fix}") from error
 
 
 def reject_sharded(state: Any, name: str = "the state") -> None:

@@ -82,9 +82,7 @@ class Saver:
     def snapshot(self, step: int, *, copies: set[int] | None = None) -> dict[str, Any]:
         """Return a checkpoint's content, on ranks other than 0 without split tensors.
 
-        Args:
-            step: steps taken.
-            copies: receives the addresses of tensors that are copies already; see ``gathered``.
+        `copies` receives the addresses of tensors that are copies already; see ``gathered``.
 
         Raises:
             UserError: a parameter is NaN or infinite, or a shard is not a DTensor.

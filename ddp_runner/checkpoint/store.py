@@ -52,18 +52,18 @@ def save_checkpoint(
     reject_sharded(state)
     final = folder / f"step-{step:08d}"
     temp = folder / (TEMP_PREFIX + final.name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(folder, log=log)
-        temp.mkdir(exist_ok=True)
-        _write_files(temp, state, step=step, metrics=metrics)
-        replaced = _put_in_place(temp, final)
-    except OSError as error:
-        shutil.rmtree(temp, ignore_errors=True)
-        raise UserError(
-            f"checkpoint {final} could not be saved ({error.strerror or error}); free space or "
-            "make the folder writable, then resume: the checkpoints before it are intact"
-        ) from error
+    fix = (
+        "free space or make the folder writable, then resume: the checkpoints before it are intact"
+    )
+    with os_errors(f"checkpoint {final} could not be saved", fix=fix):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _clear_leftovers(folder, log=log)
+            temp.mkdir(exist_ok=True)
+            _write_files(temp, state, step=step, metrics=metrics)
+            replaced = _put_in_place(temp, final)
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)  # after an error
     if replaced:
         _delete(replaced, log=log)
     retain(folder, config, step=step, log=log)
@@ -77,14 +77,10 @@ def retain(
 
     Call on rank 0 after a save, and after a resume: a kill may have skipped it.
     """
-    try:
-        _delete_unfinished(folder, log=log)
-        monitor, mode = config.monitor, config.mode
-        best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
-        checkpoints = checkpoints_by_step(folder)
-    except UserError as error:  # an unreadable folder
-        log(f"no old checkpoint was deleted: {error}; the run continues")
-        return
+    _delete_unfinished(folder, log=log)
+    monitor, mode = config.monitor, config.mode
+    best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
+    checkpoints = checkpoints_by_step(folder)
     # Keep later checkpoints: they were damaged when this run resumed from an earlier step.
     up_to_now = [path for path_step, path in checkpoints.items() if path_step <= step]
     for path in up_to_now[: -config.keep]:

@@ -55,12 +55,9 @@ class CheckpointWriter:
     ) -> None:
         """Wait for the previous save, copy the state, and start writing the copy.
 
-        Args:
-            state: tensors on any device, numbers, strings, and lists and dicts of them; not read
-                after this call.
-            step: optimizer steps taken.
-            metrics: metrics of this step.
-            copies: addresses of memory that only this state uses, so it is not copied.
+        The state may have tensors on any device and is not read after this call; see
+        ``save_checkpoint``. Memory at the addresses in `copies` belongs to this state alone, so it
+        is not copied.
 
         Raises:
             UserError: the previous save failed; earlier checkpoints are intact.

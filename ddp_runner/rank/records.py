@@ -96,10 +96,7 @@ class Records:
     ) -> None:
         """Start to write a checkpoint. Collective: every rank must call.
 
-        Args:
-            snapshot: returns the state, and adds addresses to `copies` as ``gathered`` does.
-            step: optimizer steps taken.
-            metrics: metrics of this step.
+        `snapshot` returns the state, and adds addresses to `copies` as ``gathered`` does.
 
         Raises:
             UserError: the state is not finite, or the previous save failed.

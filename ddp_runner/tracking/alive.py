@@ -59,10 +59,7 @@ class Heartbeat:
         """Rewrite the file every few seconds during the block. Rank 0 only.
 
         A thread writes it, so a loop that waits for other ranks still shows a sign of life.
-
-        Args:
-            path: the heartbeat file.
-            started_at: start of the session, which identifies it as in run.json.
+        `started_at` identifies the session, as in run.json.
         """
         facts = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": started_at}
         ended = threading.Event()
@@ -171,9 +168,7 @@ class Standing:
 def standing(run_dir: RunDir, *, server_time: Callable[[], float] = time.time) -> Standing:
     """Return the standing of a run, whose folder need not exist.
 
-    Args:
-        run_dir: the run's folder.
-        server_time: returns the time by the clock of the folder's file system, which stamps files.
+    `server_time` returns the time by the clock of the folder's file system, which stamps files.
     """
     try:
         record = read_run_record(run_dir, missing_ok=True)

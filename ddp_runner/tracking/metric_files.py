@@ -40,12 +40,8 @@ class MetricFiles:
     """Writes the same numbers to metrics.jsonl and to TensorBoard. Rank 0 only.
 
     A resumed run continues both as if it had never stopped: lines after its checkpoint are cut, and
-    `time_s` continues.
-
-    Args:
-        run_dir: the run's folder, with its frozen config.
-        resume_step: step of the checkpoint that the run resumes from; None: it starts at step 0.
-        has_events: write files for TensorBoard.
+    `time_s` continues. With `resume_step` None the run starts at step 0. Without `has_events` no
+    files for TensorBoard are written.
 
     Raises:
         UserError: the folder cannot be written.

@@ -1,6 +1,5 @@
 """The folder of a run: its files, its lock, and the frozen config. Torch-free."""
 
-import json
 import os
 import re
 import shlex
@@ -135,17 +134,6 @@ class RunDir:
         with suppress(OSError):  # a folder of another user
             if set(self.path.iterdir()) <= {self.lock} and self.is_held is False:
                 shutil.rmtree(self)
-
-    def clear_if_unbegun(self) -> None:
-        """Empty the folder of a run that a user's mistake ended before its first step."""
-        created = {self.config.parent, self.lock, self.holder, self.logs, self.record}
-        # A missing or foreign run.json: leave the folder as it is.
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            is_mistake = json.loads(read_file(self.record))["error"]["kind"] == "user"
-            if is_mistake and created.issuperset(self.path.iterdir()):
-                shutil.rmtree(self.logs)
-                shutil.rmtree(self.config.parent)
-                self.record.unlink()
 
     def freeze(
         self,

@@ -8,6 +8,7 @@ an agent.
 
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -171,7 +172,7 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
     """Reject a folder with a run, unless ``resume`` names it or auto finds the same config."""
     if config.resume not in (None, AUTO):
         return
-    run_dir.clear_if_unbegun()
+    clear_if_unbegun(run_dir)
     earlier_work = _record(run_dir).get("work_hash") if config.resume == AUTO else None
     if earlier_work is None and run_dir.record.exists():
         raise UserError(
@@ -183,6 +184,17 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
             f"{run_dir} holds a run whose config differs ({keys}), and resume=auto only continues "
             "a run with the same config; give another hydra.run.dir"
         )
+
+
+def clear_if_unbegun(run_dir: RunDir) -> None:
+    """Empty the folder of a run that a user's mistake ended before its first step."""
+    created = {run_dir.config.parent, run_dir.lock, run_dir.holder, run_dir.logs, run_dir.record}
+    error = _record(run_dir).get("error")
+    is_mistake = isinstance(error, Mapping) and error.get("kind") == "user"
+    if is_mistake and created.issuperset(run_dir.path.iterdir()):
+        shutil.rmtree(run_dir.logs, ignore_errors=True)
+        shutil.rmtree(run_dir.config.parent, ignore_errors=True)
+        run_dir.record.unlink()
 
 
 def freeze(job: Job, run_dir: RunDir, *, sync: bool = True) -> None:

@@ -32,13 +32,7 @@ class Follower:
     """Sends a run to its tracker, each metric of each step once, over all sessions.
 
     A killed run repeats the steps after its checkpoint with the same results, so these are not sent
-    again unless the config has changed.
-
-    Args:
-        run_dir: folder of a run whose state has been restored.
-        name: the tracker's name.
-        settings: the tracker's _target_ and keys.
-        allowed: the user's packages.
+    again unless the config has changed. The session must have restored its state before.
     """
 
     def __init__(

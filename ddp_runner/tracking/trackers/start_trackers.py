@@ -131,9 +131,8 @@ def _end(trackers: Sequence[_Tracker], job: Job, run_dir: RunDir) -> None:
         num_bytes = sum(path.stat().st_size for path in files_to_keep(run_dir, str(status)))
         limit_s = min(limits_s.get(status, FAILED_S), wait_s + num_bytes / LEAST_RATE)
         reason = "ended before it had all of the run"
-        try:
-            code = tracker.process.wait(max(0.0, run_ended + limit_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        code = _exit_code(tracker, max(0.0, run_ended + limit_s - time.monotonic()))
+        if code is None:
             late = f"had not ended {limit_s:.0f} s after the run"
             if status not in limits_s:
                 tracker.warn(f"{late}, and gets {LAST_S:.0f} s more")
@@ -141,11 +140,18 @@ def _end(trackers: Sequence[_Tracker], job: Job, run_dir: RunDir) -> None:
             code, reason = EXIT_FAILED, f"{late}, and was stopped"
         with suppress(ProcessLookupError):  # usually none is left; a client may leave a service
             os.killpg(tracker.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # in uninterruptible sleep
-            tracker.process.wait(LIMIT_S)
+        _exit_code(tracker, LIMIT_S)
         if has_begun and code not in (EXIT_COMPLETED, EXIT_REPORTED):
             tracker.warn(f"{reason}; python -m {TRACKER} RUN {tracker.name} sends the rest")
     end_descendants(own_children, spares_trackers=False)  # processes in sessions of their own
+
+
+def _exit_code(tracker: _Tracker, wait_s: float) -> int | None:
+    """Return the exit code; None if the process still runs after `wait_s` seconds."""
+    try:
+        return tracker.process.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _print_warning(sentence: str) -> None:
