@@ -5,7 +5,8 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -143,7 +144,6 @@ def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
     )
     if env.is_rank_zero:
         return connect(is_master=True, multi_tenant=True)
-    stores = list[Any]()
     while time.monotonic() < deadline:
         try:
             socket.create_connection((host, port), timeout=min(PROBE_S, timeout_s)).close()
@@ -152,16 +152,22 @@ def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
             time.sleep(POLL_S)
             continue
         reason = "it may be suspended"
+        store: Future[Any] = Future()
         # In a thread: the call has no timeout.
-        thread = Thread(target=lambda: stores.append(connect(is_master=False)), daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        if stores:
-            return stores[0]
+        Thread(target=_set_store, args=(store, connect), daemon=True).start()
+        with suppress(TimeoutError):
+            return store.result(timeout_s)
     raise STORES.DistNetworkError(
         f"timed out after {timeout_s:g} s (backend.timeout_s): rank 0 does not answer at "
         f"{host}:{port} ({reason})"
     )
+
+
+def _set_store(store: Future[Any], connect: Callable[..., Any]) -> None:
+    try:
+        store.set_result(connect(is_master=False))
+    except BaseException as error:
+        store.set_exception(error)
 
 
 def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:
