@@ -29,7 +29,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.session import Session, note_start
-from ddp_runner.tracking.run_record import begin_anew, end_session, write_run_record
+from ddp_runner.tracking.run_record import end_session, forget_earlier_sessions, write_run_record
 from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.build_state import build_session_state
 from ddp_runner.train.first_batch import try_first_batch
@@ -45,7 +45,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
     config, env, log = session.config, session.env, session.log
     note_start(session, step=0)
     if env.is_rank_zero:
-        begin_anew(session.run_dir)
+        forget_earlier_sessions(session.run_dir)
     if config.train.compile:
         log("train.compile=true is ignored: compiled code draws other random numbers")
         config = replace(config, train=replace(config.train, compile=False))

@@ -1,11 +1,11 @@
-"""Compares states between ranks by digest; sends checkpoints to machines without the folder."""
+"""Compares states between ranks, and sends checkpoints to machines without the run folder."""
 
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE
 from ddp_runner.distributed import from_rank_zero, gather_objects
+
+CHUNK_BYTES = 64 * 2**20  # bytes per broadcast
 
 
 def on_cpu(state: Any) -> Any:
@@ -29,7 +31,7 @@ def on_cpu(state: Any) -> Any:
 
 
 def digest_of(state: Any) -> str:
-    """Return a digest of plain data and tensors; equal states have equal ones."""
+    """Return a digest of plain data and tensors; equal states have equal digests."""
     digest = hashlib.blake2b(digest_size=16)
     for leaf in _leaves(state):
         digest.update(leaf)
@@ -53,56 +55,49 @@ def _leaves(state: Any) -> Iterator[bytes | memoryview]:
         yield repr(state).encode()
 
 
-CHUNK_BYTES = 64 * 2**20  # sent at a time
-
-
 @contextmanager
 def on_every_machine(path: Path) -> Iterator[Path]:
-    """Give the checkpoint's folder, or this machine's copy of it. Collective: every rank.
+    """Yield the folder of rank 0's checkpoint, or a local copy. Collective: every rank must call.
 
-    The copy is in the temporary folder until the end of the block.
-
-    Args:
-        path: of a checkpoint that rank 0 has.
+    A machine without the checkpoint gets a copy in its temporary folder for the block.
     """
     manifest = from_rank_zero((path / MANIFEST).read_bytes)
     is_here = _is_here(path, manifest)
     if all(gather_objects(is_here)):
         yield path
         return
-    own = None if is_here else Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
+    copy = None if is_here else Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
     try:
-        # Ranks of one machine see each other's folders: they use the first. Host names would not
-        # tell, for containers may have one.
-        folders = [one for one in gather_objects(own) if one is not None]
-        found = path if own is None else next(one for one in folders if one.is_dir())
-        receives = found == own
-        _send(path / STATE, found / STATE if receives else None)
+        # The ranks of a machine share the first copy whose folder they see: containers may share
+        # a host name without sharing a file system.
+        copies = [folder for folder in gather_objects(copy) if folder is not None]
+        folder = path if copy is None else next(folder for folder in copies if folder.is_dir())
+        receives = folder == copy
+        _send(path / STATE, folder / STATE if receives else None)
         if receives:
-            (found / MANIFEST).write_bytes(manifest)
-        gather_objects(None)  # the copies are complete
-        yield found
-        gather_objects(None)  # all have loaded it
+            (folder / MANIFEST).write_bytes(manifest)
+        gather_objects(None)  # wait until all copies are complete
+        yield folder
+        gather_objects(None)  # wait until all ranks have loaded
     finally:
-        if own is not None:
-            shutil.rmtree(own)
+        if copy is not None:
+            shutil.rmtree(copy)
 
 
 def _is_here(path: Path, manifest: bytes) -> bool:
-    """Return whether this machine has the checkpoint; the manifest holds the state's checksum."""
-    with suppress(OSError):
-        return (path / MANIFEST).read_bytes() == manifest and (path / STATE).is_file()
-    return False
+    """Return whether this machine has the checkpoint; its manifest holds the state's checksum."""
+    files = [path / MANIFEST, path / STATE]
+    return all(file.is_file() for file in files) and files[0].read_bytes() == manifest
 
 
 def _send(source: Path, target: Path | None) -> None:
-    """Write rank 0's file to `target` on the ranks that name one. Collective: every rank."""
+    """Write rank 0's file to `target` unless it is None. Collective: every rank must call."""
     is_rank_zero = dist.get_rank() == 0
     size = from_rank_zero(lambda: source.stat().st_size)
-    nowhere = Path(os.devnull)
+    devnull = Path(os.devnull)
     with (
-        (source if is_rank_zero else nowhere).open("rb") as reader,
-        (target or nowhere).open("wb") as writer,
+        (source if is_rank_zero else devnull).open("rb") as reader,
+        (target or devnull).open("wb") as writer,
     ):
         for begin in range(0, size, CHUNK_BYTES):
             chunk = torch.empty(min(CHUNK_BYTES, size - begin), dtype=torch.uint8)

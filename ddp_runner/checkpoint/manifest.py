@@ -14,7 +14,7 @@ from ddp_runner.files import file_sha256, json_safe, read_file
 FORMAT_VERSION = 3
 STATE = "state.pt"
 MANIFEST = "manifest.json"
-CHECKSUM = "sha256"  # of the manifest's other fields
+CHECKSUM = "sha256"  # key of the checksum of all other fields
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Manifest:
 
     step: int
     metrics: dict[str, float | None]  # None: the value was not finite
-    size: int  # of state.pt, bytes
-    sha256: str  # of state.pt, hexadecimal
+    size: int  # size of state.pt in bytes
+    sha256: str  # SHA-256 of state.pt, hexadecimal
 
 
 def manifest_text(state: Path, *, step: int, metrics: Mapping[str, float]) -> str:
-    """Return the content of the manifest of a state's file, its own checksum included."""
+    """Return the content of a state file's manifest, with a checksum of the manifest itself."""
     fields = {
         "format_version": FORMAT_VERSION,
         "step": step,
@@ -42,44 +42,44 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint folder.
 
     Raises:
-        UserError: it is missing, damaged or of another format.
+        UserError: the manifest is missing, damaged or of another format.
     """
     try:
         fields = json.loads(read_file(path / MANIFEST))
         version = _whole_number(fields["format_version"])
-        if version != FORMAT_VERSION:
-            raise UserError(
-                f"checkpoint {path} has format version {version}, this program reads "
-                f"{FORMAT_VERSION}"
-            )
-        if fields.pop(CHECKSUM, None) != _checksum(fields):
-            raise ValueError("fields that do not match their checksum")
-        file = fields["files"][STATE]
-        return Manifest(
-            step=_whole_number(fields["step"]),
-            metrics={name: _finite(value) for name, value in fields["metrics"].items()},
-            size=_whole_number(file["size"]),
-            sha256=str(file["sha256"]),
-        )
-    except UserError:
-        raise
-    # Damaged bytes raise any kind: OverflowError, RecursionError, …
-    except Exception as error:
+        if version == FORMAT_VERSION:
+            return _manifest(fields)
+    except Exception as error:  # damaged bytes raise anything: OverflowError, RecursionError, …
         raise UserError(
             f"checkpoint {path} is damaged: expected a manifest in {MANIFEST}, found {error!r}"
         ) from error
+    raise UserError(
+        f"checkpoint {path} has format version {version}, this program reads {FORMAT_VERSION}"
+    )
+
+
+def _manifest(fields: dict[str, Any]) -> Manifest:
+    if fields.pop(CHECKSUM, None) != _checksum(fields):
+        raise ValueError("fields that do not match their checksum")
+    file = fields["files"][STATE]
+    return Manifest(
+        step=_whole_number(fields["step"]),
+        metrics={name: _finite(value) for name, value in fields["metrics"].items()},
+        size=_whole_number(file["size"]),
+        sha256=str(file["sha256"]),
+    )
 
 
 def verify(path: Path) -> None:
     """Compare the state's size and SHA-256 with the manifest.
 
     Raises:
-        UserError: the state is not as it was saved; the message has both values.
+        UserError: the state differs from the manifest; the message has both values.
     """
     manifest = read_manifest(path)
     try:
         size, sha256 = (path / STATE).stat().st_size, file_sha256(path / STATE)
-    except OSError as error:
+    except OSError as error:  # missing, or not readable
         raise UserError(f"checkpoint {path} is damaged: {STATE}: {error.strerror}") from error
     if (size, sha256) != (manifest.size, manifest.sha256):
         raise UserError(

@@ -1,4 +1,4 @@
-"""A model's state_dict and the file ``model.safetensors``: what fits a model, written and read."""
+"""Matches a state_dict to a model; reads and writes ``model.safetensors``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,36 +19,35 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, named: str
 def fitting_tensors(
     module: nn.Module, tensors: Mapping[str, Tensor], *, named: str
 ) -> dict[str, Tensor]:
-    """Return a state_dict with the keys of a bare model, perhaps of its shards.
+    """Return the tensors under the keys of a bare model, which may have shards.
 
-    The names may have the prefixes that torch.compile and DDP add. In an error the state_dict goes
-    by what it is `named`.
+    Ignore prefixes of torch.compile and DDP. Errors call the tensors by `named`.
 
     Raises:
-        UserError: it is of another model.
+        UserError: the tensors are from another model.
     """
-    found = {_plain_name(name): tensor for name, tensor in tensors.items()}
     expected = module.state_dict()
+    given = {_without_compile(name): tensor for name, tensor in tensors.items()}
     if not any(name.startswith("module.") for name in expected):  # from a saved DDP module
-        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    names = {_plain_name(name): name for name in expected}
+        given = {name.removeprefix("module."): tensor for name, tensor in given.items()}
+    keys = {_without_compile(key): key for key in expected}
     differences = []
-    if missing := [name for name in names if name not in found]:
+    if missing := [name for name in keys if name not in given]:
         differences.append(f"it lacks {listed(missing)}")
-    if unexpected := [name for name in found if name not in names]:
+    if unexpected := [name for name in given if name not in keys]:
         differences.append(f"it has {listed(unexpected)}, which the model does not have")
-    if wrong := [
-        f"{name} is {tuple(found[name].shape)} there and {tuple(expected[own].shape)} in the model"
-        for name, own in names.items()
-        if name in found and found[name].shape != expected[own].shape
+    if shapes := [
+        f"{name} is {tuple(given[name].shape)} there and {tuple(expected[key].shape)} in the model"
+        for name, key in keys.items()
+        if name in given and given[name].shape != expected[key].shape
     ]:
-        differences.append(listed(wrong))
+        differences.append(listed(shapes))
     if differences:
         raise UserError(
             f"{named} does not fit the model: {'; '.join(differences)}; give "
             "weights of the same model, or the model's original keys"
         )
-    return {own: found[name] for name, own in names.items()}
+    return {key: given[name] for name, key in keys.items()}
 
 
 def export_weights(
@@ -59,33 +58,31 @@ def export_weights(
     metrics: Mapping[str, float | None],
     is_average: bool = False,
 ) -> str:
-    """Write a state_dict as safetensors, whole or not at all; return its SHA-256. Rank 0 only.
+    """Write a state_dict atomically as safetensors, and return its SHA-256. Rank 0 only.
 
-    Its tensors may be on any device; tied ones are written once for each of their names. The
-    optimizer step and its metrics become the file's metadata, as strings, with ``weights: ema`` for
-    averaged weights.
+    Tensors may be on any device. Tied tensors are written once per name. The file's metadata has
+    step and metrics as strings, and ``weights: ema`` for averaged weights.
 
     Raises:
         UserError: the file could not be written.
     """
     tensors, addresses = dict[str, Tensor](), set[int]()
     for name, tensor in state.items():
-        own = tensor.detach().cpu().contiguous()
-        if own.untyped_storage().data_ptr() in addresses:  # the format has no tensors that share
-            own = own.clone()
-        addresses.add(own.untyped_storage().data_ptr())
-        tensors[name] = own
+        tensors[name] = tensor.detach().cpu().contiguous()
+        if tensors[name].untyped_storage().data_ptr() in addresses:
+            tensors[name] = tensors[name].clone()  # the format has no shared memory
+        addresses.add(tensors[name].untyped_storage().data_ptr())
     facts = {name: str(value) for name, value in metrics.items() if value is not None}
     facts |= {"weights": "ema"} if is_average else {}
     try:
-        # safetensors writes to a file with a name of its own, which a killed process leaves.
+        # safetensors writes to a temporary file first, which a killed process leaves behind.
         prefix = f".{path.name}.parts"
         with replacing(path) as temp, temp_folder_in(path.parent, prefix=prefix) as parts:
             written = parts / path.name
             written.touch()
             mode = written.stat().st_mode
             save_file(tensors, written, {"format": "pt", "step": str(step), **facts})
-            written.chmod(mode)  # safetensors lets nobody else read its file
+            written.chmod(mode)  # safetensors makes its files private
             written.replace(temp)
             digest = file_sha256(temp)
     except (OSError, SafetensorError) as error:
@@ -112,6 +109,6 @@ def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str,
         raise UserError(f"{named} cannot be read ({reason}); give another file") from error
 
 
-def _plain_name(name: str) -> str:
-    """Return a key without the prefix that torch.compile adds."""
+def _without_compile(name: str) -> str:
+    """Return a key without torch.compile's prefix."""
     return name.replace("_orig_mod.", "")

@@ -1,4 +1,4 @@
-"""The states of optimizers and schedulers: by parameter names, and apart from their settings."""
+"""Saves and loads optimizer and scheduler states by parameter name, apart from their settings."""
 
 import copy
 import warnings
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from ddp_runner.errors import UserError, is_lost_peer, listed, one_line, typed
+from ddp_runner.errors import UserError, is_lost_peer, listed, typed
 from ddp_runner.parallelism.shards import is_shard, like
 
-SCHEDULED = {"lr", "momentum", "betas"}  # what schedulers change in the optimizer's groups
+SCHEDULED = {"lr", "momentum", "betas"}  # keys of parameter groups that schedulers change
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
-    """Return the names of all modules' parameters by their ids; a tied one has its first name."""
+    """Return the names of all modules' parameters by id; a tied parameter has its first name."""
     names = dict[int, str]()
     for owner, value in objects.items():
         if isinstance(value, nn.Module):
@@ -27,24 +27,24 @@ def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
 
 
 def settings_of(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the optimizers and schedulers hold before the first step."""
-    names = parameter_names(objects)
-    found = dict[str, Any]()
+    """Return the groups of optimizers and the states of schedulers, before the first step."""
+    names, settings = parameter_names(objects), dict[str, Any]()
     for name, value in objects.items():
         if isinstance(value, Optimizer):
-            found[name] = by_names(value, names).get("groups")
+            settings[name] = by_names(value, names).get("groups")
         elif is_scheduler(value):
-            found[name] = scheduler_state(value)
-    return copy.deepcopy(found)
+            settings[name] = scheduler_state(value)
+    return copy.deepcopy(settings)
 
 
 def by_names(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return an optimizer's state with names in place of torch's numbers.
+    """Return an optimizer's state with parameter names in place of torch's numbers.
 
-    A parameter of no module goes by its number. A state of another form is kept under ``own``.
+    Parameters outside of any module keep their numbers. A state of another form is kept under
+    ``own``.
 
     Raises:
-        UserError: the optimizer gives no state.
+        UserError: the optimizer's state_dict raises an error.
     """
     try:
         state = optimizer.state_dict()
@@ -52,18 +52,18 @@ def by_names(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         if is_lost_peer(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         raise UserError(
-            f"the optimizer, {_class(optimizer)}, gives no state to save ({typed(error)}); let its "
-            "state_dict work on every rank and before the first step, as in a class of your own "
-            "that gathers it there first"
+            f"the optimizer, {_class(optimizer)}, gives no state to save ({typed(error)}); its "
+            "state_dict must work on every rank and before the first step: write a class that "
+            "gathers the state there"
         ) from error
     if not state.keys() >= {"state", "param_groups"}:
         return {"class": _class(optimizer), "own": state}
-    known = _names(optimizer, names)
+    own_names = _names_by_number(optimizer, names)
     return {
         "class": _class(optimizer),
-        "state": {known.get(key, key): value for key, value in state["state"].items()},
+        "state": {own_names.get(key, key): value for key, value in state["state"].items()},
         "groups": [
-            {**group, "params": [known[number] for number in group["params"]]}
+            {**group, "params": [own_names[number] for number in group["params"]]}
             for group in state["param_groups"]
         ],
     }
@@ -72,16 +72,16 @@ def by_names(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
 def load_optimizer(
     optimizer: Optimizer, saved: Mapping[str, Any], settings: Any, names: Mapping[int, str]
 ) -> None:
-    """Load a state of ``by_names``, with whole tensors. What has not changed since then stays.
+    """Load a state of ``by_names`` with whole tensors; keep settings that it never changed.
 
     Args:
-        optimizer: as it was built.
-        saved: with ``settings``, the groups as they were before the first step of that run.
-        settings: the groups of this optimizer before its first step.
-        names: by parameter, see ``parameter_names``.
+        optimizer: the new optimizer.
+        saved: the state, with the saved run's groups before its first step as ``settings``.
+        settings: the groups of `optimizer` before its first step.
+        names: parameter names by id; see ``parameter_names``.
 
     Raises:
-        UserError: it is the state of another class.
+        UserError: the state belongs to another class, or has groups that `optimizer` lacks.
     """
     if saved["class"] != _class(optimizer):
         raise UserError(
@@ -91,45 +91,46 @@ def load_optimizer(
     if "own" in saved:
         optimizer.load_state_dict(copy.deepcopy(saved["own"]))
         return
-    known = _names(optimizer, names)
-    numbers = {name: number for number, name in known.items()}
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    then = {name: place for place, group in enumerate(saved["groups"]) for name in group["params"]}
-    left = [name for name in then if name not in numbers]
-    # More than it was built with: a loop has added them. Else this run freezes what is left out.
-    if left and len(saved["groups"]) > max(len(saved["settings"]), len(optimizer.param_groups)):
+    own_names = _names_by_number(optimizer, names)
+    numbers = {name: number for number, name in own_names.items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    saved_groups = saved["groups"]
+    group_of = {name: i for i, group in enumerate(saved_groups) for name in group["params"]}
+    dropped = [name for name in group_of if name not in numbers]
+    # A loop added groups that are missing now. Without added groups, this run froze parameters.
+    if dropped and len(saved_groups) > max(len(saved["settings"]), len(optimizer.param_groups)):
         raise UserError(
-            f"it had {len(saved['groups'])} groups of parameters, among them {listed(left)}, and "
-            f"now it has {len(optimizer.param_groups)}; add the groups before it is restored"
+            f"it had {len(saved_groups)} groups of parameters, with {listed(dropped)}, and now it "
+            f"has {len(optimizer.param_groups)}; add the groups before restoring it"
         )
     state = {}
     for key, values in saved["state"].items():
         if key in numbers:
-            own = parameters[numbers[key]]
-            state[numbers[key]] = {name: _owned(value, own) for name, value in values.items()}
-        elif key not in then:  # an optimizer's own, such as a count
+            parameter = parameters[numbers[key]]
+            state[numbers[key]] = {name: _copied(v, parameter) for name, v in values.items()}
+        elif key not in group_of:  # state of the optimizer itself, such as a count
             state[key] = copy.deepcopy(values)
     current, groups = optimizer.state_dict(), list[dict[str, Any]]()
     for group, start in zip(current["param_groups"], settings, strict=True):
-        place = next((then[known[one]] for one in group["params"] if known[one] in then), None)
-        if place is None:  # none of its parameters was trained
+        saved_in = [group_of[own_names[n]] for n in group["params"] if own_names[n] in group_of]
+        if not saved_in:  # none of its parameters was trained
             groups.append(group)
             continue
-        now = saved["groups"][place]
-        if place >= len(saved["settings"]):  # the loop added it later
+        now = saved_groups[saved_in[0]]
+        if saved_in[0] >= len(saved["settings"]):  # added by the loop after the first step
             groups.append({**now, "params": group["params"]})
             continue
-        before = saved["settings"][place]
+        before = saved["settings"][saved_in[0]]
         merged = _merged(group, before, now) | {"params": group["params"]}
-        if not _is_same(before.get("lr"), now.get("lr")):  # by a scheduler, whose rates are a state
-            rates = [one.get("initial_lr", one["lr"]) for one in (start, before)]
-            merged["lr"] = now["lr"] * (rates[0] / rates[1] if rates[1] else 1.0)
+        if not _is_same(before.get("lr"), now.get("lr")):  # by a scheduler: keep its factor
+            new_lr, old_lr = (first.get("initial_lr", first["lr"]) for first in (start, before))
+            merged["lr"] = now["lr"] * (new_lr / old_lr if old_lr else 1.0)
         groups.append(merged)
     optimizer.load_state_dict({**current, "state": state, "param_groups": groups})
 
 
 def is_scheduler(value: Any) -> TypeGuard[Any]:
-    """Return whether it schedules an optimizer, and has a state."""
+    """Return whether a value has a state and schedules an optimizer."""
     has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     return has_state and isinstance(getattr(value, "optimizer", None), Optimizer)
 
@@ -142,105 +143,101 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 def load_scheduler(
     scheduler: Any, saved: Mapping[str, Any], settings: Any, groups: Sequence[Any] | None
 ) -> None:
-    """Load a scheduler's state; what has not changed since it was built stays this one's.
+    """Load a scheduler's state; keep settings that it never changed.
 
     Args:
-        scheduler: as it was built.
-        saved: its state, and ``settings``, as they were before the first step of that run.
-        settings: of this scheduler before its first step.
-        groups: of its optimizer, likewise: with other settings the scheduler takes all steps once
-            more, so that its rates are those of a run that always had them. None: another scheduler
-            changes the same rates, so it goes on from those that were saved.
+        scheduler: the new scheduler.
+        saved: the state, with the saved run's state before its first step as ``settings``.
+        settings: the state of `scheduler` before its first step.
+        groups: its optimizer's groups before the first step. If the settings differ, the scheduler
+            repeats all steps from these, so that its rates are those of a run that always had them.
+            None: another scheduler changes the same rates, so it continues from the saved rates.
 
     Raises:
-        UserError: it is the state of another class, or cannot take that many steps.
+        UserError: the state belongs to another class.
+        ValueError: this scheduler allows fewer steps than the state has taken.
     """
-    then, now = saved["settings"], saved["state"]
+    before, now = saved["settings"]["state"], saved["state"]
     if now["class"] != settings["class"]:
         raise UserError(
             f"the scheduler was {now['class']} and is {settings['class']} now; keep it, or start a "
             "new run with model.weights"
         )
-    own, start, state = settings["state"], then["state"], now["state"]
-    first_step, last_step = _last_epoch(own), _last_epoch(state)
+    start, state = settings["state"], now["state"]
+    first_step, last_step = _last_epoch(start), _last_epoch(state)
     is_by_metric = isinstance(scheduler, ReduceLROnPlateau) or last_step is None
-    if groups is None or is_by_metric or _is_same(own, start):
-        scheduler.load_state_dict(copy.deepcopy(_merged(own, start, state)))
+    if groups is None or is_by_metric or _is_same(start, before):
+        scheduler.load_state_dict(copy.deepcopy(_merged(start, before, state)))
         return
     for group, first in zip(scheduler.optimizer.param_groups, groups, strict=True):
         group.update({key: copy.deepcopy(first[key]) for key in SCHEDULED & first.keys()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer has taken no step in this process
-        try:
-            for _ in range(last_step - first_step):
-                scheduler.step()
-        except ValueError as error:  # OneCycleLR past its end
-            raise UserError(f"{one_line(error)}; give it more steps") from error
+        for _ in range(last_step - first_step):
+            scheduler.step()  # a ValueError of OneCycleLR past its end names its number of steps
 
 
 def _last_epoch(state: Mapping[str, Any]) -> Any:
-    """Return the step in a scheduler's state, of a chain that of its first; None if it has none."""
+    """Return the step in a scheduler's state, or of the first in a chain; None if it has none."""
     if "last_epoch" not in state and (chain := state.get("_schedulers")):
         return _last_epoch(chain[0])
     return state.get("last_epoch")
 
 
 def groups_of(scheduler: Any, objects: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    """Return the first groups of a scheduler's optimizer; None if others schedule it, too."""
+    """Return the first groups of a scheduler's optimizer; None if it has other schedulers, too."""
     optimizer = scheduler.optimizer
-    if sum(is_scheduler(one) and one.optimizer is optimizer for one in objects.values()) > 1:
+    schedulers = [value for value in objects.values() if is_scheduler(value)]
+    if sum(value.optimizer is optimizer for value in schedulers) > 1:
         return None
-    return next((settings[name] for name, one in objects.items() if one is optimizer), None)
+    return next((settings[name] for name, value in objects.items() if value is optimizer), None)
 
 
 def set_rates(scheduler: LambdaLR) -> None:
-    """Set the rates of the scheduler's step: they are a function of it."""
+    """Set the rates of the scheduler's current step, which determines them."""
     groups = scheduler.optimizer.param_groups
     for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
         group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
 
 
-def _names(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, str]:
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    return {number: names.get(id(one), f"#{number}") for number, one in enumerate(parameters)}
+def _names_by_number(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, str]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {number: names.get(id(p), f"#{number}") for number, p in enumerate(parameters)}
 
 
 def _class(value: object) -> str:
     return type(value).__qualname__
 
 
-def _owned(value: Any, parameter: Tensor) -> Any:
-    """Return a tensor of the optimizer's own: it may come from a file that is mapped to memory.
-
-    What has the parameter's shape is split as the parameter is.
-    """
+def _copied(value: Any, parameter: Tensor) -> Any:
+    """Return a copy, since a file may be mapped; shard it like a parameter of the same shape."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    if not is_shard(parameter) or value.shape != parameter.shape:
-        return value.clone()
-    return like(value, parameter).clone()
+    if is_shard(parameter) and value.shape == parameter.shape:
+        return like(value, parameter).clone()
+    return value.clone()
 
 
-def _merged(own: Any, before: Any, now: Any) -> Any:
-    """Return `now`, with `own` in place of what is as it was `before`: a setting."""
+def _merged(new: Any, before: Any, now: Any) -> Any:
+    """Return `now`, with values of `new` where `now` still equals `before`: these are settings."""
     if _is_same(before, now):
-        return own
-    if all(isinstance(one, Mapping) for one in (own, before, now)):
-        return {**own} | {
-            key: _merged(own[key], before[key], value) if key in own and key in before else value
+        return new
+    if all(isinstance(value, Mapping) for value in (new, before, now)):
+        return {**new} | {
+            key: _merged(new[key], before[key], value) if key in new and key in before else value
             for key, value in now.items()
         }
-    are_lists = all(isinstance(one, list | tuple) for one in (own, before, now))
-    if are_lists and len(own) == len(before) == len(now):
-        return type(now)(map(_merged, own, before, now))
+    are_lists = all(isinstance(value, list | tuple) for value in (new, before, now))
+    if are_lists and len(new) == len(before) == len(now):
+        return type(now)(map(_merged, new, before, now))
     return now
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return bool(one == other)
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return bool(a == b)

@@ -1,14 +1,14 @@
-"""Saves objects by their names and restores them: those of a training, or of a user's own loop.
+"""Saves and restores the objects of a training or of a user's own loop, by name.
 
-The content of a checkpoint, plain data and whole tensors:
+A checkpoint holds plain data and whole tensors:
 
-- ``objects``: each object's state. An optimizer's is by parameter names, so it fits parameters that
-  are grouped in another way.
-- ``by_rank``: for objects that differ between ranks, the state of each rank.
-- ``task``, ``step`` and ``num_shares``, the parts that a global batch had.
+- ``objects``: the state of each object. Optimizer states go by parameter name, so they fit another
+  grouping of the parameters.
+- ``by_rank``: the state on each rank of objects that differ between ranks.
+- ``task``, ``step`` and ``num_shares``, the parts of a global batch.
 
-Settings are not progress: what an optimizer or a scheduler holds as it did when it was built came
-from the config, so the config of the run that resumes wins.
+A setting that an optimizer or scheduler never changed came from the config, so the resuming run
+uses its own setting.
 """
 
 import copy
@@ -46,7 +46,7 @@ PARTS = {"task", "step", "num_shares", "objects", "by_rank"}
 
 
 class Saved(Protocol):
-    """What has a state of its own: a loader, a scaler."""
+    """An object with a state, such as a loader or a scaler."""
 
     def state_dict(self) -> Any:
         """Return the state: plain data and tensors."""
@@ -59,7 +59,7 @@ class Restored(NamedTuple):
     """The checkpoint that a run continues from."""
 
     step: int  # steps taken
-    metrics: dict[str, float]  # of this step
+    metrics: dict[str, float]  # metrics of this step
 
 
 Objects = Mapping[str, nn.Module | Optimizer | Saved | dict[Any, Any]]
@@ -67,44 +67,43 @@ Objects = Mapping[str, nn.Module | Optimizer | Saved | dict[Any, Any]]
 
 @dataclass(frozen=True)
 class Saver:
-    """Saves objects, and restores them. Each method is collective: every rank must call."""
+    """Saves and restores objects. Each method is collective: every rank must call."""
 
-    objects: Objects  # by the names that a checkpoint has
-    settings: Mapping[str, Any]  # of ``settings_of`` before the first step
-    task: str  # of the run
-    num_shares: int  # the parts of a global batch
-    rank: int  # of those that have the objects
-    num_ranks: int  # how many they are
-    group: ProcessGroup | None = None  # these ranks; None: all
-    compares_buffers: bool = False  # modules may have other buffers on each rank, to be saved
-    takes_all: bool = True  # else a checkpoint may have more objects
+    objects: Objects  # by their names in a checkpoint
+    settings: Mapping[str, Any]  # ``settings_of(objects)`` before the first step
+    task: str
+    num_shares: int  # parts of a global batch
+    rank: int  # rank among the ranks that have the objects
+    num_ranks: int  # number of ranks that have the objects
+    group: ProcessGroup | None = None  # ranks that have the objects; None: all
+    compares_buffers: bool = False  # save module buffers of each rank where they differ
+    takes_all: bool = True  # reject a checkpoint with further objects
 
     def snapshot(self, step: int, *, copies: set[int] | None = None) -> dict[str, Any]:
-        """Return what a checkpoint holds; on ranks other than 0 without split tensors.
+        """Return a checkpoint's content, on ranks other than 0 without split tensors.
 
-        Args:
-            step: steps taken.
-            copies: takes the addresses of tensors that are copies already, as ``gathered``.
+        `copies` receives the addresses of tensors that are copies already; see ``gathered``.
 
         Raises:
-            UserError: a parameter is NaN or infinite, or a tensor is a shard but no DTensor.
+            UserError: a parameter is NaN or infinite, or a shard is not a DTensor.
         """
+        names, states, local = parameter_names(self.objects), dict[str, Any](), dict[str, Any]()
         for name, value in self.objects.items():
             _validate_finite(name, value, step)
-        names, states, own = parameter_names(self.objects), dict[str, Any](), dict[str, Any]()
         for name, value in self.objects.items():
             states[name] = _state(value, self.settings.get(name), names)
-            own[name] = _own(value, states[name], compares_buffers=self.compares_buffers)
-        digests = gather_objects({name: digest_of(own[name]) for name in own}, group=self.group)
-        differ = [name for name in own if len({of_rank[name] for of_rank in digests}) > 1]
+            local[name] = _local_part(value, states[name], compares_buffers=self.compares_buffers)
+        digests = gather_objects({name: digest_of(local[name]) for name in local}, group=self.group)
+        differing = [name for name in local if len({digest[name] for digest in digests}) > 1]
         by_rank: list[Any] = []
-        if differ:
-            parts = {name: on_cpu(own[name]) for name in differ}
+        if differing:
+            parts = {name: on_cpu(local[name]) for name in differing}
             by_rank = [None] * self.num_ranks if self.rank == 0 else []
             dist.gather_object(parts, by_rank or None, dst=0, group=self.group)
-        reject_sharded(found := gathered(states, keep=self.rank == 0, copies=copies))
+        objects = gathered(states, keep=self.rank == 0, copies=copies)
+        reject_sharded(objects)
         content = {"task": self.task, "step": step, "num_shares": self.num_shares}
-        return {**content, "objects": found, "by_rank": by_rank}
+        return {**content, "objects": objects, "by_rank": by_rank}
 
     def restore(
         self,
@@ -114,16 +113,16 @@ class Saver:
         log: Callable[[str], None],
         before: Callable[[], object] = object,
     ) -> "Restored | None":
-        """Load a folder's newest valid checkpoint into the objects; a dict is updated in place.
+        """Load a folder's newest valid checkpoint into the objects; update a dict in place.
 
         Args:
             folder: the run's checkpoints; it need not exist.
-            is_resumed: the user has asked to resume a run.
-            log: takes a sentence for the user.
-            before: called before anything is loaded, if there is a checkpoint.
+            is_resumed: the user asked to resume a run.
+            log: receives sentences for the user.
+            before: called before anything is loaded from an existing checkpoint.
 
         Returns:
-            What was loaded; None if there is no checkpoint.
+            The step and metrics of the checkpoint; None without a checkpoint.
 
         Raises:
             UserError: the checkpoint does not fit, or every checkpoint is damaged. All ranks raise.
@@ -131,50 +130,52 @@ class Saver:
         path = from_rank_zero(lambda: latest_checkpoint(folder, log=log))
         if path is None:
             if is_resumed:
-                log(f"{folder} holds no checkpoint: the run begins at step 0")
+                log(f"{folder} has no checkpoint: the run begins at step 0")
             return None
-        with on_every_machine(path) as found:
-            content: Any = load_checkpoint(found, is_mapped=True)  # a rank may need only shards
+        with on_every_machine(path) as copy_here:
+            # Mapped, since a rank may need only its shards.
+            content: Any = load_checkpoint(copy_here, is_mapped=True)
         self._validate(content, path)
         before()
         names = parameter_names(self.objects)
-        # A scheduler, which may set its optimizer's rate, comes after it.
+        # Schedulers last: they may set their optimizer's rate.
         for name, value in sorted(self.objects.items(), key=lambda item: is_scheduler(item[1])):
-            with _named(path, name):
-                state, own = content["objects"][name], self.settings.get(name)
+            with _errors_name(path, name):
+                state, settings = content["objects"][name], self.settings.get(name)
                 if is_scheduler(value):
-                    load_scheduler(value, state, own, groups_of(value, self.objects, self.settings))
+                    groups = groups_of(value, self.objects, self.settings)
+                    load_scheduler(value, state, settings, groups)
+                elif isinstance(value, nn.Module):
+                    load_module(value, fitting_tensors(value, state, named="its state"))
+                elif isinstance(value, Optimizer):
+                    load_optimizer(value, state, settings, names)
                 else:
-                    _load(value, state, own, names)
+                    _load_local_part(value, state)
         self._load_by_rank(content, path, log=log)
         log(f"resumed from {path}, step {content['step']}")
         metrics = from_rank_zero(lambda: read_manifest(path).metrics)
-        known = {name: value for name, value in metrics.items() if value is not None}
-        return Restored(int(content["step"]), known)
+        finite = {name: value for name, value in metrics.items() if value is not None}
+        return Restored(int(content["step"]), finite)
 
     def _validate(self, content: Any, path: Path) -> None:
-        """Reject the content of a checkpoint that is not of this run.
-
-        Raises:
-            UserError: it is of another task or has other objects, or ``snapshot`` did not make it.
-        """
+        """Reject a checkpoint of another task, with other objects, or not from ``snapshot``."""
         if not isinstance(content, dict) or not content.keys() >= PARTS:
             raise UserError(
-                f"checkpoint {path} is not from a run: it is not a mapping with "
+                f"checkpoint {path} is not from a run: it lacks some of "
                 f"{', '.join(sorted(PARTS))}; use a checkpoint that this program wrote"
             )
         if content["task"] != self.task:
             raise UserError(
                 f"checkpoint {path} was made by task={content['task']}, and this is "
-                f"task={self.task}; resume with the task that it was made with"
+                f"task={self.task}; resume with task={content['task']}"
             )
-        saved, own = content["objects"], self.objects.keys()
-        is_whole = isinstance(saved, dict) and saved.keys() >= own
-        if not is_whole or (self.takes_all and saved.keys() > own):
+        saved, expected = content["objects"], self.objects.keys()
+        is_complete = isinstance(saved, dict) and saved.keys() >= expected
+        if not is_complete or (self.takes_all and saved.keys() > expected):
             raise UserError(
                 f"checkpoint {path} has {', '.join(sorted(map(str, saved))) or 'nothing'}, and "
-                f"this run restores {', '.join(sorted(own)) or 'nothing'}; give it the same, or "
-                f"start a new run with model.weights={path}"
+                f"this run restores {', '.join(sorted(expected)) or 'nothing'}; use the same "
+                f"objects, or start a new run with model.weights={path}"
             )
 
     def _load_by_rank(
@@ -188,10 +189,10 @@ class Saver:
                 f"{path}, and this run has {self.num_ranks}: all take rank 0's"
             )
             return
-        # Neighbours that compute one share have the same.
+        # Neighbouring ranks that compute the same share have equal states.
         for name, state in by_rank[self.rank * len(by_rank) // self.num_ranks].items():
-            with _named(path, name):
-                _load_own(self.objects[name], state)
+            with _errors_name(path, name):
+                _load_local_part(self.objects[name], state)
 
 
 def _validate_finite(name: str, value: Any, step: int) -> None:
@@ -214,46 +215,36 @@ def _state(value: Any, settings: Any, names: Mapping[int, str]) -> Any:
     return value.state_dict()
 
 
-def _own(value: Any, state: Any, *, compares_buffers: bool) -> Any:
+def _local_part(value: Any, state: Any, *, compares_buffers: bool) -> Any:
     """Return the part of a state that may differ between ranks."""
-    if isinstance(value, Optimizer) or is_scheduler(value):
+    if isinstance(value, nn.Module) and compares_buffers:
+        buffers = value.named_buffers()
+        return {name: part for name, part in buffers if name in state and not is_shard(part)}
+    if isinstance(value, nn.Module | Optimizer) or is_scheduler(value):
         return None
-    if not isinstance(value, nn.Module):
-        return state
-    if not compares_buffers:
-        return None
-    return {name: one for name, one in value.named_buffers() if name in state and not is_shard(one)}
+    return state
 
 
-def _load(value: Any, state: Any, settings: Any, names: Mapping[int, str]) -> None:
-    if isinstance(value, nn.Module):
-        load_module(value, fitting_tensors(value, state, named="its state"))
-    elif isinstance(value, Optimizer):
-        load_optimizer(value, state, settings, names)
-    else:
-        _load_own(value, state)
-
-
-def _load_own(value: Any, state: Any) -> None:
+def _load_local_part(value: Any, state: Any) -> None:
     if isinstance(value, nn.Module):
         with torch.no_grad():
-            for name, own in value.named_buffers():
+            for name, buffer in value.named_buffers():
                 if name in state:
-                    own.copy_(state[name])
+                    buffer.copy_(state[name])
         return
     state = copy.deepcopy(state)  # the object may change it, and the file is mapped
     if isinstance(value, dict):
         value.clear()
         value.update(state)
-    elif not (isinstance(value, torch.amp.GradScaler) and not state):  # it scaled no loss then
+    elif not isinstance(value, torch.amp.GradScaler) or state:  # {}: it had scaled no loss
         value.load_state_dict(state)
 
 
 @contextmanager
-def _named(path: Path, name: str) -> Iterator[None]:
-    """Turn any error in the block into one about an object of a checkpoint."""
+def _errors_name(path: Path, name: str) -> Iterator[None]:
+    """Turn any error in the block into a UserError about an object of a checkpoint."""
     try:
         yield
-    except Exception as error:  # anybody's class raises any kind
+    except Exception as error:  # a user's class may raise anything
         reason = str(error) if isinstance(error, UserError) else typed(error)
         raise UserError(f"checkpoint {path} does not fit {name}: {reason}") from error

@@ -1,6 +1,6 @@
-"""The weights of a run, or of a file: what a run starts from, and what is evaluated afterwards.
+"""Finds and reads the weights of a run or a file, to start a run or to use its model.
 
-Rank 0 alone finds and reads them, or a process without ranks.
+Only rank 0 does this, or a process without ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,18 +32,18 @@ from ddp_runner.parallelism.shards import send_module
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
-TRIES = 5  # a run that goes on deletes a checkpoint while it is read
-PREFIX = "module."  # of the model's names in the state of torch's AveragedModel
+TRIES = 5  # attempts to read a checkpoint that a live run may delete
+PREFIX = "module."  # prefix of the model's keys in the state of torch's AveragedModel
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's state_dict, and where it comes from."""
+    """A model's state_dict and its source."""
 
     tensors: Mapping[str, Tensor]  # on the CPU
-    step: int  # optimizer steps that made it
-    path: Path  # model.safetensors, the folder of a checkpoint, or a file of the user's
-    is_average: bool = False  # they are those of ``ema``
+    step: int  # optimizer steps taken
+    path: Path  # model.safetensors, a checkpoint folder, or the user's file
+    is_average: bool = False  # averaged weights of ``ema``
 
 
 def find_weights(
@@ -58,35 +58,35 @@ def find_weights(
     """Return the weights of a run.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run's folder.
         asked: best, last, or the step of a checkpoint; see ``InferenceConfig``.
-        settings: which checkpoint is best.
-        is_average: return the averaged weights of ``ema``. A loop of the user's own has none.
-        instead: how to name a checkpoint, for messages.
-        log: takes a sentence about each damaged checkpoint that is passed over.
+        settings: decides which checkpoint is best.
+        is_average: return the averaged weights of ``ema``; a user's own loop has none.
+        instead: an alternative argument, for error messages.
+        log: receives a sentence about each damaged checkpoint.
 
     Raises:
-        UserError: the run has no such weights, or they are damaged or cannot be read.
+        UserError: the weights do not exist, are damaged or cannot be read.
     """
-    is_own = "uses" in read_run_record(run_dir, missing_ok=True)  # a loop of the user's own
-    is_average = is_average and not is_own
+    has_own_loop = "uses" in read_run_record(run_dir, missing_ok=True)
+    is_average = is_average and not has_own_loop
     if asked == "best":
-        found = _exported(run_dir, is_average=is_average, instead=instead, log=log)
-        if found is not None:
-            return found
-    fix = "call run.export in its loop" if is_own else "name another run"
+        exported = _exported(run_dir, is_average=is_average, instead=instead, log=log)
+        if exported is not None:
+            return exported
+    fix = "call run.export in its loop" if has_own_loop else "name another run"
     for is_last_try in (*[False] * (TRIES - 1), True):
         path = find_checkpoint(run_dir.checkpoints, asked, settings=settings, log=log)
         if path is None:
             raise UserError(
-                f"{run_dir} has no undamaged checkpoint, and no {run_dir.export.name} of these "
+                f"{run_dir} has no undamaged checkpoint, and no {run_dir.export.name} with these "
                 f"weights; {fix}"
             )
         try:
             tensors = read_model(path, is_average=is_average, fix=fix)
             return Weights(tensors, read_manifest(path).step, path, is_average)
         except UserError:
-            if path.exists() or is_last_try:
+            if path.exists() or is_last_try:  # else the live run has deleted it
                 raise
     raise AssertionError("the last try returns or raises")
 
@@ -94,13 +94,13 @@ def find_weights(
 def find_checkpoint(
     folder: Path, asked: Asked, *, settings: CheckpointConfig, log: Callable[[str], None]
 ) -> Path | None:
-    """Return the undamaged checkpoint that is asked for; None: there is none.
+    """Return the best, last or given checkpoint if it is undamaged, else None.
 
-    The best is by ``checkpoint.monitor``. Without one it is the newest, as it is where all with a
-    finite value of that metric are damaged.
+    "best" means by ``checkpoint.monitor``, or the newest if no undamaged checkpoint has a finite
+    value of that metric.
 
     Raises:
-        UserError: the step that is asked for has no checkpoint, or the folder cannot be read.
+        UserError: the step has no checkpoint, or the folder cannot be read.
     """
     if isinstance(asked, int):
         by_step = checkpoints_by_step(folder)
@@ -117,20 +117,20 @@ def find_checkpoint(
 
 
 def read_model(path: Path, *, is_average: bool, fix: str) -> Mapping[str, Tensor]:
-    """Return the model's state_dict in a checkpoint, averaged if so asked.
+    """Return a checkpoint's model, averaged if `is_average`.
 
     Raises:
-        UserError: the checkpoint is damaged, or has none under the name that a training gives it.
+        UserError: the checkpoint is damaged, or has no model that a training saved.
     """
     objects = load_checkpoint(path).get("objects")
-    found = objects.get("ema" if is_average else "model") if isinstance(objects, Mapping) else None
-    if not isinstance(found, Mapping):
-        raise UserError(f"{path} holds no model; {fix}")
-    return averaged_weights(found) if is_average else found
+    state = objects.get("ema" if is_average else "model") if isinstance(objects, Mapping) else None
+    if not isinstance(state, Mapping):
+        raise UserError(f"{path} contains no model; {fix}")
+    return averaged_weights(state) if is_average else state
 
 
 def averaged_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the model's state_dict that is in the state of an ``Ema``."""
+    """Return the model's state_dict from the state of an ``Ema``."""
     return {
         name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)
     }
@@ -139,28 +139,27 @@ def averaged_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def _exported(
     run_dir: RunDir, *, is_average: bool, instead: str, log: Callable[[str], None]
 ) -> Weights | None:
-    """Return what a run has exported; None if it has trained on since, or exported another kind."""
+    """Return a run's export; None if it is outdated or of the other kind (averaged or not)."""
     path = run_dir.export
     if is_missing(path):
         return None
     record = {} if is_missing(run_dir.record) else read_run_record(run_dir)
-    is_completed, wanted = record.get("status") == Status.COMPLETED, record.get("export_sha256")
+    is_completed, expected = record.get("status") == Status.COMPLETED, record.get("export_sha256")
     with os_errors(f"{path} cannot be read", fix=f"make it readable, or write {instead}"):
         sha256 = file_sha256(path)
-    if wanted is not None and sha256 != wanted and not is_completed:
-        # The file is replaced before its checksum, and a kill may come in between.
-        log(f"{path} is passed over: the run has not completed since it wrote the file")
-        return None
-    if wanted is not None and sha256 != wanted:
+    if expected not in (None, sha256):
+        if not is_completed:  # a kill came between the file and its checksum
+            log(f"{path} is skipped: the run has not completed since it wrote the file")
+            return None
         raise UserError(
-            f"{path} is damaged: its checksum differs from that in {run_dir.record.name}; restore "
-            f"it, or write {instead}"
+            f"{path} is damaged: its checksum differs from {run_dir.record.name}; restore it, or "
+            f"write {instead}"
         )
     tensors, facts = read_export(path, named=str(path))
     step = int(facts["step"]) if facts.get("step", "").isdecimal() else 0
-    later = max(checkpoints_by_step(run_dir.checkpoints), default=0)
-    has_gone_on = not is_completed and later > step
-    if has_gone_on or (facts.get("weights") == "ema") != is_average:
+    last_step = max(checkpoints_by_step(run_dir.checkpoints), default=0)
+    is_outdated = not is_completed and last_step > step
+    if is_outdated or (facts.get("weights") == "ema") != is_average:
         return None
     return Weights(tensors, step, path, is_average)
 
@@ -168,54 +167,50 @@ def _exported(
 def starting_weights(
     config: RunConfig, checkpoints: Path, *, log: Callable[[str], None]
 ) -> Weights | None:
-    """Return and log what a run starts from; None: from scratch, or from its own `checkpoints`.
+    """Return and log the weights of ``model.weights``; None if unset, or with own `checkpoints`.
 
-    ``model.weights`` names a run, whose best trained weights are taken, a folder of a checkpoint,
-    or a file: ``.safetensors``, or a state_dict that torch.save wrote, by itself or under the key
-    ``model`` or ``state_dict``.
+    It names a run (its best weights), a checkpoint folder, or a file: ``.safetensors``, or a
+    state_dict from torch.save, which may be under the key ``model`` or ``state_dict``.
 
     Raises:
-        UserError: it names nothing that holds a model, or what could run code.
+        UserError: there is no model in it, or it could run code.
     """
-    asked = config.model.get("weights")
-    if asked is None or newest_first(checkpoints):
+    source = config.model.get("weights")
+    if source is None or newest_first(checkpoints):
         return None
-    path = Path(asked)
-    what = f"model.weights ({path}) cannot be read"
-    with os_errors(what, fix="make it readable, or give other weights"):
+    path = Path(source)
+    with os_errors(f"model.weights ({path}) cannot be read", fix="make it readable, or change it"):
         is_run = not (path.is_file() or (path / MANIFEST).exists())
     if is_run:
         settings = _settings(RunDir(path).config)
         instead = f"model.weights={path}/checkpoints/step-XXXXXXXX"
-        found = find_weights(RunDir(path), "best", settings=settings, instead=instead, log=log)
+        weights = find_weights(RunDir(path), "best", settings=settings, instead=instead, log=log)
     else:
-        found = Weights(_read(path), 0, path)
-    log(f"starts from the weights in {found.path}")
-    return found
+        weights = Weights(_read(path), 0, path)
+    log(f"starts from the weights in {weights.path}")
+    return weights
 
 
-def load_weights(module: nn.Module, found: Weights | None) -> None:
-    """Load rank 0's weights, if it has some, into a bare model on all ranks. Collective.
-
-    A mode need not send all that is in it.
+def load_weights(module: nn.Module, weights: Weights | None) -> None:
+    """Load rank 0's weights, if any, into a bare model on all ranks. Collective.
 
     Raises:
-        UserError: they are of another model.
+        UserError: the weights are from another model.
     """
-    (num_found,) = sum_over_ranks([found is not None])
+    (num_found,) = sum_over_ranks([weights is not None])
     if num_found:
         tensors = None
-        if found is not None:
-            named = f"model.weights ({found.path})"
-            tensors = fitting_tensors(module, found.tensors, named=named)
+        if weights is not None:
+            named = f"model.weights ({weights.path})"
+            tensors = fitting_tensors(module, weights.tensors, named=named)
         send_module(module, tensors, group=None)
 
 
 def _settings(config: Path) -> CheckpointConfig:
-    """Return what a run's frozen config says of its best checkpoint, whatever its version."""
+    """Return the checkpoint settings of a run's frozen config, which may be of any version."""
     try:
-        found = read_yaml(config)["checkpoint"]
-        return CheckpointConfig(monitor=found["monitor"], mode=found["mode"])
+        section = read_yaml(config)["checkpoint"]
+        return CheckpointConfig(monitor=section["monitor"], mode=section["mode"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(
             f"{config} does not say which checkpoint is best ({type(error).__name__}); write "
@@ -227,15 +222,18 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     """Return the state_dict of a checkpoint or a file; see ``starting_weights``."""
     named = f"model.weights ({path})"
     if path.is_dir():
-        loaded: Any = load_checkpoint(path).get("objects")
+        content: Any = load_checkpoint(path).get("objects")
     elif path.suffix == ".safetensors":
         return read_export(path, named=named)[0]
     else:
         fix = "save the model's state_dict(), not the model"
-        loaded = load_plain_data(path, named=named, fix=fix)
-    outer: Mapping[str, Any] = loaded if isinstance(loaded, Mapping) else {}
-    for found in (outer, outer.get("model"), outer.get("state_dict")):
-        tensors = dict(found) if isinstance(found, Mapping) else {}
+        content = load_plain_data(path, named=named, fix=fix)
+    outer: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
+    for state in (outer, outer.get("model"), outer.get("state_dict")):
+        tensors = dict(state) if isinstance(state, Mapping) else {}
         if tensors and all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             return tensors
-    raise UserError(f"{named} holds no state_dict, not even as model or state_dict; give one")
+    raise UserError(
+        f'{named} contains no state_dict, also not under "model" or "state_dict"; give a file that '
+        "has one"
+    )

@@ -1,4 +1,4 @@
-"""Saves checkpoints while training goes on: the loop waits for a copy, and a thread writes it."""
+"""Saves checkpoints during training: the loop waits for a copy, and a thread writes it."""
 
 import copy
 from collections.abc import Callable, Container, Mapping
@@ -25,9 +25,9 @@ class CheckpointWriter:
 
     Args:
         folder: the run's checkpoints folder.
-        config: which checkpoints are kept.
-        wire: asks our launcher to let a save finish; None under another one.
-        log: takes a sentence for the user, also from the thread.
+        config: decides which checkpoints to keep.
+        wire: tells our launcher to let a save finish; None under another launcher.
+        log: receives sentences for the user, also from the thread.
     """
 
     def __init__(
@@ -55,15 +55,12 @@ class CheckpointWriter:
     ) -> None:
         """Wait for the previous save, copy the state, and start writing the copy.
 
-        Args:
-            state: tensors on any device, numbers, strings, and lists and dicts of them. It is not
-                read after this call.
-            step: optimizer steps taken.
-            metrics: of this step.
-            copies: addresses of the tensors' memory that nothing else uses; it is not copied again.
+        The state may have tensors on any device and is not read after this call; see
+        ``save_checkpoint``. Memory at the addresses in `copies` belongs to this state alone, so it
+        is not copied.
 
         Raises:
-            UserError: the previous save failed; the checkpoints before it are intact.
+            UserError: the previous save failed; earlier checkpoints are intact.
             TypeError: the previous state held an object that a weights-only load would refuse.
         """
         self.wait()
@@ -71,11 +68,7 @@ class CheckpointWriter:
         self._pending = self._thread.submit(self._write, copied, step, dict(metrics))
 
     def wait(self) -> None:
-        """Wait for the save in progress, if there is one.
-
-        Raises:
-            UserError, TypeError: as ``save``.
-        """
+        """Wait for the save in progress, if any; raise its errors as ``save`` does."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -86,10 +79,10 @@ class CheckpointWriter:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.wait()
-        except (UserError, TypeError) as failed:
+        except (UserError, TypeError) as save_error:
             if error is None:
                 raise
-            self._log(f"besides, {failed}")  # what ended the run comes first
+            self._log(f"in addition, {save_error}")  # raise the error that ended the run
         finally:
             self._thread.shutdown()
 
@@ -99,27 +92,26 @@ class CheckpointWriter:
 
 
 class Stager:
-    """Copies a state to the CPU, into memory that the next copy uses again.
+    """Copies a state to the CPU, into memory that the next copy reuses.
 
-    It is pinned for a tensor of a GPU, which copies all of them beside its work. Allocation makes
-    the first copy slower. torch's DefaultStager works only once in torch 2.11: it clears its own
-    table of types after the first state.
+    Allocation makes the first copy slower. The memory for GPU tensors is pinned, so that all copies
+    run at the same time. torch 2.11's DefaultStager works only once: it clears its table of types.
     """
 
     def __init__(self) -> None:
         self._memory: dict[Any, Tensor] = {}
 
     def stage(self, state: dict[str, Any], copies: Container[int] = ()) -> dict[str, Any]:
-        """Return a copy that shares no memory with the state; it overwrites the previous copy.
+        """Return a copy that shares no memory with the state, and overwrite the previous copy.
 
-        Tensors that share memory also share it in the copy. Those whose memory begins at an
-        address of `copies` are not copied.
+        Tensors that share memory also share it in the copy. Memory at an address in `copies` is not
+        copied.
         """
         before, self._memory = self._memory, {}
 
         def copied(value: Any) -> Any:
             if isinstance(value, Tensor):
-                if value.is_sparse:  # momentum of a sparse gradient: it has several storages
+                if value.is_sparse:  # momentum of a sparse gradient has several storages
                     return value.detach().to("cpu", copy=True)
                 is_copy = value.untyped_storage().data_ptr() in copies
                 return value if is_copy else self._copy_tensor(value, before)

@@ -14,42 +14,42 @@ from ddp_runner.job import Job
 
 
 def with_config_of_rank_zero(job: Job) -> Job:
-    """Return the job, with rank 0's config if the run to resume is not here. Collective.
+    """Return the job, with rank 0's config if this machine lacks the run to resume. Collective.
 
-    Rank 0 sends no secrets: each rank takes them from its own environment. What a config may name
-    is what this rank's own command allows.
+    Rank 0 sends no secrets: each rank takes them from its own environment. Only this rank's own
+    command decides which targets are allowed.
 
     Raises:
-        UserError: rank 0 does not have the run either, or joined with another backend.
+        UserError: rank 0 lacks the run as well, or uses another backend.
     """
-    places = gather_objects((socket.gethostname(), job.lacks_run))
-    if not any(lacks_run for _, lacks_run in places):
+    machines = gather_objects((socket.gethostname(), job.lacks_run))
+    if not any(lacks_run for _, lacks_run in machines):
         return job
-    host, rank_zero_lacks_run = places[0]
+    host, rank_zero_lacks_run = machines[0]
     if rank_zero_lacks_run:
-        has_run = next((other for other, lacks_run in places if not lacks_run), None)
+        has_run = next((name for name, lacks_run in machines if not lacks_run), None)
         if has_run is None:
-            fix = f"no folder of a run, on none of the {len({one for one, _ in places})} machines"
+            count = len({name for name, _ in machines})
+            fix = f"not a run folder on any of the {count} machines; name the folder of a run"
         else:
             fix = f"on {has_run}, and {host} has rank 0; copy it to {host}"
-            if job.wire is not None:  # our launcher, which can give rank 0 to another machine
+            if job.wire is not None:  # only our launcher can move rank 0 to another machine
                 fix += f", or give {has_run} launch.node_rank=0"
         raise UserError(f"resume={job.config.resume} is {fix}")
-    written = from_rank_zero(lambda: asdict(job.secrets.written(job.config)))
+    shared = from_rank_zero(lambda: asdict(job.secrets.written(job.config)))
     if not job.lacks_run:
         return job
-    own = job.config
-    raw = OmegaConf.create(written)
-    raw.allowed_targets, raw.data_root = own.allowed_targets, own.data_root
+    raw = OmegaConf.create(shared)
+    raw.allowed_targets, raw.data_root = job.config.allowed_targets, job.config.data_root
     secrets = find_secrets(raw)
     with secrets.hidden_in_errors():
         config = to_config(raw)
     batch = ResolvedBatch(**vars(config.batch))
-    found = RunConfig(**vars(config) | {"batch": batch, "launch": own.launch})
-    if found.backend.name != own.backend.name:
+    adopted = RunConfig(**vars(config) | {"batch": batch, "launch": job.config.launch})
+    if adopted.backend.name != job.config.backend.name:
         raise UserError(
-            f"the run was begun with backend={found.backend.name}, and {socket.gethostname()}, "
-            f"which does not have its folder, has joined with {own.backend.name}; add "
-            f"backend={found.backend.name} to the command"
+            f"the run uses backend={adopted.backend.name}, but {socket.gethostname()}, which lacks "
+            f"the run folder, joined with {job.config.backend.name}; add "
+            f"backend={adopted.backend.name} to the command"
         )
-    return replace(job, config=found, secrets=secrets)
+    return replace(job, config=adopted, secrets=secrets)

@@ -1,4 +1,4 @@
-"""Opens and closes the process group of a rank, and the store at which its ranks meet."""
+"""Opens and closes a rank's process group and the store where the ranks meet."""
 
 import os
 import socket
@@ -25,11 +25,10 @@ from ddp_runner.host.streams import print_line
 
 HOST = "127.0.0.1"
 POLL_S = 0.02
-PROBE_S = 2.0  # of a try to reach rank 0
+PROBE_S = 2.0  # timeout of an attempt to reach rank 0
 STORES: Any = dist  # torch documents its stores, but its stubs lack them
-# References that keep each group until the process ends. A group's threads take the GIL to release
-# the last collective's tensors. If the group ended with DDP's reducer, which joins these threads
-# while it holds the GIL, both would wait for ever.
+# Keep each group until the process ends. Otherwise DDP's reducer may destroy the group: it holds
+# the GIL while it joins the group's threads, and they need the GIL to release the last tensors.
 _groups_until_exit: list[dist.ProcessGroup | None] = []
 
 
@@ -39,29 +38,28 @@ def process_group(
 ) -> Iterator[None]:
     """Keep the default process group open. Collective: every rank must call.
 
-    On GPUs the group has two backends: small facts travel as CPU tensors over gloo, so that they
-    never wait for a kernel.
+    On GPUs the group also has gloo for CPU tensors: small facts must not wait for a kernel.
 
     Raises:
-        UserError: this torch was built without the backend, nothing says where the ranks meet, or
-            they cannot meet there.
+        UserError: this torch lacks the backend, no address is given, or the ranks cannot meet
+            there.
     """
     if backend.name == "mpi" and not dist.is_mpi_available():
         raise UserError(
-            "backend=mpi needs a torch built with MPI, and this one is not (PyPI's wheels never "
-            "are); write backend=gloo, or build torch from source beside an MPI library"
+            "backend=mpi needs a torch built with MPI, and this torch is not (PyPI's wheels never "
+            "are); write backend=gloo, or build torch from source with an MPI library"
         )
     validate_rendezvous(env, init_method=init_method, backend=backend.name)
     if backend.name != "mpi":
-        _validate_place(env, init_method)
+        _validate_host(env, init_method)
     is_local = env.num_nodes == 1 and _uses_loopback()
     if env.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         host = _rendezvous_host(init_method)
         name = outer_interface(host) if host else None
-        if name is not None:  # gloo would take loopback, where no other machine reaches it
+        if name is not None:  # gloo's default, loopback, is unreachable from other machines
             os.environ["GLOO_SOCKET_IFNAME"] = name
     timeout = timedelta(seconds=backend.timeout_s)
-    of_gpus = f"cpu:gloo,{backend.device}:{backend.name}"
+    with_gloo = f"cpu:gloo,{backend.device}:{backend.name}"
     try:
         store = None
         has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -72,7 +70,7 @@ def process_group(
         elif init_method == FROM_ENVIRONMENT and backend.name != "mpi":
             store = store_of_rank_zero(env, timeout_s=backend.timeout_s)
         dist.init_process_group(
-            backend.name if backend.name in FOR_CPU else of_gpus,
+            backend.name if backend.name in FOR_CPU else with_gloo,
             init_method=None if store is not None else init_method,
             store=store,
             rank=env.rank,
@@ -85,48 +83,45 @@ def process_group(
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "of this machine")
         raise UserError(
             f"the network interface {interface} (GLOO_SOCKET_IFNAME) has no address; "
-            f"bring it up (ip link set {interface} up), or set the variable to one that has"
+            f"bring it up (ip link set {interface} up), or set another interface"
         ) from error
     _groups_until_exit.append(dist.group.WORLD)
     yield
-    # On success only: a rank that fails while its peers sit in a collective must die, not wait.
+    # Only on success: a rank that fails must end without waiting for others in a collective.
     dist.destroy_process_group()
 
 
 def _rendezvous_host(init_method: str | None) -> str | None:
-    """Return the host where the ranks meet, of tcp:// or else of MASTER_ADDR; None: unknown."""
+    """Return the host where the ranks meet, from tcp:// or MASTER_ADDR; None: unknown."""
     if init_method is not None and init_method.startswith("tcp://"):
         return urlsplit(init_method).hostname
     return os.environ.get("MASTER_ADDR")
 
 
-def _validate_place(env: DistEnv, init_method: str | None) -> None:
-    """Reject ranks whose variables, set by hand, say nothing of the machines that they are on.
+def _validate_host(env: DistEnv, init_method: str | None) -> None:
+    """Reject ranks on several machines whose variables, set by hand, describe a single machine.
 
-    They would meet on this machine alone, and wait in vain.
-
-    Raises:
-        UserError: naming the variables.
+    They would wait on this machine for ranks that are on others.
     """
     host = _rendezvous_host(init_method)
-    is_said = env.launcher != "environment" or env.num_nodes > 1 or env.world_size == 1
-    if host is None or is_said or (init_method or "").startswith("file://"):
+    has_layout = env.launcher != "environment" or env.num_nodes > 1 or env.world_size == 1
+    if host is None or has_layout or (init_method or "").startswith("file://"):
         return
-    with suppress(OSError):  # a name that is not known here
+    with suppress(OSError):  # an unknown host name
         if is_here(host):
             return
     error = UserError(
-        f"RANK and WORLD_SIZE describe {env.world_size} ranks on one machine, and {host}, where "
-        "they meet, is another; on several machines set LOCAL_RANK and LOCAL_WORLD_SIZE too, on "
-        "one let the ranks meet at 127.0.0.1"
+        f"RANK and WORLD_SIZE describe {env.world_size} ranks on one machine, but {host}, where "
+        "they meet, is another; on several machines set LOCAL_RANK and LOCAL_WORLD_SIZE too, on a "
+        "single machine let the ranks meet at 127.0.0.1"
     )
-    if not prints_errors():  # rank 0 is on another machine, and has no error to print
+    if not prints_errors():  # rank 0, on another machine, has no error to print
         print_line(f"error: {error}", stream=sys.stderr)
     raise error
 
 
 def _uses_loopback() -> bool:
-    """Let ranks of one machine use the loopback interface only, unless the user set another."""
+    """Default to the loopback interface; return whether gloo uses it."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
@@ -136,63 +131,63 @@ def _uses_loopback() -> bool:
 def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
     """Return the store that rank 0 serves at the address of env://. Collective.
 
-    Torch's own client prints stacks of C++ frames while nobody listens, as after a cut, and waits
-    for ever if rank 0 is suspended.
+    Without rank 0, torch's own client prints C++ stack traces; if rank 0 is suspended, it waits
+    forever.
 
     Raises:
         torch.distributed.DistNetworkError: rank 0 does not answer within `timeout_s`.
     """
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     deadline, reason = time.monotonic() + timeout_s, ""
-    store = partial(STORES.TCPStore, *place, env.world_size, timeout=timedelta(seconds=timeout_s))
+    connect = partial(
+        STORES.TCPStore, host, port, env.world_size, timeout=timedelta(seconds=timeout_s)
+    )
     if env.is_rank_zero:
-        return store(is_master=True, multi_tenant=True)
+        return connect(is_master=True, multi_tenant=True)
     while time.monotonic() < deadline:
         try:
-            socket.create_connection(place, timeout=min(PROBE_S, timeout_s)).close()
-        except OSError as error:
+            socket.create_connection((host, port), timeout=min(PROBE_S, timeout_s)).close()
+        except OSError as error:  # rank 0 does not listen yet
             reason = error.strerror or str(error)
             time.sleep(POLL_S)
             continue
         reason = "it may be suspended"
-        # In a thread: the call itself waits for ever.
-        answer: Future[Any] = Future()
-        Thread(target=_fulfil, args=(answer, store), daemon=True).start()
+        store: Future[Any] = Future()
+        # In a thread: the call has no timeout.
+        Thread(target=_set_store, args=(store, connect), daemon=True).start()
         with suppress(TimeoutError):
-            return answer.result(timeout_s)
+            return store.result(timeout_s)
     raise STORES.DistNetworkError(
         f"timed out after {timeout_s:g} s (backend.timeout_s): rank 0 does not answer at "
-        f"{place[0]}:{place[1]} ({reason})"
+        f"{host}:{port} ({reason})"
     )
 
 
-def _fulfil(answer: Future[Any], store: Callable[..., Any]) -> None:
+def _set_store(store: Future[Any], connect: Callable[..., Any]) -> None:
     try:
-        answer.set_result(store(is_master=False))
+        store.set_result(connect(is_master=False))
     except BaseException as error:
-        answer.set_exception(error)
+        store.set_exception(error)
 
 
 def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:
     """Return a store that only this machine can reach, at the port of env:// or tcp://. Collective.
 
-    torch's own server listens on every interface and has no authentication. None if there is no
-    port, or one that torch rejects later.
+    torch's own server listens on every interface and has no authentication. None without a port.
 
     Raises:
         UserError: rank 0, which serves the store, cannot listen on the port.
     """
     port = None
-    with suppress(ValueError):
-        if init_method == FROM_ENVIRONMENT and "MASTER_PORT" in os.environ:
-            port = int(os.environ["MASTER_PORT"])
-        elif init_method is not None and init_method.startswith("tcp://"):
-            port = urlsplit(init_method).port
+    if init_method == FROM_ENVIRONMENT and "MASTER_PORT" in os.environ:
+        port = int(os.environ["MASTER_PORT"])
+    elif init_method is not None and init_method.startswith("tcp://"):
+        port = urlsplit(init_method).port
     if port is None:
         return None
-    store = partial(STORES.TCPStore, HOST, port, env.world_size, timeout=timeout)
+    connect = partial(STORES.TCPStore, HOST, port, env.world_size, timeout=timeout)
     if not env.is_rank_zero:
-        return store(is_master=False)
+        return connect(is_master=False)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart takes the same port
     try:
@@ -204,17 +199,16 @@ def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta)
             f"rank 0 cannot listen on port {port} ({error.strerror}), where the ranks meet; give "
             "every rank another port, in MASTER_PORT or launch.init_method"
         ) from error
-    return store(is_master=True, master_listen_fd=listener.detach())
+    return connect(is_master=True, master_listen_fd=listener.detach())
 
 
 def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
-    """Return the store of torchrun's agent, under a prefix of this worker group only. Collective.
+    """Return torchrun's store under a prefix that only this worker group uses. Collective.
 
-    torchrun keeps one store for its rendezvous and for all worker groups that it starts. A killed
-    group leaves its keys there, and the next one would read them as its peers' addresses
-    ("connectFullMesh failed"). So each rank writes a random greeting, and rank 0 answers it with a
-    new prefix. The first greeting may be of a rank that is gone: rank 0 answers until each rank has
-    confirmed the prefix.
+    torchrun keeps one store for all worker groups that it starts. A killed group leaves its keys
+    behind, and the next group would take them for its ranks' addresses ("connectFullMesh failed").
+    So each rank writes a random greeting, and rank 0 answers with a new prefix. A greeting may come
+    from a rank that is gone, so rank 0 answers until every rank has confirmed the prefix.
 
     Raises:
         torch.distributed.DistStoreError: a rank did not arrive in time.
@@ -225,20 +219,20 @@ def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
     if env.rank > 0:
         greeting = uuid.uuid4().hex
         shared.set(f"greeting/{env.rank}", greeting)
-        prefix = shared.get(f"answer/{greeting}").decode()  # waits for it
+        prefix = shared.get(f"answer/{greeting}").decode()  # blocks until rank 0 answers
         shared.set(f"{prefix}/{greeting}", "received")
         return STORES.PrefixStore(prefix, store)
     prefix = f"group-{uuid.uuid4().hex}"
     deadline = time.monotonic() + timeout.total_seconds()
-    # The answered greetings of each rank that has not confirmed the prefix.
+    # The answered greetings of each unconfirmed rank.
     missing: dict[int, list[str]] = {rank: [] for rank in range(1, env.world_size)}
     while missing:
         for rank, answered in list(missing.items()):
             if not shared.check([f"greeting/{rank}"]):
                 continue
             greeting = shared.get(f"greeting/{rank}").decode()
-            # First: a rank that has confirmed may have been restarted, with a new greeting.
-            if any(shared.check([f"{prefix}/{one}"]) for one in answered):
+            # Check first: a confirmed rank may have restarted with a new greeting.
+            if any(shared.check([f"{prefix}/{text}"]) for text in answered):
                 del missing[rank]
             elif greeting not in answered:
                 shared.set(f"answer/{greeting}", prefix)

@@ -1,4 +1,4 @@
-"""The log of one rank: its own file, with its rank in every line; rank 0 prints as well."""
+"""The log file of a rank, with the rank in every line. Rank 0 also prints."""
 
 import logging
 import os
@@ -18,10 +18,10 @@ LOGGER = logging.getLogger("ddp_runner")
 def rank_log(
     run_dir: RunDir, env: DistEnv, *, hide: Callable[[str], str] = str, prefix: str = ""
 ) -> Iterator[Callable[[str], None]]:
-    """Keep this rank's log file open; yield what logs a text there, and prints it on rank 0.
+    """Open this rank's log file; yield a function that logs a text and prints it on rank 0.
 
-    Warnings of libraries go to the file only. So does whatever a rank other than 0 prints, C++ code
-    included. `hide` removes secrets from each line of the file. What rank 0 prints has a `prefix`.
+    Library warnings, and all output of ranks other than 0, go to the file only. `hide` removes
+    secrets from each line of the file. Rank 0 prints `prefix` before each line.
     """
     path = run_dir.rank_log(env.rank)
     run_dir.logs.mkdir(parents=True, exist_ok=True)
@@ -52,23 +52,23 @@ def rank_log(
         raise
     finally:
         LOGGER.removeHandler(handler)
-        with suppress(OSError):  # a full disk, which the handler has reported
+        with suppress(OSError):  # a full disk, which the handler has already reported
             handler.close()
 
 
 def log_to_file(text: str) -> None:
-    """Log the text to this rank's file alone."""
+    """Log a text to this rank's file only."""
     for line in text.splitlines():
         LOGGER.info(line)
 
 
 class _File(logging.FileHandler):
-    """A log file whose disk may be full; logging alone would print a traceback for each line."""
+    """A log file that survives a full disk; logging prints a traceback for each line."""
 
     _has_failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging calls it by this name
-        """Print, once, that the file cannot be written."""
+        """Print a single warning that the file cannot be written."""
         error = sys.exc_info()[1]
         if not self._has_failed:
             self._has_failed = True
@@ -76,7 +76,7 @@ class _File(logging.FileHandler):
 
 
 class _EachLine(logging.Formatter):
-    """Puts time, rank and level before every line, even those of warnings and tracebacks."""
+    """Puts time, rank and level before every line, also of warnings and tracebacks."""
 
     def __init__(self, rank: int, hide: Callable[[str], str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a task prints at its start and logs to, and what rank 0 keeps of a run with a loop."""
+"""The start lines and the logger of a task, and the checkpoints of a run with a loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,15 +20,15 @@ from ddp_runner.tracking.start_block import fact_lines, shown_path, word_lines
 def log_start(
     session: Session, facts: Mapping[str, str], *, notes: Sequence[str] = (), explains: bool = False
 ) -> None:
-    """Log warnings, notes and the facts of a task; a sweep shows the facts once.
+    """Log warnings, notes and the facts of a task. A sweep prints the facts only once.
 
-    With `explains` also what the words of distributed training mean, if the config asks for it. The
-    log file has all of it, of each job of a sweep.
+    With `explains`, add a glossary of distributed training, printed if the config is verbose. The
+    log file of each job has everything.
     """
     config, job = session.config, session.job
     for line in (*(f"warning: {text}" for text in job.warnings), *notes):
         session.log(line)
-    folder = "" if job.is_claimed else str(shown_path(session.run_dir.path))  # else it is printed
+    folder = "" if job.is_claimed else str(shown_path(session.run_dir.path))  # else already printed
     show = session.log if job.shows_header else log_to_file
     show(fact_lines({"run": folder, **facts}))
     if explains:
@@ -38,7 +38,7 @@ def log_start(
 
 
 def task_logger(session: Session, **shown: Any) -> Logger:
-    """Return what this rank logs to; for the keywords see ``RunLogger``."""
+    """Return this rank's logger; see ``RunLogger`` for the keywords."""
     if not session.env.is_rank_zero:
         return NullLogger()
     return RunLogger(session.run_dir, job=session.job, heartbeat=session.heartbeat, **shown)
@@ -47,13 +47,13 @@ def task_logger(session: Session, **shown: Any) -> Logger:
 class Records:
     """The logger and the checkpoint writer of a run; ranks other than 0 write nothing.
 
-    To make it begins the run: it freezes the config, tells the launcher, and enters the stack. So
-    make it once nothing can refuse the run any more, and a failed resume changes nothing.
+    The constructor begins the run: it freezes the config, tells the launcher, and enters the stack.
+    Call it after every check of the command, so that a failed resume changes nothing.
 
     Args:
-        session: of this rank.
-        fields: of run.json. Only rank 0's are written.
-        resume_step: the step of the checkpoint that the run continues from; None: it begins anew.
+        session: this rank's session.
+        fields: fields for run.json; only rank 0's are written.
+        resume_step: step of the checkpoint that the run resumes from; None: it starts at step 0.
         stack: closes both at the end of the run, also after an error.
         shown: further keywords of ``task_logger``.
 
@@ -96,16 +96,13 @@ class Records:
     ) -> None:
         """Start to write a checkpoint. Collective: every rank must call.
 
-        Args:
-            snapshot: returns what to save, and adds addresses to `copies` as ``gathered`` does.
-            step: optimizer steps taken.
-            metrics: of this step.
+        `snapshot` returns the state, and adds addresses to `copies` as ``gathered`` does.
 
         Raises:
-            UserError: what is saved is not finite, or the save before it failed.
+            UserError: the state is not finite, or the previous save failed.
         """
         metrics = dict(metrics)
-        self.wait()  # so that only one state is in memory
+        self.wait()  # keep a single state in memory
         copies = set[int]()
         content = snapshot(copies=copies)
         if self._writer is not None:
@@ -115,7 +112,7 @@ class Records:
         """Wait for the last checkpoint.
 
         Raises:
-            UserError: it could not be saved.
+            UserError: the checkpoint could not be saved.
         """
         if self._writer is not None:
             self._writer.wait()
@@ -130,11 +127,6 @@ class Records:
     ) -> None:
         """Write rank 0's state_dict to model.safetensors; see ``export_weights``."""
         if self._writer is not None:
-            digest = export_weights(
-                self._run_dir.export,
-                state,
-                step=step,
-                metrics=json_safe(metrics),
-                is_average=is_average,
-            )
+            path, metrics = self._run_dir.export, json_safe(metrics)
+            digest = export_weights(path, state, step=step, metrics=metrics, is_average=is_average)
             write_run_record(self._run_dir, export_sha256=digest)

@@ -1,4 +1,4 @@
-"""A rank's session, which every task needs: process group, run folder, log, start of run.json."""
+"""A rank's session, for every task: process group, run folder, log and start of run.json."""
 
 import os
 import socket
@@ -50,21 +50,21 @@ from ddp_runner.tracking.run_record import (
 )
 from ddp_runner.tracking.trackers.start_trackers import followed
 
-INIT_FILE = "file://"  # the start of a launch.init_method that names a file
+INIT_FILE = "file://"  # prefix of a launch.init_method that names a file
 
 
 @dataclass(frozen=True)
 class Session:
-    """One rank's part of an open run."""
+    """A rank's view of an open run."""
 
     job: Job
     env: DistEnv
     mode: Mode
-    devices: tuple[torch.device, ...]  # of this rank, as its mode wants them
+    devices: tuple[torch.device, ...]  # this rank's devices
     run_dir: RunDir
     log: Callable[[str], None]  # writes to this rank's log; rank 0 also prints
     heartbeat: Heartbeat = field(default_factory=Heartbeat)  # beats on rank 0
-    hosts: tuple[str, ...] = ()  # of all ranks, each once
+    hosts: tuple[str, ...] = ()  # distinct hosts of all ranks
 
     @property
     def config(self) -> RunConfig:
@@ -77,8 +77,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
     """Set up this rank's process and join the others. Collective: every rank must call.
 
     Raises:
-        UserError: the config names a target that is not allowed, the ranks were launched
-            differently, or the run folder holds another run.
+        UserError: a target is not allowed, the ranks have different configs, or the run folder
+            holds another run.
     """
     mode, devices = _open_mode(job.config, env)
     with ExitStack() as stack:
@@ -86,16 +86,16 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
             process_group(env, backend=job.config.backend, init_method=_init_method(job, env))
         )
         if env.num_nodes > 1:
-            own, job = job, with_config_of_rank_zero(job)
-            if job is not own:
+            own_job, job = job, with_config_of_rank_zero(job)
+            if job is not own_job:
                 mode, devices = _open_mode(job.config, env)
         config = job.config
         ensure_agreement(_comparable(job), optional=job.code)
         ensure_own_devices(devices, backend=config.backend.name)
         torch.set_num_threads(config.train.num_threads or _num_threads(env))
         keep_freed_memory()
-        ids_here = own_launch_ids(env, has_agent=job.wire is not None)
-        launch_ids = sorted(set().union(*gather_objects(ids_here)))  # they identify the launch
+        own_ids = own_launch_ids(env, has_agent=job.wire is not None)
+        launch_ids = sorted(set().union(*gather_objects(own_ids)))
         run_dir, size = from_rank_zero(lambda: _claim(job, launch_ids=launch_ids, held=stack))
         if job.wire is not None and env.local_rank == 0:
             job.wire.send("claimed", run_dir.path)
@@ -112,7 +112,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         logging = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
         log = stack.enter_context(logging)
         if env.num_nodes > 1:
-            _say_where(run_dir, log=log)
+            _log_machines_without_folder(run_dir, log=log)
         session = Session(job, env, mode, devices, run_dir, log, heartbeat, hosts)
         if env.is_rank_zero and not has_begun(read_run_record(run_dir)):
             _record_start(session)
@@ -121,9 +121,9 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
 
 
 def _open_mode(config: RunConfig, env: DistEnv) -> tuple[Mode, tuple[torch.device, ...]]:
-    """Return the config's mode and this rank's devices, which are ready to compute."""
-    seed_all(config.seed)  # what is imported and built from here on may draw
-    validate_targets(config)  # again: the config may come from somebody else's run
+    """Return the config's mode and this rank's devices, ready to compute."""
+    seed_all(config.seed)  # before any import or constructor that draws random numbers
+    validate_targets(config)  # again: rank 0 may have sent the config of somebody else's run
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -135,32 +135,32 @@ def _open_mode(config: RunConfig, env: DistEnv) -> tuple[Mode, tuple[torch.devic
 
 
 def _comparable(job: Job) -> dict[str, Any]:
-    """Return the config's keys and values, with one hash in place of all secret values."""
+    """Return the config's keys and values, with a single hash for all secrets."""
     values, shown = flatten(job.config), flatten(job.secrets.written(job.config))
     hidden = {key: value for key, value in values.items() if shown.get(key) != value}
-    shown["train.profile"] = job.config.train.profile  # all ranks leave out the same slow steps
+    shown["train.profile"] = job.config.train.profile  # all ranks must skip the same slow steps
     return {**shown, "the hash of what oc.env gives": digest(hidden)}
 
 
-def _say_where(run_dir: RunDir, *, log: Callable[[str], None]) -> None:
-    """Log on rank 0 which machines do not see the run folder. Collective: every rank."""
+def _log_machines_without_folder(run_dir: RunDir, *, log: Callable[[str], None]) -> None:
+    """Log on rank 0 which machines do not see the run folder. Collective: every rank must call."""
     is_here = run_dir.record.exists() or run_dir.is_frozen
-    places = gather_objects((socket.gethostname(), is_here))
-    blind = sorted({host for host, sees_it in places if not sees_it})
-    if blind and dist.get_rank() == 0:
+    machines = gather_objects((socket.gethostname(), is_here))
+    lacking = sorted({host for host, has_folder in machines if not has_folder})
+    if lacking and dist.get_rank() == 0:
         log(
-            f"{places[0][0]} keeps the run: {', '.join(blind)} does not see its folder, and keeps "
-            "only the logs of its own ranks"
+            f"{machines[0][0]} keeps the run: {', '.join(lacking)} does not see its folder, and "
+            "keeps only the logs of its own ranks"
         )
 
 
 def note_start(session: Session, *, step: int) -> None:
-    """Record that the state is restored, and log why the ranks were started again, if they were.
+    """Record that the state is restored; after a restart, log its cause. Every rank must call.
 
-    Until now a run that is resumed has stayed as it was. Every task calls it on every rank.
+    Until now a resumed run is unchanged.
 
     Raises:
-        UserError: three attempts in a row began at the same step.
+        UserError: three restarts in a row began at the same step.
     """
     earlier, wire = session.job.earlier, session.job.wire
     if wire is not None:
@@ -169,20 +169,21 @@ def note_start(session: Session, *, step: int) -> None:
         _record_start(session)
     if not earlier:
         return
-    count, allowed = session.env.restart_count, session.config.launch.max_restarts
+    count, limit = session.env.restart_count, session.config.launch.max_restarts
     causes = [cause for _, cause in earlier]
-    session.log(f"restart {count} of {allowed}: {causes[-1]}")
-    steps = [*(first for first, _ in earlier), step]
-    began = [n for n in range(1, len(steps)) if steps[n] is not None][-3:]  # the last restarts
-    if len(began) == 3 and len({steps[n] for n in began}) == 1:
+    session.log(f"restart {count} of {limit}: {causes[-1]}")
+    steps = [*(first_step for first_step, _ in earlier), step]
+    last_starts = [n for n in range(1, len(steps)) if steps[n] is not None][-3:]
+    if len(last_starts) == 3 and len({steps[n] for n in last_starts}) == 1:
         raise UserError(
             f"three restarts in a row made no progress beyond step {step}, so the cause will not "
-            f"go away; the first of them: {causes[began[0] - 1]}; see also logs/ in the run folder"
+            f"go away; cause of the first: {causes[last_starts[0] - 1]}; see also logs/ in the run "
+            "folder"
         )
 
 
 def _claim(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[RunDir, int | None]:
-    """Return what ``claim_run`` does; rank 0 claims the run folder unless its launcher has."""
+    """Claim the run folder on rank 0, unless its launcher has; see ``claim_run``."""
     if job.is_claimed:
         assert job.run_dir is not None
         return RunDir(job.run_dir), None
@@ -198,42 +199,42 @@ def _failure_recorded(run_dir: RunDir, *, started_at: float) -> Iterator[None]:
         yield
     except BaseException as error:
         kind = "user" if isinstance(error, UserError) else "crash"
-        with suppress(UserError):  # a full disk; the error that it caused matters more
-            found = RunError(rank=0, kind=kind, sentence=one_line(error))
-            fail_session(run_dir, started_at=started_at, error=found)
+        with suppress(UserError):  # a full disk, which also caused the error
+            run_error = RunError(rank=0, kind=kind, sentence=one_line(error))
+            fail_session(run_dir, started_at=started_at, error=run_error)
         raise
 
 
 def _num_threads(env: DistEnv) -> int:
-    """Return the cores of this rank over the ranks that share them. Collective: every rank.
+    """Return this rank's cores divided by the ranks that share them. Collective: every rank.
 
-    Some launchers bind each rank to its own cores; then nothing is left to divide.
+    Some launchers bind each rank to its own cores; then no other rank shares them.
     """
     mask = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    place = (socket.gethostname(), mask)
-    return max(1, usable_cores() // gather_objects(place).count(place))
+    cores = (socket.gethostname(), mask)
+    return max(1, usable_cores() // gather_objects(cores).count(cores))
 
 
 def _init_method(job: Job, env: DistEnv) -> str | None:
     """Return where the ranks meet."""
-    asked = job.config.launch.init_method
+    configured = job.config.launch.init_method
     if job.temp is None:
-        return env.init_method if env.launcher == "torchrun" else asked or env.init_method
+        return env.init_method if env.launcher == "torchrun" else configured or env.init_method
     if env.num_nodes > 1:
-        return asked or env.init_method
-    # A file needs no port, so parallel sweeps can never meet at the same one.
-    asked = asked or f"{INIT_FILE}store"
-    if not asked.startswith(INIT_FILE):
-        return asked
-    # Each attempt has its own: an earlier one holds the addresses of ranks that are gone.
-    path = Path(job.temp, asked.removeprefix(INIT_FILE)).absolute()
+        return configured or env.init_method
+    # A file needs no port, so parallel sweeps never meet at the same address.
+    method = configured or f"{INIT_FILE}store"
+    if not method.startswith(INIT_FILE):
+        return method
+    # A new file for each attempt: the old file holds addresses of ranks that are gone.
+    path = Path(job.temp, method.removeprefix(INIT_FILE)).absolute()
     return f"{INIT_FILE}{path}.{job.temp.name}-{env.restart_count}"
 
 
 def _record_start(session: Session) -> None:
     config, env, job = session.config, session.env, session.job
     written, slot, share = job.secrets.written(config), job.slot, RunFields()
-    if slot is not None:  # the fields stay when the run goes on alone later
+    if slot is not None:  # a later resume outside of the sweep keeps these fields
         share = RunFields(parallel_jobs=True, cores=slot.cores, visible_gpus=slot.gpus)
     facts = RunFields(
         status=Status.RUNNING,

@@ -1,7 +1,6 @@
-"""What a user sees while a run goes on and at its end: a live line on a terminal, else plain lines.
+"""Progress on the terminal and the summary at the end: a live line, or plain lines without one.
 
-The live line is redrawn in place, without a thread and without hiding the cursor: a rank that is
-killed leaves nothing to repair.
+The live line needs no thread and never hides the cursor, so a killed rank leaves a usable terminal.
 """
 
 import math
@@ -20,25 +19,24 @@ from ddp_runner.tracking.outputs import OUTPUTS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import shown_path
 
-REFRESH_S = 0.1  # between two redraws: drawing must not slow down training
+REFRESH_S = 0.1  # shortest time between redraws: drawing must not slow down training
 MIN_BAR, MAX_BAR, MIN_TITLE = 6, 40, 12  # columns
-LINE_WIDTH = 80  # of what is printed without asking the terminal
+LINE_WIDTH = 80  # columns of lines that do not depend on the terminal
 
 
 class ProgressLine:
-    """Shows how far a run is: a live line on a terminal that can draw it, else plain lines.
+    """Shows the progress of a run: a live line on a capable terminal, else plain lines.
 
-    The live line has epoch, step, loss, the last evaluation and samples/s. A plain line is printed
-    for each step that has metrics. The line of a sweep's job, which has a title, is erased at the
-    end, for its result to take its place.
+    The live line has epoch, step, loss, the last evaluation and samples/s. Without it, each step
+    with metrics prints a plain line. A sweep's job erases its line at the end to print its result.
 
     Args:
-        total_steps: optimizer steps of the whole run; 0: not known beforehand. None: nobody knows,
-            and each line of metrics is shown with their names.
-        total_epochs: epochs of the whole run; 0: not known.
+        total_steps: optimizer steps of the whole run; 0: unknown; None: a user's own loop, whose
+            metrics are all shown by name.
+        total_epochs: epochs of the whole run; 0: unknown.
         initial_step: steps taken before this session.
-        stream: where the lines go.
-        title: the job of a sweep.
+        stream: receives the lines.
+        title: title of a sweep's job; empty for a single run.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class ProgressLine:
             self._draw()
 
     def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Show a step; in the live line a metric that it lacks keeps its last value."""
+        """Show a step. The live line keeps the last value of a metric that the step lacks."""
         if not self._is_live:
             self._print(step, epoch, metrics)
             return
@@ -70,7 +68,7 @@ class ProgressLine:
             self._draw()
 
     def close(self) -> None:
-        """Leave the live line's last state on a line of its own; erase that of a sweep's job."""
+        """End the live line; erase it for a sweep's job."""
         if not self._is_live:
             return
         if self._title:
@@ -82,27 +80,27 @@ class ProgressLine:
 
     def _print(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         if self._total_steps is None:
-            where, own = "", {name: metrics[name] for name in metrics if "perf/" not in name}
-            parts = [*_named(own), *_speed(metrics)]
+            start, shown = [], {name: metrics[name] for name in metrics if "perf/" not in name}
+            parts = [*_named(shown), *_speed(metrics)]
         else:
-            where = _of("epoch", epoch, self._total_epochs) + "  "
+            start = [_counter("epoch", epoch, self._total_epochs)]
             evaluated = {name: metrics[name] for name in _evaluated(metrics)}
             parts = _parts(metrics, evaluated=evaluated)
         if parts:
-            line = where + "  ".join([_of("step", step, self._total_steps or 0), *parts])
-            print(line, file=self._stream, flush=True)
+            words = [*start, _counter("step", step, self._total_steps or 0), *parts]
+            print("  ".join(words), file=self._stream, flush=True)
 
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
-        # Each time: a window is resized, or closed while the run goes on.
+        # Ask each time: the user may resize or close the window during the run.
         width = line_width(self._stream) or LINE_WIDTH - 1
         self._stream.write(ERASE_LINE + self._line(width)[:width])
         self._stream.flush()
 
     def _line(self, width: int) -> str:
-        """Return the line: what matters first; a bar and the time left only if they fit."""
+        """Return the live line; drop the bar, the time left and the evaluation if too long."""
         assert self._total_steps
-        title, epoch = "", _of("epoch", self._epoch, self._total_epochs) + "  "
+        title, epoch = "", _counter("epoch", self._epoch, self._total_epochs) + "  "
         step = f"step {self._step}/{self._total_steps}"
         for evaluated in (_first_evaluated(self._metrics), {}):
             rest = "  ".join([step, *_parts(self._metrics, evaluated=evaluated)])
@@ -112,9 +110,9 @@ class ProgressLine:
         if self._title:
             title = f"{_fitted(self._title, room - 2)}  "
             room -= len(title)
-        left = self._time_left(self._total_steps)
-        if left and room >= MIN_BAR + len(left) + 4:
-            rest, room = f"{rest}  {left}", room - len(left) - 2
+        time_left = self._time_left(self._total_steps)
+        if time_left and room >= MIN_BAR + len(time_left) + 4:
+            rest, room = f"{rest}  {time_left}", room - len(time_left) - 2
         bar = ""
         if room >= MIN_BAR + 2:
             cells = min(room - 2, MAX_BAR)
@@ -139,17 +137,17 @@ def end_summary(
     metrics: Mapping[str, Any],
     waiting: str | None = None,
 ) -> str:
-    """Return how a run ended, with the last metrics, and how to look at it.
+    """Return the lines at the end of a run: status, last metrics, and how to resume and view it.
 
-    A sweep's job gets one line without the latter. A metric that is None was not finite. `waiting`:
-    on the slowest rank.
+    A sweep's job gets one line with status and metrics. A metric that was not finite is None.
+    `waiting` is the line about the slowest rank.
     """
     values = ((name, metrics[name]) for name in headlines(metrics))
     results = {name: math.nan if value is None else value for name, value in values}
     took = f"{status} in {time.time() - job.started_at:.1f} s"  # of this command
     if title := job.title:
         width, first = line_width(sys.stdout), _evaluated(results)[:1]
-        for names in (["train/loss", *first], first):  # too long a line loses the loss first
+        for names in (["train/loss", *first], first):  # a long line drops the loss first
             shown = {name: results[name] for name in names if name in results}
             rest = "  ".join([took, *_named(shown or dict([*results.items()][:1]))])
             if not width or len(title) + 2 + len(rest) <= width:
@@ -165,31 +163,32 @@ def end_summary(
             else:
                 lines.append(f"  {part}")
         lines += [waiting] if waiting else []
-    if status == Status.PREEMPTED and not job.title:  # of a sweep, its command goes on with it
+    if status == Status.PREEMPTED and not job.title:  # a sweep's command resumes its jobs
         words = " ".join([run_dir.resume_argument, *map(_quoted, job.resume_arguments)])
-        # Only its agent knows whether a SIGTERM ends the run or comes before a restart.
-        again = ", unless its launcher starts it again: the same command with"
-        lines.append(f"go on{again if job.wire is None else ': python -m ddp_runner'} {words}")
+        # Under another launcher, only its agent knows whether it restarts the run.
+        other = "resume, unless its launcher restarts it, with the same command and"
+        ours = "resume with: python -m ddp_runner"
+        lines.append(f"{other if job.wire is None else ours} {words}")
     if not job.title:
         folder = shown_path(run_dir.path)
-        # The folder below which TensorBoard shows the run by its name.
+        # Below this folder TensorBoard shows the run by its name.
         logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
         lines.append(f"tensorboard --logdir {shlex.quote(str(logdir))}")
     return "\n".join(lines)
 
 
 def _quoted(word: str) -> str:
-    """Return a word for a shell; a list of names in double quotes, as in the docs."""
+    """Return an argument quoted for a shell; a list of names in double quotes, as in the docs."""
     is_list = re.fullmatch(r"\w+=\[[\w.,]*\]", word, re.ASCII)
     return f'"{word}"' if is_list else shlex.quote(word)
 
 
-def _of(name: str, count: int, total: int) -> str:
+def _counter(name: str, count: int, total: int) -> str:
     return f"{name} {count}/{total}" if total else f"{name} {count}"
 
 
 def _fitted(title: str, room: int) -> str:
-    """Return a job's title, shortened to the room or, if there is almost none, to MIN_TITLE."""
+    """Return a job's title, shortened to `room` but not below MIN_TITLE columns."""
     if len(title) <= room:
         return title
     return shortened(re.sub(r"^job (\d+) of (\d+): ", r"\1/\2 ", title), max(MIN_TITLE, room))
@@ -210,13 +209,13 @@ def _named(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _first_evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the first headline of an evaluation, by a brief name."""
+    """Return the first headline metric of an evaluation, under a short name."""
     for name in _evaluated(metrics)[:1]:
-        brief = name if name.endswith("loss") else name.removeprefix("eval/")
-        return {brief: metrics[name]}
+        short_name = name if name.endswith("loss") else name.removeprefix("eval/")
+        return {short_name: metrics[name]}
     return {}
 
 
 def _evaluated(metrics: Mapping[str, float]) -> list[str]:
-    """Return the headlines of an evaluation, the first one first."""
+    """Return the names of an evaluation's headline metrics, most important first."""
     return [name for name in headlines(metrics) if name.startswith("eval/")]

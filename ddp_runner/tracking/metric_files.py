@@ -20,15 +20,15 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.tensorboard import MOST_CLASSES, confusion_picture, header, session_end
 
 EVENT_FILES = "events.out.tfevents.*"
-CONFUSION_FILE = "confusion.jsonl"  # the counts of each evaluation, to draw them again
-# A group of its own, the last one of the Time Series tab: there each run has a card for it.
+CONFUSION_FILE = "confusion.jsonl"  # counts of each evaluation, to redraw them after a resume
+# This prefix makes a separate group, the last of TensorBoard's Time Series tab.
 CONFUSION_TAG = "visuals/confusion_matrix"
 IMAGE_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)
-FLUSH_S = 5  # how far TensorBoard lags behind; metrics.jsonl never does
+FLUSH_S = 5  # TensorBoard lags behind by this time; metrics.jsonl never does
 
 
 class NoEvents:
-    """Takes the events of a run that TensorBoard does not show."""
+    """Drops the events of a run that TensorBoard does not show."""
 
     def add_event(self, *arguments: object) -> None:
         """Do nothing."""
@@ -39,14 +39,9 @@ class NoEvents:
 class MetricFiles:
     """Writes the same numbers to metrics.jsonl and to TensorBoard. Rank 0 only.
 
-    A run that resumes goes on in both as if it had never stopped: what the killed run logged after
-    its checkpoint is cut away, and `time_s` continues.
-
-    Args:
-        run_dir: the run's folder, with its frozen config.
-        resume_step: the step of the checkpoint that the run goes on from. None: it begins anew,
-            and what an attempt before its first checkpoint logged is cut away.
-        has_events: whether there is anything for TensorBoard.
+    A resumed run continues both as if it had never stopped: lines after its checkpoint are cut, and
+    `time_s` continues. With `resume_step` None the run starts at step 0. Without `has_events` no
+    files for TensorBoard are written.
 
     Raises:
         UserError: the folder cannot be written.
@@ -55,15 +50,17 @@ class MetricFiles:
     def __init__(
         self, run_dir: RunDir, *, resume_step: int | None = None, has_events: bool = True
     ) -> None:
-        # Only rank 0 pays for these imports.
+        # Import late: only rank 0 needs these modules.
         from PIL import Image
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard import FileWriter
 
         self._run_dir, self._confusion = run_dir, run_dir.path / CONFUSION_FILE
-        # What was logged at the checkpoint's own step: a loop may come by there once more.
+        # Names logged at the checkpoint's step: a user's own loop may log them again.
         self._logged_at, self._logged = resume_step, set[str]()
-        self.last_metrics: dict[str, float | None] = {}  # also before a resume; None: not finite
+        self.last_metrics: dict[
+            str, float | None
+        ] = {}  # includes earlier sessions; None: not finite
         first_step = 0 if resume_step is None else resume_step + 1
         with self._writing():
             lines = _cut_lines(run_dir.metrics, first_step)
@@ -71,13 +68,13 @@ class MetricFiles:
             images = list(_cut_images(run_dir.images, first_step))
             self._lines = run_dir.metrics.open("a", buffering=1, encoding="utf-8")
             self._began = time.monotonic() - (lines[-1]["time_s"] if lines else 0.0)
-            # TensorBoard's default loader ignores purge_step: it shows all that the files hold. So
-            # they are written anew from the lines, of which a kill loses none.
+            # TensorBoard's default loader ignores purge_step and shows everything in the files. So
+            # write new files from the lines, which survive a kill.
             earlier_files = list(run_dir.path.glob(EVENT_FILES))
             self._events = (
                 FileWriter(str(run_dir), flush_secs=FLUSH_S) if has_events else NoEvents()
             )
-            # A TensorBoard that is open forgets what it has read of this run.
+            # Makes a running TensorBoard forget what it has read of this run.
             self._events.add_event(Event(session_log=SessionLog(status=SessionLog.START)), 0)
             summaries = header(run_dir)
             self._has_hparams = len(summaries) > 1
@@ -100,11 +97,10 @@ class MetricFiles:
                 path.unlink()
 
     def log(self, metrics: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Write one line of metrics.jsonl, at once, and the same numbers to TensorBoard.
+        """Write and flush a line of metrics.jsonl, and the same numbers to TensorBoard as float32.
 
-        The line also has `time_s`, seconds since the run began, without the time between a stop and
-        a resume. NaN and infinities are null in the line, since JSON does not have them.
-        TensorBoard keeps float32. What a killed run logged at its checkpoint's step stays once.
+        The line's `time_s` counts the seconds of the run without pauses between sessions. NaN and
+        infinities become null. Skip metrics that a killed run already logged at its checkpoint.
 
         Raises:
             UserError: the files cannot be written, as on a full disk.
@@ -120,10 +116,9 @@ class MetricFiles:
             self._add(metrics, step=step, time_s=time_s)
 
     def log_confusion(self, counts: Sequence[Sequence[int]], *, step: int) -> None:
-        """Write an evaluation's confusion counts to confusion.jsonl, and their picture.
+        """Write confusion counts to confusion.jsonl and draw them, up to MOST_CLASSES classes.
 
-        The counts are (num_classes, num_classes), a row for each true class. Do nothing for more
-        classes than a picture can show.
+        The counts are (num_classes, num_classes) with one row per true class.
 
         Raises:
             UserError: the files cannot be written, as on a full disk.
@@ -131,7 +126,7 @@ class MetricFiles:
         if len(counts) > MOST_CLASSES:
             return
         if step == self._logged_at and CONFUSION_FILE in self._logged:
-            return  # as in ``log``
+            return
         time_s = self._time_s()
         line = {"step": step, "time_s": time_s, "counts": counts}
         with self._writing():
@@ -140,19 +135,14 @@ class MetricFiles:
             self._add_confusion(counts, step=step, time_s=time_s)
 
     def log_image(self, name: str, pixels: NDArray[np.uint8], *, step: int) -> None:
-        """Write the picture of a step as images/NAME/step-XXXXXXXX.png, and to TensorBoard.
-
-        Args:
-            name: of the picture; it may have slashes.
-            pixels: (height, width, 3).
-            step: optimizer steps taken.
+        """Write pixels (height, width, 3) to images/NAME/step-XXXXXXXX.png and to TensorBoard.
 
         Raises:
-            UserError: the name cannot be one of a folder, or the files cannot be written.
+            UserError: the name is not a valid path, or the files cannot be written.
         """
         if not IMAGE_NAME.fullmatch(name):
             raise UserError(
-                f"{name!r} cannot name a picture; use letters, digits, -, _, . and / between two "
+                f"{name!r} cannot name a picture; use letters, digits, -, _ and ., with / between "
                 "names"
             )
         if step == self._logged_at and f"image {name}" in self._logged:
@@ -172,11 +162,11 @@ class MetricFiles:
             self._events.close()
 
     def _add(self, metrics: Mapping[str, float | None], *, step: int, time_s: float) -> None:
-        """Write a line's numbers to TensorBoard."""
+        """Add a line's numbers to TensorBoard and to `last_metrics`."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self.last_metrics |= json_safe(metrics)
-        # One summary for all: a seventh of the time that an add_scalar for each takes.
+        # A single summary takes a seventh of the time of one add_scalar per metric.
         values = [
             Summary.Value(tag=name, simple_value=math.nan if value is None else value)
             for name, value in metrics.items()
@@ -189,26 +179,23 @@ class MetricFiles:
 
     @property
     def clock(self) -> float:
-        """The time.time() of the run's second 0: that of a line is this plus its `time_s`."""
+        """The time.time() of the run's second 0: add a line's `time_s` to get its time."""
         return self._clock(0.0)
 
     def _time_s(self) -> float:
         return round(time.monotonic() - self._began, 3)
 
     def _clock(self, time_s: float) -> float:
-        """Return the time.time() of a moment given in seconds since the run began."""
+        """Return the time.time() of a line's `time_s`."""
         return time.time() - (time.monotonic() - self._began - time_s)
 
     def _writing(self) -> AbstractContextManager[None]:
-        what = f"metrics cannot be written to {self._run_dir}"
-        return os_errors(what, fix="free space or make the folder writable, then resume")
+        fix = "free space or make the folder writable, then resume"
+        return os_errors(f"metrics cannot be written to {self._run_dir}", fix=fix)
 
 
 def _cut_lines(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """Keep the lines of a file before `first_step` and return them.
-
-    A line that a kill cut in half goes as well.
-    """
+    """Keep and return a file's lines before `first_step`; drop a line that a kill cut in half."""
     if not path.exists():
         return []
     kept, lines = [], []
@@ -224,7 +211,7 @@ def _cut_lines(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 
 def _cut_images(folder: Path, first_step: int) -> Iterator[tuple[str, int, Path]]:
-    """Yield the name, step and file of the pictures before `first_step`; delete the others."""
+    """Yield name, step and file of the pictures before `first_step`; delete later pictures."""
     for path in sorted(folder.glob("**/step-*.png")):
         step = int(path.stem.removeprefix("step-"))
         if step < first_step:
@@ -234,7 +221,7 @@ def _cut_images(folder: Path, first_step: int) -> Iterator[tuple[str, int, Path]
 
 
 def _picture(name: str, pixels: NDArray[np.uint8]) -> Any:
-    """Return pixels (height, width, 3) as a summary for TensorBoard, which holds a PNG file."""
+    """Return pixels (height, width, 3) as a TensorBoard summary, which holds a PNG file."""
     from torch.utils.tensorboard.summary import image
 
     return image(name, pixels, dataformats="HWC")

@@ -1,4 +1,4 @@
-"""What a task logs to: files, TensorBoard and the terminal on rank 0, nothing on other ranks."""
+"""The loggers of a task: files, TensorBoard and terminal on rank 0, nothing on other ranks."""
 
 import sys
 from collections.abc import Mapping
@@ -17,20 +17,20 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
     add_warning,
-    begin_anew,
     end_session,
+    forget_earlier_sessions,
     note_startup,
     read_run_record,
     write_run_record,
 )
 
-DIVERGED_FACTOR = 10.0  # noise does not raise a loss this many times above the first one
-LEAST_SHARE, LEAST_MS = 0.1, 2.0  # of a mean step; less is the noise of any machine
-MOST_NAMED = 4  # ranks that the others waited for
+DIVERGED_FACTOR = 10.0  # last loss over first loss; noise stays below
+LEAST_SHARE, LEAST_MS = 0.1, 2.0  # waiting below this share of a step, or this time, is noise
+MOST_NAMED = 4  # late ranks that the summary lists
 
 
 class NullLogger:
-    """The logger of every rank but 0: it does nothing."""
+    """The logger of all ranks except 0."""
 
     def log(self, *arguments: object, **named: object) -> None:
         """Do nothing."""
@@ -46,12 +46,12 @@ class RunLogger:
 
     Args:
         run_dir: the run's folder, with its frozen config.
-        job: of the session.
-        resume_step: the step of the checkpoint that the run goes on from; None: it begins anew.
-        max_steps: optimizer steps of the whole run; 0: show no progress; None: nobody knows.
-        total_epochs: epochs of the whole run; 0: not known.
-        heartbeat: of the session, which shows how far the run is.
-        shows_curves: whether TensorBoard shows the run.
+        job: the session's job.
+        resume_step: step of the checkpoint that the run resumes from; None: it starts at step 0.
+        max_steps: optimizer steps of the whole run; 0: show no progress; None: a user's own loop.
+        total_epochs: epochs of the whole run; 0: unknown.
+        heartbeat: the session's heartbeat.
+        shows_curves: write files for TensorBoard.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class RunLogger:
         heartbeat.total_epochs = total_epochs or None
         self._run_dir, self._job, self._heartbeat = run_dir, job, heartbeat
         self._is_started = False
-        self._last = RunFields()  # of the last evaluation, for run.json
-        self._exported: dict[str, float | None] = {}  # the metrics of that step
+        self._last = RunFields()  # the last confusion matrix and export, for run.json
+        self._exported: dict[str, float | None] = {}  # metrics of the exported step
         self._files = MetricFiles(run_dir, resume_step=resume_step, has_events=shows_curves)
         self._progress = ProgressLine(
             max_steps,
@@ -81,7 +81,7 @@ class RunLogger:
             title=job.title,
         )
         if resume_step is None:
-            begin_anew(run_dir)
+            forget_earlier_sessions(run_dir)
         clock = self._files.clock
         loaded = {"started_at": job.started_at, "resume_step": resume_step, "clock": clock}
         write_run_record(run_dir, loaded=loaded)
@@ -95,9 +95,9 @@ class RunLogger:
         epoch: int,
         confusion: list[list[int]] | None = None,
     ) -> None:
-        """Record metrics of a step, and the counts (num_classes, num_classes) of an evaluation.
+        """Record metrics of a step and the confusion counts (num_classes, num_classes) if given.
 
-        run.json keeps the last counts. The epoch counts from 1.
+        The epoch counts from 1. run.json keeps the latest counts.
         """
         self._files.log(metrics, step=step, epoch=epoch)
         self._progress.update(step, epoch=epoch, metrics=metrics)
@@ -106,23 +106,23 @@ class RunLogger:
             self._files.log_confusion(confusion, step=step)
 
     def log_image(self, name: str, pixels: NDArray[np.uint8], *, step: int) -> None:
-        """Keep a picture (height, width, 3) of a step in the run folder, and in TensorBoard."""
+        """Write a picture (height, width, 3) to the run folder and to TensorBoard."""
         self._files.log_image(name, pixels, step=step)
 
     def first_loss(self, loss: float, *, teaches: bool) -> None:
-        """Keep the first batch's loss, to warn at the end; warn now if it `teaches` nothing."""
+        """Keep the first batch's loss for a warning at the end; warn now unless it `teaches`."""
         write_run_record(self._run_dir, first_loss=json_safe(loss))
         if not teaches:
             text = (
-                f"all gradients of the first batch are exactly 0 (loss {loss:.4g}), so nothing is "
-                "learnt from it; check that the loss depends on the model's outputs"
+                f"all gradients of the first batch are exactly 0 (loss {loss:.4g}), so the model "
+                "does not learn; check that the loss depends on the model's outputs"
             )
             self._progress.close()
             print(f"warning: {text}", flush=True)
             add_warning(self._run_dir, text)
 
     def step_done(self, *, step: int, epoch: int) -> None:
-        """Show an optimizer step; after the first one record how long the start took."""
+        """Show an optimizer step; after the first step, record the start-up time."""
         self._heartbeat.step_done(step, epoch=epoch)
         self._progress.update(step, epoch=epoch, metrics={})
         if not self._is_started:
@@ -130,26 +130,26 @@ class RunLogger:
             note_startup(self._run_dir)
 
     def exported(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Let run.json have the metrics of the step whose model is exported, where it has any."""
+        """Keep the metrics of the exported model's step for run.json."""
         last = self._files.last_metrics
-        self._exported = {name: one for name, one in metrics.items() if name in last}
+        self._exported = {name: value for name, value in metrics.items() if name in last}
         self._last["exported_step"] = step
 
     def evaluating(self) -> None:
-        """Note that an evaluation begins; it lasts until the next step."""
+        """Note the start of an evaluation, which lasts until the next step."""
         self._heartbeat.note(EVALUATING)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """After an error, complete the line on the terminal and mark the curves as failed."""
+        """After an error, end the live line and close the files."""
         if error[0] is not None:
             self._progress.close()
             self._files.close(status=Status.FAILED)
 
     def finish(self, status: str, /, **fields: Unpack[RunFields]) -> None:
-        """Close the files, write the status and further fields into run.json, and print the end."""
+        """Close the files, write the status and further fields to run.json, print the summary."""
         self._progress.close()
         self._files.close(status=status)
         metrics = self._files.last_metrics | json_safe(self._exported)
@@ -163,12 +163,9 @@ class RunLogger:
                 f"warning: the run diverged: train/loss began at {first:.4g} and ended at "
                 f"{last:.4g}; use a smaller optimizer.lr or train.clip_norm=1.0"
             )
+        waiting = waiting_line(record)
         summary = end_summary(
-            self._job,
-            self._run_dir,
-            status=status,
-            metrics=metrics,
-            waiting=waiting_line(record),
+            self._job, self._run_dir, status=status, metrics=metrics, waiting=waiting
         )
         print(summary, flush=True)
 
@@ -177,13 +174,10 @@ Logger = NullLogger | RunLogger
 
 
 def waiting_line(record: Mapping[str, Any]) -> str | None:
-    """Return which ranks kept the others waiting, and how long; None if it hardly matters.
+    """Return which ranks of run.json's `record` kept the others waiting, and for how long.
 
-    Ranks that are late together or in turns, as those of a busy machine are, are named in their
-    order; of many only the latest.
-
-    Args:
-        record: the fields of the run's run.json.
+    None if the wait is short. Of many late ranks, list the latest in rank order: on a busy machine
+    all are late at the same time or in turns.
     """
     if not (by_rank := record.get("skew_ms_by_rank")):
         return None
@@ -195,9 +189,9 @@ def waiting_line(record: Mapping[str, Any]) -> str | None:
     more = ["…"] if len(late) > MOST_NAMED else []
     ranks = ", ".join([*map(str, latest), *more])
     times = ", ".join([*(_ms(by_rank[rank]) for rank in latest), *more])
-    who = f"rank{'s' if len(late) > 1 else ''} {ranks}"
-    whom = "each other" if len(late) == len(by_rank) else "the others"
-    return f"{who} kept {whom} waiting {times} of a step of {_ms(step_ms)}"
+    late_ranks = f"rank{'s' if len(late) > 1 else ''} {ranks}"
+    waiting = "each other" if len(late) == len(by_rank) else "the others"
+    return f"{late_ranks} kept {waiting} waiting {times} of a step of {_ms(step_ms)}"
 
 
 def _ms(value: float) -> str:

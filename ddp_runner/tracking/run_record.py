@@ -1,8 +1,8 @@
 """run.json: its fields, and the times of a run's sessions. Torch-free.
 
-A session lasts from a start of the run to its end. One process writes the file at a time: whoever
-has claimed the folder until there are ranks, rank 0 while they live, and then the launcher. On
-several machines all launchers may write how the run ended: a lock on the folder keeps all fields.
+A session lasts from a start of the run to its end. Before the ranks start, the process that claimed
+the folder writes the file; then rank 0; after the ranks, the launcher. On several machines all
+launchers may write at the end, so a lock on the folder keeps every field.
 """
 
 import fcntl
@@ -22,9 +22,9 @@ from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
 class SessionTimes(TypedDict):
     """The times of one session."""
 
-    started_at: float  # time.time() when the command, or the sweep's job, began
-    startup_s: float | None  # None: it has not reached its first step
-    wall_s: float | None  # None: it has not ended
+    started_at: float  # time.time() at the start of the command or of the sweep's job
+    startup_s: float | None  # seconds until the first step; None: not reached
+    wall_s: float | None  # seconds until the end; None: not ended
 
 
 class RunError(TypedDict):
@@ -36,61 +36,60 @@ class RunError(TypedDict):
 
 
 class RunFields(TypedDict, total=False):
-    """What is known of a run; each task writes the fields that it has."""
+    """Facts of a run. Each task writes only its own fields."""
 
     status: str  # a ``Status``
     error: RunError | None
     task: str
     tags: Sequence[str]
     notes: str | None
-    sweep: str | None  # the name of the sweep's folder; None: a run of its own
-    # started_at of the session whose state has been restored, its resume_step (None: it began
-    # anew), and its clock, the time.time() of the run's second 0: metrics.jsonl is its own.
+    sweep: str | None  # name of the sweep's folder; None: a single run
+    # Written once the session has restored its state and cut metrics.jsonl: its started_at, its
+    # resume_step (None: it starts at step 0) and its clock, the time.time() of the run's second 0.
     loaded: Mapping[str, float | None]
-    # The command's words that name the user's config folders; None: another launcher started it.
-    own_groups: Sequence[str] | None
+    own_groups: Sequence[str] | None  # arguments for the user's config folders; None: not ours
     config_hash: str
-    work_hash: str  # of the keys that decide what is computed
+    work_hash: str  # hash of the keys that decide the results
     git_revision: str | None
     versions: Mapping[str, str | None]
-    host: str  # of rank 0
-    hosts: Sequence[str]  # of all ranks, each once
+    host: str  # host of rank 0
+    hosts: Sequence[str]  # distinct hosts of all ranks
     world_size: int
     num_nodes: int
     parallelism: str | None
     backend: str
-    devices: Sequence[str]  # of rank 0
+    devices: Sequence[str]  # devices of rank 0
     num_devices: int
     num_threads: int
     restarts: int
     warnings: Sequence[str]
     launches: Sequence[str]  # see ``own_launch_ids``
-    parallel_jobs: bool  # ran as a parallel job of a sweep
+    parallel_jobs: bool  # the run was a parallel job of a sweep
     cores: Sequence[int]
     visible_gpus: Mapping[str, str]
-    trains_on_stream: bool  # its steps depend on the number of ranks
-    uses: Sequence[str]  # the groups that a loop of the user's own builds from
-    model_arguments: Mapping[str, Any]  # facts of the data that the model was built with
-    export_sha256: str  # of model.safetensors
-    of_run: str  # of an evaluation, a prediction or an export: the folder of the run
-    weights_step: int  # the step of the weights that it took
+    trains_on_stream: bool  # the samples of a step depend on the number of ranks
+    uses: Sequence[str]  # config groups that a user's own loop builds from
+    model_arguments: Mapping[str, Any]  # model arguments that came from the dataset
+    export_sha256: str  # checksum of model.safetensors
+    of_run: str  # folder of the run whose model was evaluated, exported or used to predict
+    weights_step: int  # step of that run's weights
     split: str
-    predictions: str  # the name of the file
+    predictions: str  # name of the file with the predictions
     num_parameters: int
     gradient_bytes: int
     epoch: int
     step: int
     first_loss: float | None
-    metrics: Mapping[str, float | None]  # the last ones; of a model that is exported its own
-    exported_step: int  # of that model: the best by checkpoint.monitor, or the last
-    directions: Mapping[str, str]  # of the user's own metrics, eval/NAME: max or min is best
+    metrics: Mapping[str, float | None]  # last values; at exported_step where it has them
+    exported_step: int  # step of the exported model: best by checkpoint.monitor, or last
+    directions: Mapping[str, str]  # whether max or min is best, for the user's eval/NAME metrics
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]
-    peak_memory_gib_by_rank: Sequence[float] | None  # of the last session; see docs/profiling.md
-    skew_ms_by_rank: Sequence[float] | None  # of the last session; see docs/where_time_goes.md
-    skew_step_ms: float | None  # the mean of the steps in which it was measured
-    flops_per_sample: float | None  # of a forward and backward; None: they cannot be counted
-    matmul_flops_per_s: float | None  # of all ranks
+    peak_memory_gib_by_rank: Sequence[float] | None  # last session; see docs/profiling.md
+    skew_ms_by_rank: Sequence[float] | None  # last session; see docs/where_time_goes.md
+    skew_step_ms: float | None  # mean time of the steps where skew was measured
+    flops_per_sample: float | None  # one forward and backward; None: cannot be counted
+    matmul_flops_per_s: float | None  # sum over all ranks
     stopped_early: str | None  # why the run ended before its last step; None: it did not
     checks: Sequence[Mapping[str, Any]]  # task=check
     collectives: Sequence[Mapping[str, Any]]  # task=collectives
@@ -98,12 +97,12 @@ class RunFields(TypedDict, total=False):
 
 
 class RunRecord(RunFields, total=False):
-    """All fields of run.json; the functions below keep the times."""
+    """All fields of run.json. The functions below maintain the times."""
 
     sessions: Sequence[SessionTimes]
-    started_at: float  # of the first session, as is the next one
-    startup_s: float | None
-    wall_s: float | None  # of all sessions, without the pauses between them
+    started_at: float  # first session
+    startup_s: float | None  # first session
+    wall_s: float | None  # sum over all sessions, without the pauses between them
     finished_at: float | None
 
 
@@ -111,7 +110,7 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
     """Return the fields of run.json, unchecked: another version may have written it.
 
     Raises:
-        UserError: it is not a JSON object, or there is none and `missing_ok` is False.
+        UserError: run.json is not a JSON object, or it is missing and `missing_ok` is False.
     """
     path = Path(run_dir, RUN_RECORD)
     if missing_ok and not path.exists():
@@ -128,15 +127,15 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
 
 
 def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> None:
-    """Merge fields into run.json, which is replaced whole: a reader sees the old one or the new.
+    """Merge fields into run.json, and update the run's times from its sessions.
 
-    The times of the run follow from those of its sessions.
+    The file is replaced atomically: a reader sees either the old or the new one.
 
     Raises:
         UserError: the existing run.json is damaged, or the new one cannot be written.
     """
     if sessions := fields.get("sessions"):
-        walls = [one["wall_s"] for one in sessions if one["wall_s"] is not None]
+        walls = [times["wall_s"] for times in sessions if times["wall_s"] is not None]
         fields["started_at"] = sessions[0]["started_at"]
         fields["startup_s"] = sessions[0]["startup_s"]
         fields["wall_s"] = round(sum(walls), 3) if len(walls) == len(sessions) else None
@@ -153,13 +152,13 @@ def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> 
 
 
 def add_warning(run_dir: os.PathLike[str], sentence: str) -> None:
-    """Add a warning to those of run.json; it raises what ``write_run_record`` does."""
-    known = read_run_record(run_dir, missing_ok=True).get("warnings") or ()
-    write_run_record(run_dir, warnings=[*known, sentence])
+    """Append a warning to run.json; see ``write_run_record`` for errors."""
+    warnings = read_run_record(run_dir, missing_ok=True).get("warnings") or ()
+    write_run_record(run_dir, warnings=[*warnings, sentence])
 
 
 def has_begun(record: Mapping[str, Any]) -> bool:
-    """Return whether a run has reached its first step, in any of its sessions."""
+    """Return whether a run has reached its first step in any session."""
     return record.get("startup_s") is not None
 
 
@@ -170,70 +169,70 @@ def begin_session(
     finished_at: float | None = None,
     **fields: Unpack[RunFields],
 ) -> None:
-    """Record that a session began; `started_at` identifies it, so a second call changes no time.
+    """Record the start of a session; `started_at` identifies it, so a second call adds nothing.
 
-    An earlier session that failed ended when its failure was recorded. If it was killed, take the
-    last write to metrics.jsonl, or else to run.json, as its end.
+    An earlier session without an end was killed, unless its failure was recorded: take the last
+    write to metrics.jsonl, or else to run.json, as its end.
 
     Raises:
-        UserError: run.json is damaged, has other fields, or cannot be written.
+        UserError: run.json is damaged, has fields of other types, or cannot be written.
     """
-    known = read_run_record(run_dir, missing_ok=True)
+    record = read_run_record(run_dir, missing_ok=True)
     try:
-        sessions = _sessions(known)
+        sessions = _sessions(record)
         if not sessions or sessions[-1]["started_at"] != started_at:
             if sessions and sessions[-1]["wall_s"] is None:
                 files = RunDir(Path(run_dir))
-                written = files.metrics if files.metrics.exists() else files.record
-                ended_at = known.get("finished_at") or written.stat().st_mtime
+                last_written = files.metrics if files.metrics.exists() else files.record
+                ended_at = record.get("finished_at") or last_written.stat().st_mtime
                 sessions[-1]["wall_s"] = _seconds(sessions[-1], ended_at)
-            sum((one["wall_s"] or 0.0) + (one["startup_s"] or 0.0) for one in sessions)
+            # A TypeError here, before the write, if a value is not a number.
+            sum((times["wall_s"] or 0.0) + (times["startup_s"] or 0.0) for times in sessions)
             sessions.append({"started_at": started_at, "startup_s": None, "wall_s": None})
         write_run_record(run_dir, sessions=sessions, finished_at=finished_at, **fields)
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:  # anyone may have edited the file
         raise UserError(
-            f"{Path(run_dir, RUN_RECORD)} has times that no run writes ({typed(error)}); restore "
-            "or delete it"
+            f"{Path(run_dir, RUN_RECORD)} has invalid times ({typed(error)}); restore or delete it"
         ) from error
 
 
 def last_session_start(record: Mapping[str, Any]) -> Any:
-    """Return when the last session began, as a record that anybody may have written tells it."""
+    """Return the start of the last session from an unchecked record; None: unknown."""
     sessions = record.get("sessions")
     last = sessions[-1] if isinstance(sessions, list) and sessions else record
     return last.get("started_at") if isinstance(last, Mapping) else None
 
 
 def fail_session(run_dir: os.PathLike[str], *, started_at: float, error: RunError) -> None:
-    """Record why a session failed.
+    """Record why a session failed, except a user's mistake before a resume restored its state.
 
-    A mistake that ended a resume before the state was restored leaves run.json as it was.
+    Such a resume leaves run.json unchanged.
 
     Raises:
         UserError: run.json is damaged, or cannot be written.
     """
-    known = read_run_record(run_dir, missing_ok=True)
-    is_open = last_session_start(known) == started_at
-    if not is_open and has_begun(known) and error["kind"] == "user":
+    record = read_run_record(run_dir, missing_ok=True)
+    is_recorded = last_session_start(record) == started_at
+    if not is_recorded and has_begun(record) and error["kind"] == "user":
         return
     failed, now = Status.FAILED, time.time()
     begin_session(run_dir, started_at=started_at, finished_at=now, status=failed, error=error)
 
 
-def begin_anew(run_dir: os.PathLike[str]) -> None:
-    """Forget the earlier sessions: this one starts at step 0, without their metrics."""
+def forget_earlier_sessions(run_dir: os.PathLike[str]) -> None:
+    """Remove earlier sessions from run.json: this one starts at step 0 without their metrics."""
     write_run_record(run_dir, sessions=_sessions(read_run_record(run_dir))[-1:])
 
 
 def note_startup(run_dir: os.PathLike[str]) -> None:
-    """Record that this session's start-up ends now."""
+    """Record the end of this session's start-up."""
     sessions = _sessions(read_run_record(run_dir))
     sessions[-1]["startup_s"] = _seconds(sessions[-1], time.time())
     write_run_record(run_dir, sessions=sessions)
 
 
 def end_session(run_dir: os.PathLike[str], **fields: Unpack[RunFields]) -> None:
-    """Record that this session ends now, with further fields of run.json."""
+    """Record the end of this session, with further fields of run.json."""
     finished_at, sessions = time.time(), _sessions(read_run_record(run_dir))
     sessions[-1]["wall_s"] = _seconds(sessions[-1], finished_at)
     write_run_record(run_dir, sessions=sessions, finished_at=finished_at, **fields)

@@ -1,4 +1,4 @@
-"""What a run prints at its start: that it starts, its facts, and on request what the words mean."""
+"""What a run prints at its start: a first line, its facts, and on request a glossary."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def starting_lines(job: Job) -> str:
-    """Return what is printed before torch is imported, which takes seconds."""
+    """Return the lines to print before the import of torch, which takes seconds."""
     config = job.config
     nodes = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
     device = "CPU" if config.backend.device == "cpu" else "GPU"
     run = ""
-    if job.run_dir and not job.title:  # a sweep has named the folder of all its jobs
+    if job.run_dir and not job.title:  # a sweep prints its own folder once for all jobs
         run = fact_lines({"run": str(shown_path(job.run_dir))}) + "\n"
-    # Where the run's config is on another machine, nobody knows the number of ranks yet.
+    # Without the run's config, which is on another machine, the number of ranks is unknown.
     ranks = "ranks" if job.lacks_run else counted(config.world_size, "rank")
     return f"{run}starting {ranks}{nodes}, {config.backend.name} on {device}; importing torch …"
 
@@ -44,17 +44,17 @@ def training_facts(
     steps_per_epoch: int | None,
     devices: Sequence["torch.device"],
 ) -> dict[str, str]:
-    """Return the facts of a training, by name.
+    """Return the facts of a training, by name. Numbers are None for a stream.
 
-    Of the parameters `num_trained` are not frozen. A global batch is split into `num_shares`; `env`
-    and `devices` are of rank 0. Numbers that are None are those of a stream.
+    `num_trained` parameters are not frozen. A global batch has `num_shares` parts. `env` and
+    `devices` belong to rank 0.
     """
     batch = config.batch
-    who = "rank" if num_shares == env.world_size else "trainer"
-    shares = f"{batch.per_rank} a rank x {counted(num_shares, who)}"
-    if (together := mode_needs(config.parallelism).model_ranks) != 1:
+    ranks = counted(num_shares, "rank" if num_shares == env.world_size else "trainer")
+    shares = f"{batch.per_rank} a rank x {ranks}"
+    if (model_ranks := mode_needs(config.parallelism).model_ranks) != 1:
         groups = counted(num_shares, "group")
-        shares = f"{batch.per_rank} a group x {groups} of {together or env.world_size} ranks"
+        shares = f"{batch.per_rank} a group x {groups} of {model_ranks or env.world_size} ranks"
     if config.train.grad_accum_steps > 1:
         shares += f" x {config.train.grad_accum_steps} micro-steps"
     trained = f" ({num_trained:,} trained)" if num_trained < num_parameters else ""
@@ -70,7 +70,7 @@ def training_facts(
 
 
 def placement(config: RunConfig, env: DistEnv, devices: Sequence["torch.device"]) -> dict[str, str]:
-    """Return the facts of where a task computes, by name."""
+    """Return the parallelism and the devices of a task as facts, by name."""
     mode, backend = config.parallelism.get("name"), config.backend.name
     return {
         "parallelism": f"{mode}, {backend}, {ranks_on_nodes(env)}",
@@ -81,7 +81,7 @@ def placement(config: RunConfig, env: DistEnv, devices: Sequence["torch.device"]
 def word_lines(
     config: RunConfig, env: DistEnv, *, device: "torch.device", versions: Mapping[str, Any]
 ) -> str:
-    """Return what the words of distributed training mean for rank 0 of this run, one a line."""
+    """Return a glossary of distributed training with the values of rank 0, one word a line."""
     words = {
         "world size": f"{env.world_size}, the number of ranks over all nodes",
         "rank": f"{_numbers(env.world_size)}, over all nodes; this is rank {env.rank}, process "
@@ -96,48 +96,49 @@ def word_lines(
 
 
 def fact_lines(facts: Mapping[str, str]) -> str:
-    """Return the facts that are not empty, one a line, each with its name in front."""
+    """Return the facts that are not empty as lines of a name and a text."""
     return "\n".join(f"{name:<12} {text}" for name, text in facts.items() if text)
 
 
 def ranks_on_nodes(env: DistEnv) -> str:
-    """Return how many ranks there are, on how many nodes, with how many CPU threads."""
+    """Return the numbers of ranks, of nodes and of CPU threads per rank, as text."""
     import torch
 
     threads = counted(torch.get_num_threads(), "CPU thread")
     each = " each" if env.world_size > 1 else ""
-    place = f"{counted(env.world_size, 'rank')} on {counted(env.num_nodes, 'node')}"
-    return f"{place} ({threads}{each})"
+    ranks, nodes = counted(env.world_size, "rank"), counted(env.num_nodes, "node")
+    return f"{ranks} on {nodes} ({threads}{each})"
 
 
 def gpu_names(devices: Sequence["torch.device"]) -> str:
-    """Return the GPUs of rank 0 with their model; empty for a CPU."""
+    """Return the GPUs of rank 0 and their model name; empty for a CPU."""
     from ddp_runner.device import device_name
 
     if devices[0].type == "cpu":
         return ""
-    place = ", ".join(map(str, devices))
-    return f"rank 0 on {place} ({device_name(devices[0])})"
+    return f"rank 0 on {', '.join(map(str, devices))} ({device_name(devices[0])})"
 
 
 def shown_path(path: Path) -> Path:
-    """Return a path relative to the current folder if it lies in it."""
-    with suppress(ValueError, OSError):  # OSError: the current folder is gone
+    """Return a path relative to the current folder if it is inside of it."""
+    with suppress(ValueError, OSError):  # outside of it, or the current folder was deleted
         return path.absolute().relative_to(Path.cwd())
     return path
 
 
 def sizes(module: "nn.Module") -> RunFields:
-    """Return how many parameters a model has, and how many bytes its gradients take."""
+    """Return a model's number of parameters and the bytes of its gradients."""
     parameters = list(module.parameters())
     return {
-        "num_parameters": sum(one.numel() for one in parameters),
-        "gradient_bytes": sum(one.nbytes for one in parameters if one.requires_grad),
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "gradient_bytes": sum(
+            parameter.nbytes for parameter in parameters if parameter.requires_grad
+        ),
     }
 
 
 def count_of(samples: int | None) -> str:
-    """Return a number of samples in words; None: of a stream."""
+    """Return a number of samples as text; None stands for a stream."""
     return "a stream of" if samples is None else f"{samples:,}"
 
 

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run beside its curves: config, hyperparameters, confusion matrix."""
+"""What TensorBoard shows besides curves: config, hyperparameters and confusion matrix."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,23 +14,23 @@ from ddp_runner.files import LOADER
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
-# The keys, and groups of keys, that a user tunes.
+# Keys, and groups of keys, that a user tunes.
 TUNED = {
     *("world_size", "seed", "backend", "batch", "model", "dataset", "parallelism"),
     *("optimizer", "scheduler", "train", "loop"),
 }
-MOST_NUMBERED = 20  # classes of a confusion matrix up to which its cells hold numbers
-MOST_CLASSES = 100  # beyond it there is no picture
-PALE, DARK = (247, 251, 255), (8, 48, 107)  # colours of a cell without samples, and with all
-# Pixels. A card of the Time Series tab shows 10 classes at half their size.
+MOST_NUMBERED = 20  # up to this many classes, cells show numbers
+MOST_CLASSES = 100  # above this many classes, no picture is drawn
+PALE, DARK = (247, 251, 255), (8, 48, 107)  # cell colours: no samples, all samples of its row
+# Pixels. The Time Series tab shows a picture of 10 classes at half its size.
 MARGIN, FONT_SIZE, DIGIT = 48, 18, 10
 
 
 def header(run_dir: RunDir) -> list[Any]:
-    """Return the summaries with a run's frozen config, and with its hyperparameters.
+    """Return the summaries of a run's frozen config and, for a training, its hyperparameters.
 
-    Without a list of metrics TensorBoard collects them from the runs, and sees which keys differ. A
-    benchmark has no hyperparameters: it would be a row without values among the runs of a sweep.
+    Without a list of metrics TensorBoard collects them from the runs. A benchmark would only add an
+    empty row to the HParams tab.
     """
     from torch.utils.tensorboard.summary import hparams, text
 
@@ -45,14 +45,14 @@ def header(run_dir: RunDir) -> list[Any]:
 
 
 def session_end() -> Any:
-    """Return the summary that tells the HParams tab that a run has completed."""
+    """Return the summary that marks a run as completed in the HParams tab."""
     from torch.utils.tensorboard.summary import hparams
 
     return hparams({}, {})[2]
 
 
 def hyperparameters(keys: Mapping[str, Any]) -> dict[str, bool | float | str]:
-    """Return the dotted keys that a user tunes, with their values: numbers, switches and words."""
+    """Return the dotted keys that a user tunes whose values are numbers, booleans or words."""
     return {
         key: value
         for key, value in keys.items()
@@ -60,7 +60,7 @@ def hyperparameters(keys: Mapping[str, Any]) -> dict[str, bool | float | str]:
         and counts(key)
         and not key.endswith(("_target_", "_partial_"))
         and isinstance(value, bool | int | float | str)
-        # Paths have other characters. So do unresolved values, which may be secrets.
+        # Excludes paths, and unresolved values, which may be secrets.
         and re.fullmatch(r"[\w.+-]+", str(value))
     }
 
@@ -68,12 +68,11 @@ def hyperparameters(keys: Mapping[str, Any]) -> dict[str, bool | float | str]:
 def confusion_picture(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
     """Return a confusion matrix as an image (height, width, 3).
 
-    A cell's shade is its part of its row: of the samples of its true class. Pillow draws it, as
-    every evaluation has a picture: 10 classes take 4 ms, 20 take 11 ms. Matplotlib took 83 and
-    252 ms, and 0.9 s to import.
+    A cell's shade is its share of the samples of the true class. Pillow draws 10 classes in 4 ms
+    and 20 in 11 ms; Matplotlib took 83 and 252 ms, and 0.9 s to import.
 
     Args:
-        counts: (num_classes, num_classes), a row for each true class.
+        counts: (num_classes, num_classes), one row per true class.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -98,15 +97,15 @@ def confusion_picture(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
     write(middle, MARGIN // 2, f"{int(matrix.sum()):,} samples, share of row")
     write(middle, size - MARGIN // 3, "predicted class")
     for step in range(0, num_classes, 1 if num_classes <= MOST_NUMBERED else 10):
-        place = MARGIN + (step + 0.5) * cell
-        write(place, size - 0.75 * MARGIN, str(step))
-        write(0.75 * MARGIN, place, str(step))
+        middle_of_cell = MARGIN + (step + 0.5) * cell
+        write(middle_of_cell, size - 0.75 * MARGIN, str(step))
+        write(0.75 * MARGIN, middle_of_cell, str(step))
     if num_classes <= MOST_NUMBERED:
         for (row, column), count in np.ndenumerate(matrix):
             colour = "white" if shares[row, column, 0] > 0.5 else "black"
             x, y = MARGIN + (column + 0.5) * cell, MARGIN + (row + 0.5) * cell
             write(x, y, f"{int(count)}", colour)
-    # Text runs upwards along the side where it is written on the picture lying on that side.
+    # Pillow draws horizontal text only: rotate the picture to write along its left side.
     image = image.rotate(-90)
     ImageDraw.Draw(image).text((middle, MARGIN // 3), "true class", "black", font, anchor="mm")
     return np.array(image.rotate(90))

@@ -25,7 +25,6 @@ from ddp_runner.checkpoint.store import (
     first_whole,
     latest_checkpoint,
     load_checkpoint,
-    retain,
     save_checkpoint,
 )
 from ddp_runner.config.training import CheckpointConfig
@@ -443,16 +442,6 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Pa
     assert latest_checkpoint(tmp_path / "private", log=pytest.fail) is not None
 
 
-def test_a_folder_that_cannot_be_read_after_a_save_does_not_end_the_run(tmp_path: Path) -> None:
-    """The checkpoint is there; only the old ones stay."""
-    save(tmp_path, 1)
-    lines: list[str] = []
-    with unreadable(tmp_path):
-        retain(tmp_path, ONE, step=1, log=lines.append)
-    (line,) = lines
-    assert line.startswith("no old checkpoint was deleted: the checkpoints in ")
-
-
 def test_the_best_that_is_whole_is_found(tmp_path: Path) -> None:
     """A damaged one is logged and skipped."""
     for step, score in {100: 0.5, 200: 0.9, 300: 0.7}.items():
@@ -547,8 +536,9 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_the_run_goes_on(
     """The next save deletes it."""
     save(tmp_path, 100)
 
-    def fail(path: Path) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    def fail(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     logged: list[str] = []
     with monkeypatch.context() as patch:

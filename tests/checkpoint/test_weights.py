@@ -222,7 +222,7 @@ def test_a_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> N
     with pytest.raises(UserError, match=rf"model\.weights \(.*{name}\)") as caught:
         load(toy(), tmp_path / name)
     assert len(str(caught.value).splitlines()) == 1
-    with pytest.raises(UserError, match="holds no state_dict"):
+    with pytest.raises(UserError, match="contains no state_dict"):
         load(toy(), saved(tmp_path / "b.pt", [1, 2]))
 
 

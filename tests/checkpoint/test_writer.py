@@ -234,7 +234,7 @@ def test_what_ends_a_run_comes_before_a_failed_save(
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert [one for one in logged if "besides, checkpoint" in one and "could not be saved" in one]
+    assert [line for line in logged if "in addition, " in line and "could not be saved" in line]
 
 
 def test_what_ends_a_run_comes_before_what_cannot_be_saved_safely(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_what_ends_a_run_comes_before_what_cannot_be_saved_safely(tmp_path: Path
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert [one for one in logged if "besides, " in one and "cannot be loaded safely" in one]
+    assert [one for one in logged if "in addition, " in one and "cannot be loaded safely" in one]
 
 
 def test_an_error_of_any_kind_reaches_the_loop(tmp_path: Path) -> None:

@@ -242,6 +242,4 @@ def test_without_a_shared_disk_a_run_trains_and_resumes_on_both_machines(tmp_pat
     assert_continued(folder, num_steps=140)
     for end in nowhere:
         assert end.exit_code == 2
-        assert "error: resume=nowhere is no folder of a run, on none of the 2 machines" in (
-            end.stderr
-        )
+        assert "error: resume=nowhere is not a run folder on any of the 2 machines" in (end.stderr)

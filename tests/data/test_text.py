@@ -57,7 +57,7 @@ def test_a_resumed_run_rejects_another_vocabulary(tmp_path: Path) -> None:
     for _ in range(2):
         folder = kept(dataset, tmp_path)
     assert [path.name for path in folder.iterdir()] == ["tokenizer.json"]
-    with pytest.raises(UserError, match="differs from the one that the data give now"):
+    with pytest.raises(UserError, match="differs from the current dataset's file"):
         keep_files(tmp_path, {KEPT: b"{}"})
 
 

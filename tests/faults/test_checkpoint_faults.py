@@ -242,7 +242,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_the_run_continues(
     number = calls_of_the_sixth_save + 1 - last
     end = run_training(tmp_path, Fault(INPUT_OUTPUT, Call(number, within=6)))
     assert (end.exit_code, end.stderr) == (0, "")
-    warning = r"\S+ could not be deleted \(Input/output error\); the run goes on"
+    warning = r"\S+ could not be deleted \(Input/output error\); the run continues"
     assert len(re.findall(warning, end.stdout)) == 1
     assert len(re.findall(warning, rank_log(end.run_dir))) == 1
     assert not list((end.run_dir / "checkpoints").glob(".*"))

@@ -85,10 +85,9 @@ def test_each_mistake_is_answered_before_torch_is_imported(row: str, tmp_path: P
 def test_a_backend_missing_from_torch_is_named(tmp_path: Path) -> None:
     """Only torch knows whether it has MPI, so a rank answers, and nothing else does."""
     end = run_command(*FEW, "backend=mpi", "hydra.run.dir=run", folder=tmp_path)
-    assert error_line(end) == (
-        "backend=mpi needs a torch built with MPI, and this one is not (PyPI's wheels never are); "
-        "write backend=gloo, or build torch from source beside an MPI library"
-    )
+    line = error_line(end)
+    assert line.startswith("backend=mpi needs a torch built with MPI")
+    assert "; write backend=gloo" in line
     assert record(end.run_dir)["status"] == "failed"
 
 

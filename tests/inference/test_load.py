@@ -178,7 +178,7 @@ def test_a_kill_between_the_export_and_its_checksum_damages_nothing(
     write_run_record(copy, status="failed", export_sha256="0" * 64)
     found = ddp_runner.load(copy).state_dict()
     assert all(found[name].equal(best[name]) for name in best)
-    assert "model.safetensors is passed over: the run has not completed" in capsys.readouterr().out
+    assert "model.safetensors is skipped: the run has not completed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["", ".hydra", ".hydra/config.yaml"])

@@ -54,4 +54,4 @@ def test_ranks_that_know_their_machines_meet_anywhere(
 ) -> None:
     """A launcher says it, or the variables do, or they need no other machine."""
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
-    module._validate_place(env_of({**BY_HAND, **more, "MASTER_ADDR": "192.0.2.1"}), place)
+    module._validate_host(env_of({**BY_HAND, **more, "MASTER_ADDR": "192.0.2.1"}), place)

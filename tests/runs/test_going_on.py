@@ -26,8 +26,8 @@ def test_the_printed_command_sends_to_a_tracker_of_the_users_own(tmp_path: Path)
         wait_for(lambda: last_step(tmp_path) > 0 and sent.exists())
         process.send_signal(signal.SIGTERM)
         stopped = wait_for_end(process, tmp_path)
-    (line,) = [one for one in stopped.stdout.splitlines() if one.startswith("go on: ")]
-    go_on = line.removeprefix("go on: python -m ddp_runner ")
+    (line,) = [one for one in stopped.stdout.splitlines() if one.startswith("resume with: ")]
+    go_on = line.removeprefix("resume with: python -m ddp_runner ")
     with background(*shlex.split(go_on), folder=tmp_path, environ=HERE) as process:
         wait_for(lambda: process.poll() is not None or sent.read_text().count('"begin"') == 2)
         process.send_signal(signal.SIGTERM)

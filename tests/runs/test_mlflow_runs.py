@@ -89,9 +89,7 @@ def test_a_server_that_is_not_there_costs_a_warning(kind: str, tmp_path: Path) -
     assert result.stdout.count("warning") == 1
     (warning,) = [line for line in result.stdout.splitlines() if "warning" in line]
     assert warning.startswith("warning: trackers.mlflow failed (MlflowException: API request to ")
-    assert warning.endswith(
-        "the run goes on, and what is missing there is tried again until it works"
-    )
+    assert warning.endswith("the run continues, and the tracker retries until it has everything")
     assert [line["step"] for line in metrics(result.run_dir) if "train/loss" in line] == [
         4,
         8,

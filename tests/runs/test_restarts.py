@@ -76,8 +76,10 @@ def test_a_run_that_torchrun_stops_does_not_say_that_it_is_over(tmp_path: Path) 
         process.send_signal(signal.SIGTERM)
         end = wait_for_end(process, tmp_path)
     assert record(run)["status"] == "preempted"
-    assert "go on: python" not in end.stdout
-    assert "go on, unless its launcher starts it again: the same command with resume=" in end.stdout
+    assert "resume with: python" not in end.stdout
+    assert (
+        "resume, unless its launcher restarts it, with the same command and resume=" in end.stdout
+    )
 
 
 def two_launchers(folder: Path, *overrides: str, loses_a_rank: bool = False) -> list[CommandResult]:

@@ -116,7 +116,7 @@ def test_ctrl_c_leaves_a_usable_terminal(tmp_path: Path) -> None:
     assert exit_code == 130, text
     *_, end, go_on, command, nothing = without_waiting(left_on_screen(text))
     assert end.startswith("preempted in ")
-    assert go_on.startswith("go on: python -m ddp_runner resume=")
+    assert go_on.startswith("resume with: python -m ddp_runner resume=")
     assert command == "tensorboard --logdir outputs"
     assert nothing == ""
     assert "\x1b[?25l" not in text

@@ -200,11 +200,11 @@ def test_the_end_names_results_and_a_command_that_shows_the_runs_name(tmp_path: 
     ours: Any = object()  # a wire to our launcher
     text = summary("preempted", {}, run_dir=elsewhere, wire=ours)
     assert text.splitlines()[0] == "preempted in 1.2 s"
-    assert text.splitlines()[1].startswith("go on: python -m ddp_runner ")
+    assert text.splitlines()[1].startswith("resume with: python -m ddp_runner ")
     assert text.splitlines()[2] == f"tensorboard --logdir '{tmp_path / 'my runs'}'"
     text = summary("preempted", {})
-    go_on = "go on, unless its launcher starts it again: the same command with resume=run"
-    assert text.splitlines()[1] == go_on
+    resume = "resume, unless its launcher restarts it, with the same command and resume=run"
+    assert text.splitlines()[1] == resume
 
 
 def test_a_loop_of_ones_own_shows_its_own_names() -> None:

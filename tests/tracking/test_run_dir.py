@@ -17,6 +17,7 @@ from ddp_runner.files import safe_name
 from ddp_runner.tracking import run_dir
 from ddp_runner.tracking.outputs import job_name
 from ddp_runner.tracking.run_dir import InUseError, RunDir
+from ddp_runner.tracking.run_folder_claim import clear_if_unbegun
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_only_a_mistake_before_the_first_step_gives_the_folder_back(
     run_dir.record.write_text(f'{{"error": {{"kind": "{kind}"}}}}')
     if began:
         run_dir.metrics.touch()
-    run_dir.clear_if_unbegun()
+    clear_if_unbegun(run_dir)
     assert bool(list(run_dir.path.iterdir())) == (began or kind != "user")
 
 

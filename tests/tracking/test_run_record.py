@@ -24,9 +24,9 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
 from ddp_runner.tracking.run_record import (
-    begin_anew,
     begin_session,
     end_session,
+    forget_earlier_sessions,
     note_startup,
     read_run_record,
     write_run_record,
@@ -82,7 +82,7 @@ def test_a_run_that_begins_anew_in_its_folder_forgets_its_earlier_sessions(tmp_p
     begin_session(tmp_path, started_at=AN_HOUR_AGO)
     now = time.time()
     begin_session(tmp_path, started_at=now)
-    begin_anew(tmp_path)
+    forget_earlier_sessions(tmp_path)
     fields = record(tmp_path)
     assert (fields["started_at"], len(fields["sessions"])) == (now, 1)
 
@@ -201,7 +201,7 @@ def test_times_of_no_run_are_named_when_it_is_resumed(sessions: Any, tmp_path: P
     """A run.json of somebody else's may hold anything."""
     fields = {"status": "failed", "sessions": sessions}
     (tmp_path / "run.json").write_text(json.dumps(fields))
-    with pytest.raises(UserError, match=r"run\.json has times that no run writes"):
+    with pytest.raises(UserError, match=r"run\.json has invalid times"):
         begin_session(tmp_path, started_at=2.0, status="running")
     assert record(tmp_path) == fields
 

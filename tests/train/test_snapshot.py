@@ -464,7 +464,7 @@ def test_where_nothing_is_whole_every_rank_rejects(tmp_path: Path) -> None:
     first, second = run_ranks(all_damaged, 2, config_of(*TOY), tmp_path)
     assert first == second
     assert first[0].startswith("nothing is left to resume from: every checkpoint in ")
-    assert first[1] == [f"{tmp_path / 'none'} holds no checkpoint: the run begins at step 0"]
+    assert first[1] == [f"{tmp_path / 'none'} has no checkpoint: the run begins at step 0"]
 
 
 def sharded(env: DistEnv, config: Config) -> list[Any]:
@@ -497,7 +497,7 @@ def test_shards_are_saved_as_whole_tensors_or_not_at_all() -> None:
         assert type(found) is Tensor
     assert second[1:3] == [None, None]
     for answer in (first, second):
-        assert "['momentum_buffer'] is a Foreign, of which each rank holds only a part" in answer[3]
+        assert "['momentum_buffer'] is a Foreign, so each rank has only a part" in answer[3]
 
 
 def other_data(env: DistEnv, config: Config, folder: Path) -> dict[str, str]:

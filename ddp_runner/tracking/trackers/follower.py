@@ -1,4 +1,4 @@
-"""Reads the files of a run, and sends its tracker what is new. Torch-free."""
+"""Reads the files of a run, and sends new metrics to a tracker. Torch-free."""
 
 import json
 import math
@@ -16,29 +16,23 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun, Tracker
 
-BLOCK_BYTES = 2**16  # of metrics.jsonl, sent in one call
+BLOCK_BYTES = 2**16  # bytes of metrics.jsonl per call
 
 
 @dataclass
 class SentMetrics:
-    """What the tracker has of the run: trackers/NAME.json."""
+    """trackers/NAME.json: the metrics that the tracker has."""
 
-    id: str | None = None
-    config_hash: str | None = None  # of the last session
-    sent: dict[str, int] | None = None  # the last step of each metric
+    id: str | None = None  # the tracker's id of the run
+    config_hash: str | None = None  # config of the last session
+    sent: dict[str, int] | None = None  # last step by metric
 
 
 class Follower:
-    """Hands a run to its tracker, each metric of each step once, over all its sessions.
+    """Sends a run to its tracker, each metric of each step once, over all sessions.
 
-    A killed run repeats the steps after its checkpoint. It computes the same numbers again, so they
-    are not sent again, unless the config has changed.
-
-    Args:
-        run_dir: of the run, whose state has been restored.
-        name: of the tracker.
-        settings: its _target_ and keys.
-        allowed: packages of the user's own.
+    A killed run repeats the steps after its checkpoint with the same results, so these are not sent
+    again unless the config has changed. The session must have restored its state before.
     """
 
     def __init__(
@@ -53,10 +47,10 @@ class Follower:
 
     @contextmanager
     def locked(self, *, wait_s: float = math.inf) -> Iterator[None]:
-        """Let no other process send this run to this tracker while the block lasts.
+        """Lock the run for this tracker and process during the block.
 
         Raises:
-            TimeoutError: another still does.
+            TimeoutError: another process holds the lock.
             OSError: the folder cannot be used.
         """
         self._run_dir.trackers.mkdir(exist_ok=True)
@@ -65,23 +59,23 @@ class Follower:
             yield
 
     def catch_up(self) -> None:
-        """Send what is new. After an error the next call sends it again."""
+        """Send new metrics. After an error, the next call repeats them."""
         record = read_run_record(self._run_dir)
         if record["loaded"] != self._loaded:
             self._begin_lines(record)
-        if self._tracker is None:  # its imports take seconds
+        if self._tracker is None:  # late, since its imports take seconds
             key = f"trackers.{self._name}"
             self._tracker = make(key, self._settings, kind=Tracker, allowed=self._allowed)
         if not self._has_begun:
             run = tracked_run(self._run_dir, earlier_id=self._progress.id)
             earlier_id, self._progress.id = self._progress.id, str(self._tracker.begin(run))
             self._has_begun = True
-            if self._progress.id != earlier_id:  # another place, which has nothing of the run yet
+            if self._progress.id != earlier_id:  # a new run on the server: send everything
                 self._earlier, self._progress.sent = {}, None
             self._save()
         while block := self._next_block():
-            read = [self._read(json.loads(text)) for text in block]
-            lines = [line for line in read if line.metrics]
+            parsed = [self._parse(json.loads(text)) for text in block]
+            lines = [line for line in parsed if line.metrics]
             if lines:
                 self._tracker.log(lines)
             self._offset += sum(map(len, block))
@@ -91,34 +85,34 @@ class Follower:
             self._save()
 
     def end(self, status: str) -> None:
-        """Send what is left, and end the run."""
+        """Send the remaining metrics, and end the run."""
         self.catch_up()
         assert self._tracker is not None
         metrics = read_run_record(self._run_dir).get("metrics") or {}
         self._tracker.end(status, metrics=metrics, files=files_to_keep(self._run_dir, status))
 
     def _begin_lines(self, record: Mapping[str, Any]) -> None:
-        """Begin with the first line again: the run has cut the file at a checkpoint since."""
+        """Start again at the first line: the run has cut the file at its checkpoint."""
         progress, self._loaded, self._offset = self._progress, record["loaded"], 0
-        self._earlier = dict(progress.sent or {})  # lines up to this step are not new, by metric
+        self._earlier = dict(progress.sent or {})  # last step already sent, by metric
         if progress.config_hash != record.get("config_hash"):
-            step = self._loaded["resume_step"]
-            kept = -1 if step is None else step
+            resume_step = self._loaded["resume_step"]
+            kept = -1 if resume_step is None else resume_step
             self._earlier = {name: min(step, kept) for name, step in self._earlier.items()}
         progress.config_hash = record.get("config_hash")
 
     def _next_block(self) -> list[bytes]:
-        """Return the next whole lines; none at the end of the file, and if it has been cut."""
+        """Return the next whole lines; [] at the end of the file, or if the run has cut it."""
         with self._run_dir.metrics.open("rb") as file:
             file.seek(self._offset)
             lines = (file.read(BLOCK_BYTES) + file.readline()).splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()
-        # Looked at last: a restarted run notes that it has cut the file before it writes a line.
+        # Check last: a restarted run records the cut before it writes a line.
         is_cut = lines and read_run_record(self._run_dir)["loaded"] != self._loaded
         return [] if is_cut else lines
 
-    def _read(self, line: Mapping[str, Any]) -> MetricLine:
+    def _parse(self, line: Mapping[str, Any]) -> MetricLine:
         step = line["step"]
         return MetricLine(
             step=step,
@@ -136,7 +130,7 @@ class Follower:
 
 
 def tracked_run(run_dir: RunDir, *, earlier_id: str | None) -> TrackedRun:
-    """Return what a tracker gets of a run, from its folder."""
+    """Return the facts of a run for a tracker."""
     record, folder = read_run_record(run_dir), run_dir.path.absolute()
     sweep, versions = record.get("sweep"), record.get("versions") or {}
     return TrackedRun(
@@ -146,7 +140,7 @@ def tracked_run(run_dir: RunDir, *, earlier_id: str | None) -> TrackedRun:
         config=read_yaml(run_dir.config),
         tags=tuple(record.get("tags") or ()),
         notes=record.get("notes"),
-        versions={name: one for name, one in versions.items() if one is not None},
+        versions={name: version for name, version in versions.items() if version is not None},
         git_revision=record.get("git_revision"),
         started_at=record["started_at"],
         earlier_id=earlier_id,
@@ -154,12 +148,9 @@ def tracked_run(run_dir: RunDir, *, earlier_id: str | None) -> TrackedRun:
 
 
 def files_to_keep(run_dir: RunDir, status: str) -> list[Path]:
-    """Return the files that a tracker keeps with a run: the large ones once it has completed.
-
-    Not run.json of one that has failed: nobody may have been left to write how it ended.
-    """
+    """Return the files that a tracker keeps: the large ones only of a completed run."""
     files = [run_dir.config]
-    if status != Status.FAILED:
+    if status != Status.FAILED:  # the run.json of a killed run may say "running"
         files.insert(0, run_dir.record)
     if status == Status.COMPLETED:
         files += [run_dir.export, *sorted(run_dir.images.rglob("*.png"))]
@@ -167,7 +158,7 @@ def files_to_keep(run_dir: RunDir, status: str) -> list[Path]:
 
 
 def _read_progress(path: Path) -> SentMetrics:
-    """Return what an earlier session has sent; nothing if its file is missing or damaged."""
+    """Return the metrics sent by earlier sessions; none if the file is missing or damaged."""
     try:
         return SentMetrics(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):

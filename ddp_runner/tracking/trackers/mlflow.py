@@ -1,4 +1,4 @@
-"""Shows runs in MLflow, by its client. Torch-free."""
+"""Sends runs to MLflow. Torch-free."""
 
 import json
 import os
@@ -12,21 +12,21 @@ from ddp_runner.config.identity import counts, digest
 from ddp_runner.job import Status
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
 
-# Limits of MLflow's servers: of a parameter, of a tag and of a name.
+# Limits of MLflow's servers for parameters, tags and names.
 CHARACTERS, TAG_CHARACTERS, KEY_CHARACTERS = 6000, 5000, 250
 STATUSES = {Status.COMPLETED: "FINISHED", Status.PREEMPTED: "KILLED"}
 IDENTITY, CHANGED = "ddp_runner.run", "ddp_runner.changed"  # tags
-# MLflow's own settings for a server that does not answer: four minutes for a single call.
+# By default MLflow tries a single call for four minutes if the server does not answer.
 HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_ENABLE_ASYNC_LOGGING": "false"}
 
 
 class MLflow:
-    """A run of MLflow for each run, with parameters, metrics, tags, notes and files.
+    """One MLflow run per run, with parameters, metrics, tags, notes and files.
 
     Args:
-        tracking_uri: of the server; None: the variable MLFLOW_TRACKING_URI.
-        experiment_name: of the experiment that gets the run; made if it does not exist.
-        timeout_s: whole seconds within which the server must answer a call.
+        tracking_uri: address of the server; None: the variable MLFLOW_TRACKING_URI.
+        experiment_name: experiment for the run; created if it does not exist.
+        timeout_s: whole seconds for the server to answer a call.
     """
 
     def __init__(
@@ -45,35 +45,36 @@ class MLflow:
         self._run: TrackedRun | None = None
 
     def begin(self, run: TrackedRun) -> str:
-        """Create the run, or go on with the earlier one, whose parameters cannot change."""
+        """Create the run, or continue the earlier one, whose parameters cannot change."""
         from mlflow.entities import Param, RunTag
 
         client, experiment, tags = self._client, self._experiment(), self._tags(run)
-        found = self._found(run, experiment) or client.create_run(
+        mlflow_run = self._earlier_run(run, experiment) or client.create_run(
             experiment,
             start_time=_milliseconds(run.started_at),
             run_name=run.name,
             tags={IDENTITY: _identity(run)},
         )
-        self._run, self._id, known = run, found.info.run_id, found.data.params
+        self._run, self._id = run, mlflow_run.info.run_id
         client.update_run(self._id, status="RUNNING", name=run.name)
-        given = {_key(key): _text(value) for key, value in run.parameters.items()}
+        sent = mlflow_run.data.params
+        current = {_key(key): _text(value) for key, value in run.parameters.items()}
         changed = [
-            f"{key}={given[key]}"
-            for key in known
-            if given.get(key, known[key]) != known[key] and counts(key)
+            f"{key}={current[key]}"
+            for key in sent
+            if current.get(key, sent[key]) != sent[key] and counts(key)
         ]
         if changed:
             tags[CHANGED] = ", ".join(changed)
-        elif CHANGED in found.data.tags:
+        elif CHANGED in mlflow_run.data.tags:
             client.delete_tag(self._id, CHANGED)
-        new = [Param(key, value) for key, value in given.items() if key not in known]
-        shown = [RunTag(_key(key), value[:TAG_CHARACTERS]) for key, value in tags.items()]
-        client.log_batch(self._id, params=new, tags=shown)
+        params = [Param(key, value) for key, value in current.items() if key not in sent]
+        run_tags = [RunTag(_key(key), value[:TAG_CHARACTERS]) for key, value in tags.items()]
+        client.log_batch(self._id, params=params, tags=run_tags)
         return self._id
 
     def log(self, lines: Sequence[MetricLine]) -> None:
-        """Send the metrics. MLflow keeps one of two equal points."""
+        """Send the metrics. MLflow drops duplicates."""
         from mlflow.entities import Metric
 
         points = [
@@ -89,37 +90,35 @@ class MLflow:
         """Upload the files, and end the run."""
         assert self._run is not None
         for path in files:
-            folder = self._run.place_of(path).rpartition("/")[0] or None
+            folder = self._run.artifact_name(path).rpartition("/")[0] or None
             self._client.log_artifact(self._id, str(path), folder)
         self._client.set_terminated(self._id, STATUSES.get(Status(status), "FAILED"))
 
-    def _found(self, run: TrackedRun, experiment: str) -> Any:
-        """Return the run of an earlier session, or of an attempt that got no answer; else None.
-
-        It may be gone: on another server, in another experiment, or deleted.
-        """
+    def _earlier_run(self, run: TrackedRun, experiment: str) -> Any:
+        """Return the MLflow run of an earlier session or of an unanswered attempt, or None."""
         from mlflow.exceptions import MlflowException
 
         if run.earlier_id is not None:
-            with suppress(MlflowException):
-                found = self._client.get_run(run.earlier_id)
-                if (found.info.experiment_id, found.info.lifecycle_stage) == (experiment, "active"):
-                    return found
-        wanted = f"tags.`{IDENTITY}` = '{_identity(run)}'"
-        return next(iter(self._client.search_runs([experiment], wanted, max_results=1)), None)
+            with suppress(MlflowException):  # deleted, or on another server
+                earlier = self._client.get_run(run.earlier_id)
+                info = earlier.info
+                if (info.experiment_id, info.lifecycle_stage) == (experiment, "active"):
+                    return earlier
+        query = f"tags.`{IDENTITY}` = '{_identity(run)}'"
+        return next(iter(self._client.search_runs([experiment], query, max_results=1)), None)
 
     def _experiment(self) -> str:
-        """Return the id of the experiment, which a parallel job may create at the same time."""
+        """Return the id of the experiment; a parallel job may create it at the same time."""
         from mlflow.exceptions import MlflowException
 
         name = self._experiment_name
-        if (found := self._client.get_experiment_by_name(name)) is None:
+        if (experiment := self._client.get_experiment_by_name(name)) is None:
             try:
                 return str(self._client.create_experiment(name))
             except MlflowException:
-                if (found := self._client.get_experiment_by_name(name)) is None:
+                if (experiment := self._client.get_experiment_by_name(name)) is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _tags(self, run: TrackedRun) -> dict[str, str]:
         tags = dict.fromkeys(run.tags, "true")
@@ -135,15 +134,14 @@ class MLflow:
 
 
 def _identity(run: TrackedRun) -> str:
-    """Return what all sessions of a run have in common, and no other run."""
+    """Return an id that all sessions of a run share."""
     return digest([str(run.folder), run.started_at])
 
 
 def _key(name: str) -> str:
-    """Return a name that MLflow accepts: as a path it is whole, with allowed characters.
+    """Return a name that MLflow accepts: a normal path of allowed characters.
 
-    One bad name would reject all of a request. A name that has to change ends with a hash, so that
-    different ones stay different.
+    A single bad name fails a whole request. A changed name ends with a hash to stay unique.
     """
     parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
     key = "/".join(part for part in parts if part not in ("", ".", ".."))
@@ -154,7 +152,7 @@ def _key(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as in YAML, cut to MLflow's length."""
+    """Return a value as in YAML, cut to MLflow's limit."""
     return (value if isinstance(value, str) else json.dumps(value))[:CHARACTERS]
 
 

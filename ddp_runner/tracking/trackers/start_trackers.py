@@ -1,8 +1,7 @@
-"""Starts the command of each tracker of a run, and waits for it at the end, briefly. Torch-free.
+"""Starts the process of each tracker of a run, and waits briefly for it at the end. Torch-free.
 
-Whoever claimed the run does so: our launcher, or rank 0 under another one. A thread of rank 0 would
-not do: while it imports MLflow, a loop of small steps runs at a fiftieth of its speed, since both
-need Python's global lock.
+Our launcher does this, or rank 0 under another launcher. A thread would hold Python's global lock:
+while it imports MLflow, a loop of small steps runs at a fiftieth of its speed.
 """
 
 import json
@@ -25,38 +24,34 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 from ddp_runner.tracking.trackers.follower import files_to_keep
 
-ORDER = "DDP_RUNNER_TRACKER"  # a variable: other users see a process's arguments
-WAIT_S = 10.0  # at the end, unless its YAML has another wait_s
-LEAST_RATE = 2 * 2**20  # bytes per second, of a model on its way to a server that answers
-MOST_S = 240.0  # under another launcher, the other ranks wait for rank 0
-FAILED_S = 2.0  # for a run that has failed
-LAST_S = 10.0  # beyond these, or once the process is gone that started the tracker
-STOPPED_SHARE = 0.5  # of launch.shutdown_timeout_s, for a run that was asked to stop
-LIMIT_S = 1.0  # for a killed process to be gone
-EXIT_REPORTED = 3  # of a tracker that lacks a part of the run, and has said why
+ORDER = "DDP_RUNNER_TRACKER"  # environment variable: other users can read command lines
+WAIT_S = 10.0  # time to send the rest after the run, unless the YAML sets wait_s
+LEAST_RATE = 2 * 2**20  # bytes per second for the upload of the model
+MOST_S = 240.0  # longest wait: under another launcher, the other ranks wait for rank 0
+FAILED_S = 2.0  # wait after a failed run
+LAST_S = 10.0  # extra time for a tracker on its own: after FAILED_S, or once its parent is gone
+STOPPED_SHARE = 0.5  # share of launch.shutdown_timeout_s for the trackers of a preempted run
+LIMIT_S = 1.0  # time for a killed process to end
+EXIT_REPORTED = 3  # exit code of a tracker that has printed why it lacks part of the run
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a run tells the command that follows it."""
+    """What a tracker's process needs to follow a run."""
 
-    parent: int  # the process that waits for it
-    started_at: float  # of the session
+    parent: int  # id of the process that waits for the tracker
+    started_at: float  # start of the session
     settings: Mapping[str, Any]  # the tracker's _target_ and keys, secrets included
-    allowed: Sequence[str]  # packages of the user's own
+    allowed: Sequence[str]  # the user's packages
     secrets: Mapping[str, str] = field(default_factory=dict)  # see ``Secrets.values``
-    prefix: str = ""  # of its line on the terminal
+    prefix: str = ""  # start of each line on the terminal
 
 
 @contextmanager
 def followed(job: Job, run_dir: RunDir) -> Iterator[None]:
-    """Let the job's trackers follow its run, and wait for them after the block.
-
-    Whatever happens to them, the run goes on.
-    """
-    config = job.config
-    names = [] if config.task == "check" else list(config.trackers)  # it has no metrics
-    trackers = [one for name in names if (one := _start(job, run_dir, name))]
+    """Start the job's trackers, and wait for them after the block. They never fail the run."""
+    names = [] if job.config.task == "check" else list(job.config.trackers)  # check has no metrics
+    trackers = [tracker for name in names if (tracker := _start(job, run_dir, name))]
     try:
         yield
     finally:
@@ -71,16 +66,16 @@ class _Tracker:
     log: Path
 
     def warn(self, text: str) -> None:
-        """Warn on the terminal and in its log."""
+        """Warn on the terminal and in the tracker's log."""
         sentence = f"trackers.{self.name} {text}"
-        with suppress(OSError), self.log.open("a", encoding="utf-8") as log:
-            log.write(f"{sentence}\n")
         _print_warning(sentence)
+        with suppress(OSError), self.log.open("a", encoding="utf-8") as log:  # a full disk
+            log.write(f"{sentence}\n")
 
 
 def is_loaded(run_dir: RunDir, *, started_at: float) -> bool:
-    """Return whether a session has restored its state: from then on metrics.jsonl is its own."""
-    with suppress(UserError):  # run.json is damaged, which the run itself reports
+    """Return whether a session has restored its state, so that metrics.jsonl belongs to it."""
+    with suppress(UserError):  # a damaged run.json, which the run itself reports
         loaded = read_run_record(run_dir, missing_ok=True).get("loaded", {})
         return bool(loaded.get("started_at") == started_at)
     return False
@@ -91,16 +86,20 @@ def _start(job: Job, run_dir: RunDir, name: str) -> _Tracker | None:
     order = Order(
         parent=os.getpid(),
         started_at=job.started_at,
-        settings={key: one for key, one in settings.items() if key != "wait_s"},
+        settings={key: value for key, value in settings.items() if key != "wait_s"},
         allowed=job.config.allowed_targets,
         secrets=job.secrets.values,
         prefix=job.line_prefix,
     )
-    # It imports what the ranks can import. -P: a folder wandb in the current one is no package.
-    places = os.pathsep.join(filter(None, sys.path))
-    environ = {"PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": "", ORDER: json.dumps(asdict(order))}
+    # Import from where the ranks do. -P: W&B's folder "wandb" here must not hide its package.
+    environ = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "CUDA_VISIBLE_DEVICES": "",
+        ORDER: json.dumps(asdict(order)),
+    }
     path = run_dir.logs / f"tracker-{name}.log"
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until it ignores them
+    # The process inherits blocked signals, and unblocks them once it ignores them.
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         path.parent.mkdir(exist_ok=True)
         with path.open("ab") as log:
@@ -109,48 +108,50 @@ def _start(job: Job, run_dir: RunDir, name: str) -> _Tracker | None:
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 env={**os.environ, **environ},
-                process_group=0,  # Ctrl-C on a terminal is for the run, which then ends it
+                process_group=0,  # Ctrl-C on the terminal reaches the run only
             )
             return _Tracker(name, process, path)
-    except OSError as error:
-        reason = f"cannot be started ({error.strerror}); the run goes on without it"
+    except OSError as error:  # no memory for a process, or a full disk
+        reason = f"cannot be started ({error.strerror}); the run continues without it"
         _print_warning(f"trackers.{name} {reason}")
         return None
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 
 def _end(trackers: Sequence[_Tracker], job: Job, run_dir: RunDir) -> None:
-    """Wait for all trackers at the same time, and end those that take too long.
-
-    What is missing is in the run folder. If the run has failed, they end by themselves.
-    """
-    since, own = time.monotonic(), children()
+    """Wait for all trackers at once, and kill the late ones. After a failed run they end alone."""
+    run_ended, own_children = time.monotonic(), children()
     has_begun = is_loaded(run_dir, started_at=job.started_at)
     status = read_run_record(run_dir).get("status") if has_begun else None
     stopped_s = min(MOST_S, STOPPED_SHARE * job.config.launch.shutdown_timeout_s)
-    known = {None: 0.0, Status.COMPLETED: MOST_S, Status.PREEMPTED: stopped_s}
-    most_s, is_failed = known.get(status, FAILED_S), status not in known
-    for one in trackers:
-        wait_s = job.config.trackers[one.name].get("wait_s", WAIT_S)
+    limits_s = {None: 0.0, Status.COMPLETED: MOST_S, Status.PREEMPTED: stopped_s}
+    for tracker in trackers:
+        wait_s = job.config.trackers[tracker.name].get("wait_s", WAIT_S)
         num_bytes = sum(path.stat().st_size for path in files_to_keep(run_dir, str(status)))
-        limit_s = min(most_s, wait_s + num_bytes / LEAST_RATE)
-        lacks = "has ended before it had all of the run"
-        try:
-            code = one.process.wait(max(0.0, since + limit_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        limit_s = min(limits_s.get(status, FAILED_S), wait_s + num_bytes / LEAST_RATE)
+        reason = "ended before it had all of the run"
+        code = _exit_code(tracker, max(0.0, run_ended + limit_s - time.monotonic()))
+        if code is None:
             late = f"had not ended {limit_s:.0f} s after the run"
-            if is_failed:
-                one.warn(f"{late}, and gets {LAST_S:.0f} s more")
+            if status not in limits_s:
+                tracker.warn(f"{late}, and gets {LAST_S:.0f} s more")
                 continue
-            code, lacks = EXIT_FAILED, f"{late}, and was stopped"
-        with suppress(OSError):  # a service that the client has started may be left
-            os.killpg(one.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # it is in uninterruptible sleep
-            one.process.wait(LIMIT_S)
+            code, reason = EXIT_FAILED, f"{late}, and was stopped"
+        with suppress(ProcessLookupError):  # usually none is left; a client may leave a service
+            os.killpg(tracker.process.pid, signal.SIGKILL)
+        _exit_code(tracker, LIMIT_S)
         if has_begun and code not in (EXIT_COMPLETED, EXIT_REPORTED):
-            one.warn(f"{lacks}; python -m {TRACKER} RUN {one.name} sends it")
-    end_descendants(own, spares_trackers=False)  # what one has left, in a session of its own
+            tracker.warn(f"{reason}; python -m {TRACKER} RUN {tracker.name} sends the rest")
+    end_descendants(own_children, spares_trackers=False)  # processes in sessions of their own
+
+
+def _exit_code(tracker: _Tracker, wait_s: float) -> int | None:
+    """Return the exit code; None if the process still runs after `wait_s` seconds."""
+    try:
+        return tracker.process.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _print_warning(sentence: str) -> None:

@@ -28,6 +28,7 @@ from ddp_runner.tracking.trackers import start_trackers as start_module
 from ddp_runner.tracking.trackers.start_trackers import followed
 
 LINE = '{"step": 1, "epoch": 1, "time_s": 0.5, "train/loss": 0.25}\n'
+RETRIES = "the run continues, and the tracker retries until it has everything"
 LOADED = {"started_at": 5.0, "resume_step": None, "clock": 0.0}
 
 
@@ -136,29 +137,26 @@ def test_a_restarted_run_is_followed_from_the_line_where_it_goes_on(
     [
         (
             "Raising",
-            "trackers.mine failed (RuntimeError: the server ${oc.env:X}); the run goes on, and "
-            "what is missing there is tried again until it works",
+            f"trackers.mine failed (RuntimeError: the server ${{oc.env:X}}); {RETRIES}",
         ),
         (
             "Exiting",
-            "trackers.mine failed (SystemExit: no key); the run goes on, and what is missing there "
-            "is tried again until it works",
+            f"trackers.mine failed (SystemExit: no key); {RETRIES}",
         ),
         (
             "Hanging",
             "trackers.mine had not ended 0 s after the run, and was stopped; python -m "
-            "ddp_runner.tracking.track RUN mine sends it",
+            "ddp_runner.tracking.track RUN mine sends the rest",
         ),
         (
             "Dying",
-            "trackers.mine has ended before it had all of the run; python -m "
-            "ddp_runner.tracking.track RUN mine sends it",
+            "trackers.mine ended before it had all of the run; python -m "
+            "ddp_runner.tracking.track RUN mine sends the rest",
         ),
         (
             "Missing",
             "trackers.mine failed (trackers.mine._target_ (own_trackers.Missing) does not exist; "
-            "did you mean own_trackers.Raising?); the run goes on, and what is missing there is "
-            "tried again until it works",
+            f"did you mean own_trackers.Raising?); {RETRIES}",
         ),
     ],
 )
@@ -189,10 +187,7 @@ def test_what_a_server_answers_is_shown_without_secrets_and_escapes(
     run.start("Quoting", text=text)
     wait_for(lambda: "raise ConnectionError(self.text)" in run.log)
     run.end("completed")
-    sentence = (
-        f"trackers.mine failed (ConnectionError: {shown}); the run goes on, and what is missing "
-        "there is tried again until it works"
-    )
+    sentence = f"trackers.mine failed (ConnectionError: {shown}); {RETRIES}"
     assert capfd.readouterr().out == f"warning: {sentence}\n"
     assert run.log.startswith(f"{sentence}\n")
     assert not re.search("r3t|said no|\x1b|\x07", run.log)
@@ -285,7 +280,7 @@ def test_a_process_that_cannot_start_is_a_warning(
     run.start("Recorder", path="x")
     run.end("completed")
     assert capfd.readouterr().out == (
-        "warning: trackers.mine cannot be started (No such file or directory); the run goes on "
+        "warning: trackers.mine cannot be started (No such file or directory); the run continues "
         "without it\n"
     )
 
@@ -304,7 +299,7 @@ def test_a_tracker_that_ends_before_it_is_done_is_a_warning(
         os.kill(calls(path)[-1]["pid"], signal.SIGKILL)  # no launcher is there to end it
     assert not thread.is_alive()
     is_done = name == "Forking"
-    late = "trackers.mine has ended before it had all of the run; python -m "
+    late = "trackers.mine ended before it had all of the run; python -m "
     assert capfd.readouterr().out.startswith("" if is_done else f"warning: {late}")
     assert (run.log == "") == is_done
 

@@ -87,9 +87,7 @@ def test_keys_that_came_with_a_run_are_named_again(
     ended.freeze(replace(config, trackers={"mlflow": keys}), overrides=(), choices={})
     with pytest.raises(UserError, match=r"was sent to trackers\.mlflow with keys that") as raised:
         run([str(ended), "mlflow"])
-    assert str(raised.value).endswith(
-        f"a run brings none along; add 'tracking_uri={uri}', or other values"
-    )
+    assert f"; add 'tracking_uri={uri}'" in str(raised.value)
     ended.freeze(config, overrides=(), choices={})
     with pytest.raises(UserError, match="must name a server"):
         run([str(ended), "mlflow"])
@@ -98,7 +96,7 @@ def test_keys_that_came_with_a_run_are_named_again(
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (["mine"], "mine is none of our trackers; add _target_=PACKAGE.MODULE.CLASS"),
+        (["mine"], "mine is not a known tracker; add _target_=PACKAGE.MODULE.CLASS"),
         (
             ["mine", "path=${oc.env:NONE_OF_THESE}"],
             "Environment variable 'NONE_OF_THESE' not found",

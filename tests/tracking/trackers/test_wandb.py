@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, by_key: boo
     keys = {"dir": str(folder)} if by_key else {}
     if not by_key:
         client.settings.root_dir = str(folder)
-    with pytest.raises(UserError, match=r"trackers\.wandb\.dir \(.*\) cannot be made \(Not a dir"):
+    with pytest.raises(UserError, match=r"trackers\.wandb\.dir \(.*\) cannot be created \(Not a"):
         begin(client, **keys)
     assert client.given == []
     begin(client, dir=str(tmp_path / "new" / "folder"))
