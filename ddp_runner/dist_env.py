@@ -60,6 +60,7 @@ def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
     for read in (_from_variables, _from_open_mpi, _from_slurm, _from_mpich):
         if (env := read(environ)) is not None:
             has_address = bool(environ.get("MASTER_ADDR"))
+            _integer(environ, "MASTER_PORT", "0")  # torch would raise a bare ValueError
             init_method = FROM_ENVIRONMENT if has_address else env.init_method
             return replace(env, init_method=init_method, launch_id=launch_id(environ))
     return None

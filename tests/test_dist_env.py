@@ -138,6 +138,14 @@ def test_machines_with_different_numbers_of_tasks_are_rejected() -> None:
         dist_env(uneven)
 
 
+@pytest.mark.parametrize("key", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_a_variable_that_is_not_a_number_is_named(key: str) -> None:
+    """Torch would raise a bare ValueError for the port."""
+    facts = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.raises(UserError, match=rf"^{key} \(abc\) must be a whole number.*; unset RANK"):
+        dist_env({**facts, "MASTER_PORT": "29500", key: "abc"})
+
+
 def test_open_mpis_node_rank_is_no_number_of_a_machine() -> None:
     """It counts ranks within a machine; the machine follows from the ranks before it."""
     env = read(OPEN_MPI)
