@@ -55,7 +55,7 @@ DAMAGED = {
     "label_out_of_range": (
         "train-labels-idx1-ubyte",
         idx_labels([0, 1, 2, 3, 10, 5]),
-        "the train targets of dataset=mnist go from 0 to 10; 10 classes are numbered from 0 to 9",
+        "the train targets of dataset=mnist go from 0 to 10; number 10 classes from 0 to 9",
     ),
     "fewer_labels_than_images": (
         "train-labels-idx1-ubyte",
@@ -151,7 +151,10 @@ CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "sha256 is ",
     ),
     "version": (set_old_version, f"format_version is {FORMAT_VERSION}, manifest.json has 1"),
-    "manifest": (lambda folder: truncate(folder / "manifest.json", 9), "manifest.json is damaged"),
+    "manifest": (
+        lambda folder: truncate(folder / "manifest.json", 9),
+        "manifest.json or tensors.pt cannot be read",
+    ),
     "tensors_gone": (
         lambda folder: (folder / "tensors.pt").unlink(),
         "tensors.pt: No such file or directory",
