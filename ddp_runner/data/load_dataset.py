@@ -79,10 +79,7 @@ def _identity(source: TensorSource, data_root: Path) -> tuple[Path, Any]:
 
 
 def _fault(folder: Path, fingerprint: object, *, in_full: bool = False) -> str | None:
-    """Return why the folder does not hold the complete dataset; None: it does.
-
-    With `in_full`, hash the tensors' file; else compare its stamp.
-    """
+    """Return why the folder is not complete, or None; hash its tensors if `in_full`."""
     tensors = folder / TENSORS
     try:
         manifest = dict(json.loads((folder / MANIFEST).read_bytes()))
@@ -127,7 +124,7 @@ def _prepare(source: TensorSource, data_root: Path, log: Callable[[str], None]) 
             return folder
         fault = _fault(folder, fingerprint, in_full=True)
         if fault is None:  # it was copied
-            with suppress(OSError):  # where the copy is read-only, each rank verifies it
+            if os.access(folder, os.W_OK):  # else each rank verifies it
                 _write_manifest(folder, json.loads((folder / MANIFEST).read_bytes()))
             return folder
         if folder.exists():
@@ -223,10 +220,8 @@ def build_source(config: Config) -> Source | TensorSource:
 
 
 def _build(config: Config, key: str, settings: Mapping[str, Any], **kind: Any) -> Any:
-    """Build the object that a key names; if it may download files, in one process at a time.
-
-    All runs share prepared samples, so these do not depend on this run's seed.
-    """
+    """Build the object that a key names; if it may download files, in one process at a time."""
+    # All runs share prepared samples, so these do not depend on this run's seed.
     seed = 0 if config.dataset.get("prepare") is True else config.seed
     seed_each = partial(seed_all, seed, "dataset")
     downloads = any(

@@ -191,11 +191,7 @@ class _Reader:
 
 
 def _state_of(part: Any, name: str) -> Any:
-    """Return a copy of the state of a dataset or an iterator, or None if it offers no state.
-
-    Raises:
-        UserError: a checkpoint cannot hold the state.
-    """
+    """Return a copy of the state of a dataset or an iterator, or None if it has no state."""
     if not all(hasattr(part, method) for method in ("state_dict", "load_state_dict")):
         return None
     state = copy.deepcopy(part.state_dict())

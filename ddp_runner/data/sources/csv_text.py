@@ -228,11 +228,11 @@ def _decoded(path: Path, encoding: str) -> str:
         content = data.decode(encoding).removeprefix("\ufeff")
         if "\0" in content:
             raise UnicodeDecodeError(encoding, data, data.find(b"\0"), len(data), "a NUL byte")
-    except LookupError as error:
-        raise UserError(
-            f"dataset.encoding ({encoding}) is not a text encoding; use utf-8 or gb18030"
-        ) from error
-    except UnicodeError as error:
+    except (LookupError, UnicodeError) as error:
+        if isinstance(error, LookupError):
+            raise UserError(
+                f"dataset.encoding ({encoding}) is not a text encoding; use utf-8 or gb18030"
+            ) from error
         number = 1 + data.count(b"\n", 0, getattr(error, "start", 0))  # some errors have no start
         raise UserError(
             f"{path}, line {number}: not {encoding}; save the file as utf-8, or name its encoding, "

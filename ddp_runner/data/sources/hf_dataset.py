@@ -46,12 +46,7 @@ class HFDataset(TorchDataset):
         return train, self.eval_split and self._load(self.eval_split, data_root)
 
     def _load(self, split: str, data_root: Path) -> Any:
-        """Return a split as the library's Dataset, or as its IterableDataset if streaming.
-
-        Raises:
-            UserError: the library is missing or too old, or the dataset, the split or a column is
-                missing.
-        """
+        """Return a split as the library's Dataset, or as its IterableDataset if streaming."""
         datasets, path, folder = _library(), self.path, data_root / self.path
         is_local = self.data_files is None and folder.exists()
         if not (is_local or path in FORMATS or "/" in path):

@@ -185,11 +185,7 @@ class TorchDataset:
         return train, rest
 
     def _built(self, data_root: Path) -> dict[str, Any]:
-        """Return the datasets; the evaluation dataset may be a part of the training dataset.
-
-        Raises:
-            UserError: a dataset cannot be built or split, or its classes are not num_classes.
-        """
+        """Return the datasets; the evaluation dataset may be a part of the training dataset."""
         train, rest = self._both(data_root)
         # An ImageFolder numbers its classes by their names, so a missing class renumbers others.
         both = [item for item in (train, rest) if getattr(item, "target_transform", None) is None]
