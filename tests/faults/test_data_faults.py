@@ -95,8 +95,7 @@ ROWS: list[tuple[object, ...]] = [HEADER, (1, "a b"), (0, "c d"), (1, "é f"), (
 FAULTY_CSV: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing_column": (
         lambda path: write_rows(path, [("label", "text"), *ROWS[1:]]),
-        " has the columns label, text and not review; name them with dataset.text and "
-        "dataset.label",
+        " has the columns label, text and not review; name two in dataset.text and dataset.label",
     ),
     "bad_label": (
         lambda path: write_rows(path, [*ROWS, ("yes", "i j")]),

@@ -216,7 +216,7 @@ def test_what_a_stream_cannot_do_is_one_line(tmp_path: Path) -> None:
             "not tell; write train.max_steps"
         )
         assert "needs steps_per_epoch" in found["step"]
-        assert "the train stream has no sample in epoch 2; its __iter__ must" in found["once"]
+        assert "the train stream has no sample in epoch 2; let its __iter__" in found["once"]
         assert "the train stream has no sample" in found["no sample"]
         assert "has no eval samples; give at least 1" in found["no evaluation"]
 
