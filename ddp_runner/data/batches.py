@@ -1,8 +1,4 @@
-"""The order of samples: the same global batches at every world size and in every mode.
-
-``Batches`` are the steps of one rank's share, from wherever a run stands to no end: it knows its
-place, saves it, and goes on from it.
-"""
+"""The order of samples: the same global batches at every world size and in every mode."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,7 +15,8 @@ from ddp_runner.data.splits import MicroBatch, MicroPlan, NumberedSplit, Split
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
 
-ORDER_VERSION = 2  # of the order of samples; a run cannot resume inside an epoch of another order
+# Raise it when the order changes: a run cannot resume inside an epoch with another order.
+ORDER_VERSION = 2
 POOL_BATCHES = 50  # global batches within which sequences are sorted by length
 GLOBAL_SIZE = "batch.global_size"
 
@@ -28,16 +25,19 @@ GLOBAL_SIZE = "batch.global_size"
 class StepBatch:
     """One rank's part of one optimizer step."""
 
-    micro_batches: tuple[MicroBatch, ...]  # equally many on every rank: collectives match
+    micro_batches: tuple[MicroBatch, ...]  # the same number on every rank: collectives match
     global_count: int  # samples of the global batch, over all ranks
-    # Its index in the run, as if all epochs had batches of this size; of a stream in the epoch.
+    # Index in the run, as if all epochs had batches of this size; of a stream: in the epoch.
     number: int
-    is_last: bool  # of its epoch
+    is_last: bool  # last step of the epoch
 
 
 @dataclass(kw_only=True)
 class Batches(ABC):
-    """One share of a training split's global batches; in most modes each rank has one share."""
+    """The steps of one share of a training split, epoch after epoch, without an end.
+
+    In most modes each rank has one share. The position can be saved and restored.
+    """
 
     split: Split
     global_size: int  # most samples of an optimizer step, over all shares
@@ -45,27 +45,27 @@ class Batches(ABC):
     share: int
     num_shares: int
     seed: int
-    # The place behind the last step that was taken, where a resumed run goes on.
+    # The position after the last step that was taken, where a resumed run continues.
     epoch: int = field(default=0, init=False)  # completed epochs
     step: int = field(default=0, init=False)  # steps in the epoch; 0: the last one ended an epoch
     is_resized: bool = field(default=False, init=False)  # resumed from batches of another size
 
     @abstractmethod
     def __iter__(self) -> Iterator[StepBatch]:
-        """Yield the steps of this epoch that are left, and those of the epochs after it.
+        """Yield the remaining steps of this epoch, then those of all later epochs.
 
-        The place is already behind a step when it is yielded: its body may save.
+        The position moves before a step is yielded, so the loop's body may save it.
         """
 
     @property
     @abstractmethod
     def steps_per_epoch(self) -> int | None:
-        """Return the optimizer steps of an epoch; None: it ends when its stream ends."""
+        """Return the optimizer steps of an epoch; None: the epoch ends when its stream ends."""
 
     @property
     @abstractmethod
     def order(self) -> Mapping[str, object]:
-        """Return what decides which samples are still to come in an epoch."""
+        """Return the settings that decide which samples remain in an epoch."""
 
     @property
     def micro_size(self) -> int:
@@ -74,28 +74,28 @@ class Batches(ABC):
 
     @property
     def epoch_number(self) -> int:
-        """Return the number of the epoch of the last step, from 1; 0 before the first one."""
+        """Return the number of the last step's epoch, from 1; 0 before the first step."""
         return self.epoch + (self.step > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place."""
+        """Return the position."""
         return {"epoch": self.epoch, "step": self.step, "order": dict(self.order)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a place that ``state_dict`` returned.
+        """Continue from a position that ``state_dict`` returned.
 
         Raises:
-            UserError: it is amid an epoch, and the samples have another order now.
+            UserError: the position is inside an epoch, and the samples now have another order.
         """
         then, now = saved["order"], self.order
         changed = [key for key in {**now, **then} if then.get(key) != now.get(key)]
         if saved["step"] and changed:
             raise UserError(
-                f"it was saved amid epoch {saved['epoch'] + 1} with "
+                f"it was saved inside epoch {saved['epoch'] + 1} with "
                 f"{', '.join(f'{key}={then.get(key)}' for key in changed)}, and this run has "
-                f"{', '.join(f'{key}={now.get(key)}' for key in changed)}, so that some samples "
-                "would be used twice and others never; write the values of the checkpoint, or "
-                "resume from one between epochs"
+                f"{', '.join(f'{key}={now.get(key)}' for key in changed)}: some samples would be "
+                "used twice and others never; use the checkpoint's values, or resume from a "
+                "checkpoint between epochs"
             )
         self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
         self.is_resized = GLOBAL_SIZE in changed
@@ -106,32 +106,32 @@ class Batches(ABC):
 
 @dataclass(kw_only=True)
 class NumberedBatches(Batches):
-    """The global batches of samples that have numbers.
+    """The global batches of numbered samples.
 
     Global batch k of an epoch is the k-th slice of a permutation that depends only on the seed and
-    the epoch, or of the dataset's own order; the last batch may be smaller. Share r is every
-    ``num_shares``-th sample from r on, as in ``torch.utils.data.DistributedSampler``, but without
-    its padding.
+    the epoch (without `shuffle`: of the dataset's order); the last batch may be smaller. Share r
+    takes every ``num_shares``-th sample from r on, as in
+    ``torch.utils.data.DistributedSampler``, but without its padding.
     """
 
     split: NumberedSplit
-    is_computed: bool = True  # false: by other ranks, so the steps come without data
+    is_computed: bool = True  # False: other ranks compute, so the steps come without data
     num_randoms: int = 0  # random numbers per sample, for the augmentation
-    shuffle: bool = True  # in another order in each epoch
+    shuffle: bool = True  # use another order in each epoch
     lengths: Tensor | None = None  # (num_samples,): put samples of similar length in one batch
 
     def __post_init__(self) -> None:
-        """Remember an epoch's permutation."""
+        """Cache one epoch's permutation."""
         self._permutation: Callable[[int], Tensor] = lru_cache(maxsize=1)(self._permuted)
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Yield the steps from the place on; skipped steps cost nothing."""
+        """Yield the steps from the position on; skipped steps cost nothing."""
         while True:
             indices = range(self.step, self.steps_per_epoch)
             first = self.epoch * self.steps_per_epoch
             planned, ahead = tee(self._plan(first + index) for index in indices)
             # The split may load more than a step ahead.
-            loaded = self.split.load((one for plans, _ in ahead for one in plans), seed=self.seed)
+            loaded = self.split.load((plan for plans, _ in ahead for plan in plans), seed=self.seed)
             for index, (plans, count) in zip(indices, planned, strict=True):
                 batch = self._step(plans, loaded, count=count, number=first + index)
                 self._advance(is_last=batch.is_last)
@@ -143,14 +143,14 @@ class NumberedBatches(Batches):
         return math.ceil(len(self.split) / self.global_size)
 
     def step_at(self, number: int) -> StepBatch:
-        """Return this share of a step by its number in the run."""
+        """Return this share of a step by the step's number in the run."""
         plans, count = self._plan(number)
         loaded = self.split.load(plans, seed=self.seed)
         return self._step(plans, loaded, count=count, number=number)
 
     @property
     def order(self) -> Mapping[str, object]:
-        """Return what decides which samples are still to come in an epoch."""
+        """See ``Batches``."""
         return {
             "seed": self.seed,
             GLOBAL_SIZE: self.global_size,
@@ -163,7 +163,7 @@ class NumberedBatches(Batches):
         self, plans: Iterable[MicroPlan], loaded: Iterator[Any], *, count: int, number: int
     ) -> StepBatch:
         micro_batches = tuple(
-            MicroBatch(next(loaded), len(one.indices), one.weight, one.randoms) for one in plans
+            MicroBatch(next(loaded), len(plan.indices), plan.weight, plan.randoms) for plan in plans
         )
         is_last = (number + 1) % self.steps_per_epoch == 0
         return StepBatch(micro_batches, global_count=count, number=number, is_last=is_last)
@@ -179,7 +179,7 @@ class NumberedBatches(Batches):
         return order.to(self.split.device)
 
     def _plan(self, number: int) -> tuple[tuple[MicroPlan, ...], int]:
-        """Return what this share computes of a step, and the samples of all shares."""
+        """Return this share's micro-batches of a step, and the samples of all shares."""
         epoch, index = divmod(number, self.steps_per_epoch)
         order = self._permutation(epoch)
         global_batch = order[index * self.global_size : (index + 1) * self.global_size]
@@ -193,25 +193,25 @@ class NumberedBatches(Batches):
         randoms: Iterable[Tensor | None] = repeat(None, num_pieces)
         if self.num_randoms:
             # Drawn for the whole global batch, so they are the same at every world size.
-            numbers = torch.Generator().manual_seed(derive(self.seed, "augmentation", epoch, index))
-            drawn = torch.rand(len(global_batch), self.num_randoms, generator=numbers)
+            generator = torch.Generator()
+            generator.manual_seed(derive(self.seed, "augmentation", epoch, index))
+            drawn = torch.rand(len(global_batch), self.num_randoms, generator=generator)
             first, randoms = drawn[:1], drawn[share].tensor_split(num_pieces)
         plans = tuple(
             # A share with one sample fewer may lack a piece. The other ranks wait for its backward,
             # so it computes a placeholder.
-            self._part(epoch, piece, its_randoms)
+            self._micro_plan(epoch, piece, piece_randoms)
             if len(piece)
-            else self._part(epoch, global_batch[:1], first, weight=0.0)
-            for piece, its_randoms in zip(pieces, randoms, strict=True)
+            else self._micro_plan(epoch, global_batch[:1], first, weight=0.0)
+            for piece, piece_randoms in zip(pieces, randoms, strict=True)
         )
         return plans, len(global_batch)
 
-    def _part(
+    def _micro_plan(
         self, epoch: int, indices: Tensor, randoms: Tensor | None, *, weight: float = 1.0
     ) -> MicroPlan:
         if len(indices) == 1 and self.micro_size > 1:
-            # The last piece may be a single sample, which BatchNorm refuses in training: take it
-            # twice with half the weight.
+            # BatchNorm refuses a single sample in training: use it twice with half the weight.
             indices, weight = indices.repeat(2), weight / 2
             randoms = None if randoms is None else randoms.repeat(2, 1)
         return MicroPlan(indices, epoch, weight, randoms)

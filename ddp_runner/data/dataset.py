@@ -1,4 +1,4 @@
-"""A dataset as the rest of the program sees it, and what a source of data must give."""
+"""A dataset as the rest of the program sees it, and the protocols of its sources."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +18,14 @@ KEYS = ("train_inputs", "train_targets", "eval_inputs", "eval_targets")
 
 
 class Augmentation(Protocol):
-    """Changes the training samples of a batch at random."""
+    """A random change of a batch's training samples."""
 
     @property
     def num_randoms(self) -> int:
-        """Return how many random numbers a sample takes."""
+        """Return the random numbers that each sample takes."""
 
     def __call__(self, inputs: Tensor, randoms: Tensor) -> Tensor:
-        """Return the changed inputs (batch, ...), which are normalised and on the device.
+        """Return the changed inputs (batch, ...); they come normalised, on the device.
 
         `randoms` (batch, num_randoms), uniform in [0, 1), are the same at every world size.
         """
@@ -39,28 +39,27 @@ class Dataset:
     train: Split
     eval: Split
     num_classes: int | None  # None: the targets are not classes
-    # Of the pixels scaled to 0..1, or one per channel; None: batches are used as they are loaded.
-    mean: float | Sequence[float] | None = 0.0
-    std: float | Sequence[float] = 1.0  # likewise
+    # Mean and standard deviation of pixels scaled to 0..1, for all channels or for each.
+    mean: float | Sequence[float] | None = 0.0  # None: use batches as they are loaded
+    std: float | Sequence[float] = 1.0
     augmentation: Augmentation | None = None
-    padding_id: int | None = None  # fills up short sequences; a batch is cut to its longest
-    vocab_size: int | None = None  # of a tokenizer that decides the model's: all ids are below it
+    padding_id: int | None = None  # pads short sequences; a batch is cut to its longest
+    vocab_size: int | None = None  # tokens the model must know: every id is below it
     group_by_length: bool = False  # put sequences of similar length in one batch
-    files: Mapping[str, bytes] = field(default_factory=dict)  # by path, copied to the run's folder
-    notes: tuple[str, ...] = ()  # about the data, printed when the run starts
-    # SHA-256 of all samples, or "files:" and one of the files that hold them; None: unknown.
+    files: Mapping[str, bytes] = field(default_factory=dict)  # path in the run folder -> content
+    notes: tuple[str, ...] = ()  # printed when the run starts
+    # SHA-256 of all samples, or "files:" and a digest of their files; None: unknown.
     digest: str | None = None
 
     def prepare(self, data: Any, device: torch.device, *, randoms: Tensor | None = None) -> Any:
-        """Return a batch, as it was loaded, on the device and as the training step takes it.
+        """Return a loaded batch on the device, with images normalised.
 
-        The inputs of images are normalised. The augmentation takes `randoms`, (batch,
-        num_randoms); None: no augmentation.
+        `randoms` (batch, num_randoms) are for the augmentation; None: do not augment.
         """
         if self.mean is None:
             return to_device(data, device)
         inputs, targets = data
-        if self.padding_id is not None and inputs.device.type == "cpu":  # else its split has cut it
+        if self.padding_id is not None and inputs.device.type == "cpu":  # on a GPU the split cuts
             inputs = inputs[:, : int(ends(inputs, self.padding_id).max())]
         inputs, targets = to_device((inputs, targets), device)
         inputs = self.normalize(inputs)
@@ -69,7 +68,7 @@ class Dataset:
         return inputs, targets
 
     def near(self, split: Split, device: torch.device) -> Split:
-        """Return a split of the dataset on a GPU if it is small enough, else as it is."""
+        """Return the split on a GPU if it is small enough, else unchanged."""
         moved = split.near(device)
         if self.padding_id is not None and isinstance(moved, TensorSplit) and moved is not split:
             moved = replace(moved, ends=ends(moved.inputs, self.padding_id).cpu())
@@ -83,7 +82,7 @@ class Dataset:
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """Return the facts of the data that a model's constructor may take, by keyword."""
+        """Return the keyword arguments that a model's constructor may take from the data."""
         facts = {"padding_id": self.padding_id, "vocab_size": self.vocab_size}
         return {name: value for name, value in facts.items() if value is not None}
 
@@ -101,28 +100,30 @@ class Dataset:
             return inputs
         if isinstance(self.mean, float | int) and isinstance(self.std, float | int):
             pixels = inputs.float()
-            if self.mean:  # else a pass over the batch would change nothing
+            if self.mean:  # subtracting 0 would cost a pass over the batch
                 pixels.sub_(255 * self.mean)
             return pixels.mul_(1 / (255 * self.std))
-        facts = (self.mean, self.std)
-        mean, std = (tuple(one) if isinstance(one, Sequence) else one for one in facts)
+        mean, std = (
+            tuple(value) if isinstance(value, Sequence) else value
+            for value in (self.mean, self.std)
+        )
         shift, factor = _scaling(mean, std, inputs.device)
         return inputs.float().sub_(shift).mul_(factor)
 
 
 def ends(inputs: Tensor, padding_id: int) -> Tensor:
-    """Return where each sequence of inputs (num_samples, tokens) ends, int64, at least 1."""
-    places = torch.arange(1, inputs.shape[1] + 1, dtype=torch.int32, device=inputs.device)
-    return (inputs.ne(padding_id) * places).amax(dim=1).clamp(min=1).long()
+    """Return the length without padding of inputs (num_samples, tokens), int64, at least 1."""
+    positions = torch.arange(1, inputs.shape[1] + 1, dtype=torch.int32, device=inputs.device)
+    return (inputs.ne(padding_id) * positions).amax(dim=1).clamp(min=1).long()
 
 
 @cache
 def _scaling(
     mean: float | tuple[float, ...], std: float | tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``normalize`` subtracts and multiplies by, float32 (channels or 1, 1, 1).
+    """Return the shift and the factor of ``normalize``, float32 (channels or 1, 1, 1).
 
-    It is cached on the device: a copy for each batch would make the GPU wait each time.
+    They are cached on the device: a copy for each batch would make the GPU wait each time.
     """
     shift, scale = (
         255 * torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std)
@@ -139,10 +140,9 @@ class Source(Protocol):
         """Return the dataset's name in messages."""
 
     def open(self, data_root: Path) -> Dataset | None:
-        """Return the dataset; its samples may stay where they are until a batch needs them.
+        """Return the dataset; samples may be loaded later, batch by batch.
 
-        A ``TensorSource`` may have this method, too: it returns None if the cache shall prepare
-        the tensors.
+        A ``TensorSource`` may have this method, too; None: the cache must prepare the tensors.
 
         Raises:
             UserError: a field of the source or a file under ``data_root`` is unusable.
@@ -151,34 +151,34 @@ class Source(Protocol):
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """Builds a dataset's tensors, which are cached: a frozen dataclass as ``Source``."""
+    """Builds a dataset's tensors, which are cached: a frozen dataclass like ``Source``."""
 
     @property
     def name(self) -> str:
         """Return the dataset's name in messages and in the cache."""
 
     def fingerprint(self, data_root: Path) -> dict[str, object] | None:
-        """Return what the tensors depend on, as JSON; None: building is cheaper than a cache."""
+        """Return everything the tensors depend on, for JSON; None: do not cache them."""
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Return the tensors named in ``KEYS``, the same bits on each call; see ``TensorSplit``.
 
-        More tensors may come with them: the cache keeps all for ``dataset``.
+        The cache also keeps any other tensors in the result.
 
         Raises:
             UserError: a field of the source or a file under ``data_root`` is unusable.
         """
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Return the dataset of the tensors that ``build`` returned, or the cache gave back."""
+        """Return the dataset of the tensors of ``build``, which may come from the cache."""
 
 
 @runtime_checkable
 class NamedSamples(Protocol):
-    """A source that knows its samples by more than their numbers, so that predictions name them."""
+    """A source whose samples have names, which predictions show beside their numbers."""
 
     def sample_names(self, data_root: Path) -> Mapping[str, Sequence[str | int]]:
-        """Return for train and eval what a user calls each sample, in order: a file, a line.
+        """Return each sample's file or line, in order, for train and eval.
 
         Raises:
             UserError: a file under ``data_root`` is unusable.
@@ -194,48 +194,44 @@ def splits(tensors: Mapping[str, Tensor]) -> tuple[TensorSplit, TensorSplit]:
 
 
 def validate_tensors(name: str, tensors: object) -> Mapping[str, Tensor]:
-    """Return what a ``build`` returned; reject anything but a mapping with the four tensors.
+    """Return the result of a ``build`` if it is a mapping with the four tensors.
 
     Raises:
         UserError: a key is missing, or its value is not a tensor.
     """
-    found: Mapping[str, Any] = tensors if isinstance(tensors, Mapping) else {}
+    mapping: Mapping[str, Any] = tensors if isinstance(tensors, Mapping) else {}
     for key in KEYS:
-        if not isinstance(value := found.get(key), Tensor):
-            what = f"no {key}" if value is None else f"a {type(value).__name__} as {key}"
+        if not isinstance(value := mapping.get(key), Tensor):
+            fault = f"no {key}" if value is None else f"a {type(value).__name__} as {key}"
             raise UserError(
-                f"the build of dataset={name} returned {what if found else type(tensors).__name__};"
-                f" it must return a mapping with {', '.join(KEYS)}, each one tensor with a sample "
-                "in each row"
+                f"the build of dataset={name} returned "
+                f"{fault if mapping else type(tensors).__name__}; return a mapping with "
+                f"{', '.join(KEYS)}, each a tensor with one sample per row"
             )
-    return found
+    return mapping
 
 
 def validate_dataset(name: str, dataset: object) -> Dataset:
-    """Return the dataset; reject splits that cannot be trained on, and classes out of range.
+    """Return the dataset if its splits can be trained on.
 
     Raises:
-        UserError: the message has the split and what is wrong with it.
+        UserError: a split is empty, has another type, or has classes out of range.
     """
     if not isinstance(dataset, Dataset):
         raise UserError(
-            f"dataset={name} made a {type(dataset).__name__}; its method dataset or open must "
-            "return a ddp_runner.data.dataset.Dataset"
+            f"dataset={name} made a {type(dataset).__name__}; return a "
+            "ddp_runner.data.dataset.Dataset from its method dataset or open"
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
         if not hasattr(split, "in_order"):
-            found = f"the {kind} split of dataset={name} is a {type(split).__name__}"
-            raise UserError(f"{found}; inherit from ddp_runner.data.splits.NumberedSplit")
+            raise UserError(
+                f"the {kind} split of dataset={name} is a {type(split).__name__}; inherit from "
+                "ddp_runner.data.splits.NumberedSplit"
+            )
         if not isinstance(split, TensorSplit):
             if split.num_samples == 0 and not isinstance(split, AbsentSplit):
                 raise UserError(f"dataset={name} has no {kind} samples; give at least 1")
             continue
-        for part, tensor in (("inputs", split.inputs), ("targets", split.targets)):
-            if not isinstance(tensor, Tensor):
-                raise UserError(
-                    f"the {kind} {part} of dataset={name} are a {type(tensor).__name__}; they "
-                    "must be one tensor with a sample in each row"
-                )
         num_inputs, num_targets = len(split.inputs), len(split.targets)
         if not num_inputs or num_inputs != num_targets:
             raise UserError(
@@ -247,9 +243,8 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
             if split.targets.dtype != torch.int64:
                 dtype = str(split.targets.dtype).removeprefix("torch.")
                 raise UserError(
-                    f"{subject} are {dtype} of shape {tuple(split.targets.shape)}; "
-                    f"{dataset.num_classes} classes need int64, or num_classes=None for a "
-                    "regression"
+                    f"{subject} are {dtype} of shape {tuple(split.targets.shape)}; give int64 for "
+                    f"{dataset.num_classes} classes, or num_classes=None for a regression"
                 )
             validate_classes(split.targets, num_classes=dataset.num_classes, subject=subject)
     return dataset

@@ -1,11 +1,10 @@
 """A user's ``torch.utils.data.Dataset`` as a split: loaded sample by sample, in worker processes.
 
 A run decides which samples a batch has, so a loader needs no state: to resume, it loads from the
-next batch on. What a sample draws at random follows from the seed, the epoch and its index alone.
-So it is the same with any number of workers and ranks, and after a resume.
+next batch on. A sample's random numbers follow from the seed, the epoch and its index alone. So it
+is the same with any number of workers and ranks, and after a resume.
 """
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_runner.data.splits import MicroPlan, NumberedSplit
-from ddp_runner.data.workers import LoadFailure, loaded, loader_options, sendable
+from ddp_runner.data.workers import load_failure, loader_options, sendable, start_loading
 from ddp_runner.device import has_streams
-from ddp_runner.errors import UserError, typed
+from ddp_runner.errors import typed
 from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_generators
 
 Collate = Callable[[list[Any]], Any]  # samples -> batch
@@ -25,39 +24,39 @@ Collate = Callable[[list[Any]], Any]  # samples -> batch
 
 @dataclass(frozen=True)
 class LoaderSplit(NumberedSplit):
-    """The samples of a map-style dataset; a batch is what `collate_fn` returns."""
+    """The samples of a map-style dataset; a batch is the result of `collate_fn`."""
 
     name: str  # in messages: "train", "eval"
     dataset: Any  # with __len__ and __getitem__, as torch.utils.data.Dataset describes it
     collate_fn: Collate = default_collate
     transform: Callable[[Any], Any] | None = None  # of a sample, before collate_fn
-    num_workers: int = 0  # processes that load; 0: the rank loads by itself
+    num_workers: int = 0  # processes that load; 0: the rank itself loads
     prefetch_factor: int = 2  # batches that each worker loads ahead
     persistent_workers: bool = True  # keep the workers from one epoch to the next
-    pin_memory: bool | None = None  # of a split that is `near` a GPU: False for none
+    pin_memory: bool | None = None  # for a GPU; None: yes
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.dataset)
 
     def near(self, device: torch.device) -> "LoaderSplit":
-        """Return the split with pinned memory if it is for a GPU, unless the user wants none."""
+        """Return the split with pinned memory if it is for a GPU, unless the user turned it off."""
         return replace(self, pin_memory=has_streams(device) and self.pin_memory is not False)
 
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[Any]:
         """Yield the batch of each plan; the workers load some batches ahead.
 
-        Workers that are kept load for one iterator at a time, the last one.
+        Persistent workers serve one iterator at a time, the newest.
 
         Raises:
             UserError: a sample cannot be loaded, or a worker has died.
         """
         orders = self._orders
         orders.next = mine = (_Order(seed, plan.epoch, _numbers(plan)) for plan in plans)
-        for batch in loaded(self._loader, name=self.name):
+        for batch in start_loading(self._loader, name=self.name):
             yield batch
             if self._loader.persistent_workers and orders.next is not mine:
-                raise RuntimeError(f"other {self.name} samples were loaded amid this epoch")
+                raise RuntimeError(f"other {self.name} samples were loaded during this epoch")
 
     @cached_property
     def _orders(self) -> "_Orders":
@@ -67,7 +66,7 @@ class LoaderSplit(NumberedSplit):
     def _loader(self) -> "DataLoader[Any]":
         return DataLoader(
             _Fetcher(self),
-            batch_sampler=cast(Any, self._orders),  # each order takes the place of a list
+            batch_sampler=cast(Any, self._orders),  # an order instead of a list of indices
             persistent_workers=self.persistent_workers and self.num_workers > 0,
             **loader_options(self),
         )
@@ -83,7 +82,7 @@ class _Order:
 
 
 class _Orders:
-    """The batches that a DataLoader loads next, as its batch_sampler."""
+    """A batch_sampler that yields the orders of the current iterator."""
 
     def __init__(self) -> None:
         self.next: Iterator[_Order] = iter(())
@@ -96,8 +95,8 @@ class _Fetcher(Dataset[Any]):
     """Loads a batch from a dataset, with random numbers that depend only on its samples.
 
     Seeding a generator takes a tenth of the time of loading a small image. So a batch is first
-    loaded as it comes. If that has drawn from one of the global generators, then the batch is
-    loaded again, and from then on each sample seeds this generator.
+    loaded without a seed. If that has drawn from one of the global generators, the batch is loaded
+    again, and from then on each sample seeds this generator.
     """
 
     def __init__(self, split: LoaderSplit) -> None:
@@ -106,24 +105,21 @@ class _Fetcher(Dataset[Any]):
         self._fetch_many = getattr(split.dataset, "__getitems__", None)
         self._sends = split.num_workers > 0  # to another process
         self._drawn = set[str]()  # the generators that samples draw from
-        self._at: int | None = None  # the sample that is being loaded by itself
+        self._current: int | None = None  # the sample that is being loaded
         self._is_first = True
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitems__(self, order: _Order) -> Any:
-        """Return a batch, or why it cannot be loaded. DataLoader asks for its batches so."""
-        others = GENERATORS.keys() - self._drawn
-        before = generator_states(others)
+        """Return a batch, or the reason why it cannot be loaded. DataLoader calls this method."""
+        before = generator_states(GENERATORS.keys() - self._drawn)
         while True:
-            self._at = None
+            self._current = None
             try:
                 result = self._seeded_batch(order) if self._drawn else self._batch(order)
-            except UserError as error:  # of one of our datasets, whose sentence has the file
-                result = LoadFailure(str(error), traceback.format_exc())
-            except Exception as error:  # of the user's code: any kind
-                result = LoadFailure(self._sentence(order, error), traceback.format_exc())
+            except Exception as error:  # the user's code raises any kind
+                result = load_failure(error, self._sentence(order, error))
             if not (newly := moved(before)):
                 break
             self._drawn |= newly  # so that even a failure depends on the samples alone
@@ -135,12 +131,10 @@ class _Fetcher(Dataset[Any]):
     def _batch(self, order: _Order) -> Any:
         if self._fetch_many is None:
             return self._collate_fn([self._sample(index) for index in order.indices])
-        try:
-            samples = self._transformed(self._fetch_many(list(order.indices)))
-        except Exception:
-            for index in order.indices:  # one of them raises it again, and gets named
-                self._sample(index)
-            raise
+        samples = self._fetch_many(list(order.indices))
+        if self._transform is not None:
+            numbered = zip(order.indices, samples, strict=False)
+            samples = [self._transformed(sample, index) for index, sample in numbered]
         return self._collate_fn(samples)
 
     def _seeded_batch(self, order: _Order) -> Any:
@@ -155,22 +149,26 @@ class _Fetcher(Dataset[Any]):
         return self._collate_fn(samples)
 
     def _sample(self, index: int) -> Any:
-        self._at = index
-        # A dataset may offer to load many at once, but one seed serves one sample.
+        self._current = index
+        # A dataset may offer to load many at once, but a seed is for a single sample.
         sample = self._fetch_many([index])[0] if self._fetch_many else self._dataset[index]
-        (sample,) = self._transformed([sample])
-        self._at = None
+        return self._transformed(sample, index)
+
+    def _transformed(self, sample: Any, index: int) -> Any:
+        self._current = index
+        sample = sample if self._transform is None else self._transform(sample)
+        self._current = None
         return sample
 
-    def _transformed(self, samples: list[Any]) -> list[Any]:
-        return samples if self._transform is None else [self._transform(one) for one in samples]
-
     def _sentence(self, order: _Order, error: Exception) -> str:
-        which, mend = f"sample {self._at}", "the dataset"
-        if self._at is None:
-            which, mend = f"samples {_listed(order.indices)}", "the dataset or its collate_fn"
+        subject, culprit = f"sample {self._current}", "the dataset"
+        if self._current is None:
+            numbers = ", ".join(map(str, order.indices[:3]))
+            if len(order.indices) > 3:
+                numbers += f", … ({len(order.indices)} of one batch)"
+            subject, culprit = f"samples {numbers}", "the dataset or its collate_fn"
         return (
-            f"the {self._name} {which} cannot be loaded: {typed(error)}; mend {mend} (the "
+            f"the {self._name} {subject} cannot be loaded: {typed(error)}; fix {culprit} (the "
             "traceback is in logs/)"
         )
 
@@ -178,9 +176,3 @@ class _Fetcher(Dataset[Any]):
 def _numbers(plan: MicroPlan) -> Sequence[int]:
     indices = plan.indices
     return indices if isinstance(indices, range) else indices.tolist()
-
-
-def _listed(indices: Sequence[int]) -> str:
-    """Return the first numbers of a batch, and how many there are."""
-    shown = ", ".join(map(str, indices[:3]))
-    return shown if len(indices) <= 3 else f"{shown}, … ({len(indices)} of one batch)"

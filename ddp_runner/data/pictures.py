@@ -1,4 +1,4 @@
-"""Reads the pictures of ``dataset=image_folder`` at one size, and augments batches of images."""
+"""Reads the pictures of ``dataset=image_folder`` at a fixed size, and augments images."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,10 +11,10 @@ from ddp_runner.errors import UserError, typed
 
 
 def upright(path: str, *, channels: int = 3) -> Any:
-    """Return the picture in a file as PIL's, turned as its camera says; 1 channel is grey, 3 RGB.
+    """Return a file's picture as a PIL image, rotated by its EXIF tag; 1 channel is grey, 3 RGB.
 
     Raises:
-        UserError: the file is damaged, or has more than 8 bits a channel.
+        UserError: the file is damaged, or has more than 8 bits per channel.
     """
     from PIL import Image, ImageOps
 
@@ -23,30 +23,29 @@ def upright(path: str, *, channels: int = 3) -> Any:
     try:
         with Image.open(path) as picture:
             if picture.mode[0] in "IF":
-                raise ValueError(f"mode {picture.mode}: more than 8 bits a channel")
+                raise ValueError(f"mode {picture.mode}: more than 8 bits per channel")
             return ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
-    except Exception as error:  # damaged bytes raise any kind
+    except Exception as error:  # PIL raises any kind for damaged bytes
         raise UserError(
             f"{path} cannot be read as a picture ({typed(error)}); replace or remove it"
         ) from error
 
 
 def fitted(picture: Any, *, height: int, width: int) -> Tensor:
-    """Return a picture of PIL's, scaled and centre-cropped, as uint8 (channels, height, width)."""
+    """Return a PIL image, scaled and centre-cropped, as uint8 (channels, height, width)."""
     from PIL import Image, ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    found = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
-    return cast(Tensor, pil_to_tensor(found))
+    cropped = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
+    return cast(Tensor, pil_to_tensor(cropped))
 
 
 @dataclass(frozen=True)
 class FlipAndCrop:
     """Mirror half of the images, and shift each by up to ``crop_padding`` pixels along both axes.
 
-    A shift is a crop from the image with a border of zeros, which is the mean colour after
-    normalisation. Residual networks are trained this way on CIFAR-10 (arXiv:1512.03385, section
-    4.2: padding of 4, flips). With both switched off the images stay unchanged.
+    A shift crops the image with a border of zeros, the mean colour after normalisation. Residual
+    networks are trained this way on CIFAR-10 (arXiv:1512.03385, section 4.2: padding of 4, flips).
     """
 
     horizontal_flip: bool
@@ -61,7 +60,7 @@ class FlipAndCrop:
 
     @property
     def num_randoms(self) -> int:
-        """Return one for the flip plus two for the shift; 0 if both are switched off."""
+        """Return 1 for the flip plus 2 for the shift."""
         return int(self.horizontal_flip) + 2 * int(self.crop_padding > 0)
 
     def __call__(self, inputs: Tensor, randoms: Tensor) -> Tensor:

@@ -12,19 +12,17 @@ from ddp_runner.device import upload
 from ddp_runner.errors import UserError
 
 IGNORED = -100  # a target that torch's losses leave out by default
-# In bytes: a split up to this size moves to each GPU once, not batch by batch.
-MOST_GPU_DATA = 2 * 2**30
-# Samples of a batch that stands for the others: one alone would be fixed in a program.
-NUM_FIRST = 2
+MOST_GPU_DATA = 2 * 2**30  # bytes; a split up to this size moves to the GPU as a whole
+NUM_FIRST = 2  # samples of an example batch; torch.compile would specialise on a size of 1
 
 
 @dataclass(frozen=True)
 class MicroPlan:
-    """The samples of one forward, which are not loaded yet."""
+    """The samples of one forward, before they are loaded."""
 
     indices: Tensor | range  # int64 (batch,)
     epoch: int = 0
-    weight: float = 1.0  # of each sample in the loss; 0.0: a placeholder that must not count
+    weight: float = 1.0  # weight of each sample in the loss; 0.0: a placeholder
     randoms: Tensor | None = None  # (batch, num_randoms), uniform in [0, 1), for the augmentation
 
 
@@ -32,7 +30,7 @@ class MicroPlan:
 class MicroBatch:
     """The samples of one forward and backward, on the split's device."""
 
-    data: Any  # a tree of tensors (batch, ...); of a TensorSplit the pair inputs, targets
+    data: Any  # a tree of tensors (batch, ...); a TensorSplit gives (inputs, targets)
     num_samples: int
     weight: float = 1.0  # as in MicroPlan
     randoms: Tensor | None = None
@@ -47,45 +45,44 @@ class EpochShare:
     num_shares: int
     seed: int
     epoch: int = 0
-    doubles_single: bool = False  # of a stream: give a batch of one sample twice
+    doubles_single: bool = False  # a stream repeats the sample of a batch of one
 
 
 class Split(Protocol):
-    """The samples of a training or an evaluation split, wherever they are."""
+    """The training or the evaluation samples, in memory, in files or in a stream."""
 
     @property
     def num_samples(self) -> int | None:
-        """Return how many there are; None: a stream, of which only the end will tell."""
+        """Return the number of samples; None: a stream, where it is unknown."""
 
     def near(self, device: torch.device) -> "Split":
-        """Return the split as it is best for a device: on it, if it is small."""
+        """Return the split prepared for a device: moved to it if small, or with pinned memory."""
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
-        """Return the first samples, or others by their numbers; past the end it is the last.
+        """Return samples by their numbers; a number past the end gives the last sample.
 
         Raises:
             UserError: there is no sample.
         """
 
     def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
-        """Yield the batches of one share; each sample is in one share.
+        """Yield the batches of one share; each sample is in exactly one share.
 
-        Numbered samples are a part of the split, contiguous and as large as the others; or, if the
-        shares take turns, every ``num_shares``-th batch, which is the same for any number of
-        shares. Shares may get different numbers of batches, or none, so never call a collective
-        inside the loop over them.
+        A share of numbered samples is a contiguous part of the split. With `takes_turns` it is
+        every ``num_shares``-th batch, so the batches are the same for any number of shares. Shares
+        may get different numbers of batches, or none, so never call a collective inside this loop.
         """
 
     def notes(self, num_shares: int) -> Sequence[str]:
-        """Return what a user should know before so many shares are trained on, a sentence each."""
+        """Return sentences to log before a training on this number of shares."""
 
 
 class NumberedSplit(ABC):
-    """Samples that are numbered from 0. A class of its own has ``__len__`` and ``load``."""
+    """Samples that are numbered from 0; a subclass has ``__len__`` and ``load``."""
 
     @property
     def device(self) -> torch.device:
-        """Return where its batches are, and where indices are best."""
+        """Return the device of the batches, and of the indices to load."""
         return torch.device("cpu")
 
     @abstractmethod
@@ -94,7 +91,7 @@ class NumberedSplit(ABC):
 
     @abstractmethod
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[Any]:
-        """Yield the batch of each plan, a tree of tensors; it may read ahead.
+        """Yield the batch of each plan, a tree of tensors; `plans` may be read ahead.
 
         A sample's random numbers follow from the seed, its epoch and its index alone.
 
@@ -108,7 +105,7 @@ class NumberedSplit(ABC):
         return len(self)
 
     def near(self, device: torch.device) -> Self:
-        """Return the split on a GPU if it has at most MOST_GPU_DATA, else as it is."""
+        """Return the split on a GPU if it has at most MOST_GPU_DATA, else unchanged."""
         return self
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
@@ -120,11 +117,11 @@ class NumberedSplit(ABC):
     def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
         """See ``Split``."""
         size, share, count = part.batch_size, part.share, part.num_shares
-        start, end = (len(self) * one // count for one in (share, share + 1))
-        starts = range(start, end, size)
+        begin, end = (len(self) * number // count for number in (share, share + 1))
+        starts = range(begin, end, size)
         if takes_turns:
             starts, end = range(share * size, len(self), count * size), len(self)
-        ranges = [range(one, min(one + size, end)) for one in starts]
+        ranges = [range(start, min(start + size, end)) for start in starts]
         loaded = self.load(map(MicroPlan, ranges), seed=part.seed)
         for numbers, data in zip(ranges, loaded, strict=True):
             yield MicroBatch(data, num_samples=len(numbers))
@@ -136,7 +133,7 @@ class NumberedSplit(ABC):
 
 @dataclass(frozen=True)
 class AbsentSplit(NumberedSplit):
-    """A split that a dataset does not give; what needs its samples raises, and says the `fix`."""
+    """A split that the dataset lacks; any use of its samples raises the error `fix`."""
 
     fix: str
     num_samples = 0
@@ -154,13 +151,13 @@ class TensorSplit(NumberedSplit):
 
     inputs: Tensor  # (num_samples, ...); uint8 images: (num_samples, channels, height, width)
     targets: Tensor  # int64 classes (num_samples,), or floats (num_samples, ...)
-    # Of sequences on a GPU, which would wait to be asked: where each ends, (num_samples,) on the
-    # CPU. A batch is cut after its longest.
+    # Lengths of sequences on a GPU, (num_samples,), on the CPU so that reading them does not wait.
+    # A batch is cut to its longest.
     ends: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
-        """Return where indices are best: on the device of the samples, or with their ends."""
+        """Return the device of the samples, or of their `ends`."""
         return (self.inputs if self.ends is None else self.ends).device
 
     def __len__(self) -> int:
@@ -168,10 +165,7 @@ class TensorSplit(NumberedSplit):
         return len(self.inputs)
 
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs (batch, ...) and targets (batch, ...) of each plan.
-
-        The samples of a range are views.
-        """
+        """Yield the inputs (batch, ...) and targets (batch, ...) of each plan; ranges as views."""
         for plan in plans:
             if isinstance(plan.indices, range):
                 rows: Any = slice(plan.indices.start, plan.indices.stop)
@@ -179,13 +173,15 @@ class TensorSplit(NumberedSplit):
             else:
                 # On the CPU index_select is six times as fast as inputs[indices].
                 rows, near = plan.indices, upload(plan.indices, self.inputs.device)
-                inputs, targets = (one.index_select(0, near) for one in (self.inputs, self.targets))
+                inputs, targets = (
+                    part.index_select(0, near) for part in (self.inputs, self.targets)
+                )
             if self.ends is not None:
                 inputs = inputs[:, : int(self.ends[rows].max())]
             yield inputs, targets
 
     def near(self, device: torch.device) -> "TensorSplit":
-        """Return the split on a GPU if it is small enough, else as it is."""
+        """See ``NumberedSplit``."""
         if device.type == "cpu" or self.inputs.nbytes + self.targets.nbytes > MOST_GPU_DATA:
             return self
         return TensorSplit(self.inputs.to(device), self.targets.to(device))
@@ -195,9 +191,8 @@ class TensorSplit(NumberedSplit):
 class TokenSplit(NumberedSplit):
     """One long sequence of tokens, cut into samples of equal length; a batch is (inputs, targets).
 
-    Sample i has tokens i * length to (i + 1) * length as inputs, and as targets the same tokens
-    moved by one. So each token but the first is a target once; at the end less than a sample is
-    left out.
+    Sample i has tokens i * length to (i + 1) * length as inputs, and the same tokens shifted by one
+    as targets. Each token but the first is a target once; an incomplete last sample is left out.
     """
 
     tokens: Tensor  # (num_tokens,), in memory or memory-mapped; int16 holds 0 to 65,535 unsigned
@@ -213,7 +208,7 @@ class TokenSplit(NumberedSplit):
         return max(0, len(self.tokens) - 1) // self.length
 
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs and the targets of each plan, both int64 (batch, length)."""
+        """Yield the inputs and targets of each plan, both int64 (batch, length)."""
         windows = self.tokens.unfold(0, self.length + 1, self.length)  # a view
         for plan in plans:
             rows = plan.indices
@@ -226,25 +221,25 @@ class TokenSplit(NumberedSplit):
             yield tokens[:, :-1], tokens[:, 1:]
 
     def near(self, device: torch.device) -> "TokenSplit":
-        """Return the split on a GPU if it is small enough, else as it is."""
+        """See ``NumberedSplit``."""
         if device.type == "cpu" or self.tokens.nbytes > MOST_GPU_DATA:
             return self
         return TokenSplit(self.tokens.to(device), self.length)
 
 
 def validate_classes(targets: Tensor, *, num_classes: int, subject: str = "targets") -> None:
-    """Reject targets that are neither classes nor -100, such as 255 for what does not count.
+    """Reject targets that are neither classes nor IGNORED, such as 255 for ignored pixels.
 
     Raises:
         UserError: a target is not a class; the message names the `subject`.
     """
     if not targets.numel():
         return
-    lowest, highest = map(int, torch.stack(targets.aminmax()).tolist())  # a GPU waits once
+    lowest, highest = map(int, torch.stack(targets.aminmax()).tolist())  # one transfer from a GPU
     if lowest == IGNORED:
         lowest = int(targets.where(targets != IGNORED, 0).min())
     if lowest < 0 or highest >= num_classes:
         raise UserError(
-            f"{subject} go from {lowest} to {highest}; {num_classes} classes are numbered from 0 "
-            f"to {num_classes - 1}, and {IGNORED} is a target that does not count"
+            f"{subject} go from {lowest} to {highest}; number {num_classes} classes from 0 to "
+            f"{num_classes - 1}, and use {IGNORED} for a target to ignore"
         )

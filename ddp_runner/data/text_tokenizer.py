@@ -1,8 +1,8 @@
-"""Tokenizers of language models, which give back the text: bytes, characters, or BPE. Torch-free.
+"""Reversible tokenizers for language models: bytes, characters, or BPE. Torch-free.
 
-Bytes and characters are our own: the first need no package, and of the second the library makes the
-same tokens in 30 times the time. A run keeps its tokenizer as ``tokenizer/tokenizer.json``: our own
-two in a format of ours, BPE in that of the library. Byte-level BPE: Radford et al., 2019;
+Bytes and characters are our own: bytes need no package, and characters are 30 times as fast as the
+library's. A run keeps its tokenizer as ``tokenizer/tokenizer.json``: bytes and characters in our
+format, BPE in the library's. Byte-level BPE: Radford et al., 2019;
 https://huggingface.co/docs/tokenizers
 """
 
@@ -19,20 +19,21 @@ from numpy.typing import NDArray
 from ddp_runner.data.tokenizer import (
     TOKENIZER_FILE,
     load_tokenizer,
+    tokenizer_errors,
     tokenizer_file,
     validate_installed,
 )
-from ddp_runner.errors import UserError, os_errors, typed
+from ddp_runner.errors import os_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BYTES, CHARACTERS, BPE = VOCABULARIES = ("bytes", "characters", "bpe")
 NUM_BYTES = 256
-UNKNOWN = "\ufffd"  # stands for a character that the training text lacks
-CHUNK = 2**20  # characters of a part of a text for the library, up to the next line end
-AT_ONCE = 16  # such parts
-OWN = "ddp_runner"  # the key that marks a tokenizer.json of ours
+UNKNOWN = "\ufffd"  # token of characters that the training text lacks
+CHUNK = 2**20  # characters, up to the next line end, of a chunk for the library
+CHUNKS_AT_ONCE = 16
+OWN = "ddp_runner"  # key of a tokenizer.json in our format
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Bytes:
     vocab_size: int = NUM_BYTES
 
     def encode(self, text: str) -> NDArray[Any]:
-        """Return the bytes, uint8 (num_tokens,)."""
+        """Return the bytes of a text, uint8 (num_tokens,)."""
         return np.frombuffer(text.encode(errors="replace"), dtype=np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes."""
+        """Return the text."""
         return bytes(tokens).decode(errors="replace")
 
     def to_bytes(self) -> bytes:
@@ -56,58 +57,59 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Characters:
-    """The characters of a text; any other becomes U+FFFD."""
+    """The characters of a text; other characters become U+FFFD."""
 
-    characters: str  # in ascending order, each once, U+FFFD among them
+    characters: str  # in ascending order, each once, including U+FFFD
 
     @property
     def vocab_size(self) -> int:
-        """Return how many characters there are."""
+        """Return the number of characters."""
         return len(self.characters)
 
     def encode(self, text: str) -> NDArray[Any]:
-        """Return the place of each character, int64 (num_tokens,)."""
-        codes = _codes(text)
-        tokens = np.searchsorted(self._known, codes).clip(max=self.vocab_size - 1)
-        tokens[self._known[tokens] != codes] = self.characters.index(UNKNOWN)
+        """Return the index of each character, int64 (num_tokens,)."""
+        codes = _code_points(text)
+        tokens = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
+        tokens[self._codes[tokens] != codes] = self.characters.index(UNKNOWN)
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of characters."""
+        """Return the text."""
         return "".join(self.characters[token] for token in tokens)
 
     def to_bytes(self) -> bytes:
         """Return the content of its tokenizer.json."""
-        own = {"vocabulary": CHARACTERS, "characters": self.characters}
-        return json.dumps({OWN: own}).encode()
+        content = {"vocabulary": CHARACTERS, "characters": self.characters}
+        return json.dumps({OWN: content}).encode()
 
     @cached_property
-    def _known(self) -> NDArray[Any]:
-        return _codes(self.characters)
+    def _codes(self) -> NDArray[Any]:
+        return _code_points(self.characters)
 
 
 @dataclass(frozen=True)
 class Library:
-    """A tokenizer of the library: a BPE that was built here, or that of a pretrained model."""
+    """A tokenizer of the library: a BPE built here, or a pretrained model's tokenizer."""
 
     tokenizer: "Tokenizer"
 
     @property
     def vocab_size(self) -> int:
-        """Return how many tokens there are; all ids are below."""
+        """Return the number of tokens; every id is below it."""
         return 1 + max(self.tokenizer.get_vocab().values())
 
     def encode(self, text: str) -> NDArray[Any]:
         """Return the token ids, uint32 (num_tokens,); no special tokens are added."""
-        chunks, found = list(_chunks(text)), [np.zeros(0, np.uint32)]
-        for start in range(0, len(chunks), AT_ONCE):  # the library takes much memory for each token
-            group = chunks[start : start + AT_ONCE]
+        chunks, ids = list(_chunks(text)), [np.zeros(0, np.uint32)]
+        # In groups, since the library needs much memory for each token.
+        for start in range(0, len(chunks), CHUNKS_AT_ONCE):
+            group = chunks[start : start + CHUNKS_AT_ONCE]
             encodings = self.tokenizer.encode_batch_fast(group, add_special_tokens=False)
-            found += [np.array(one.ids, np.uint32) for one in encodings]
-        return np.concatenate(found)
+            ids += [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        return np.concatenate(ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids."""
+        """Return the text."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
@@ -120,9 +122,9 @@ TextTokenizer = Bytes | Characters | Library  # text -> tokens, numbered from 0,
 
 
 def build_text_tokenizer(text: str, *, vocabulary: str, vocab_size: int) -> TextTokenizer:
-    """Return a tokenizer of the `vocabulary`; the same text always gives the same.
+    """Return a tokenizer with the `vocabulary`; the same text always gives the same tokenizer.
 
-    Only that of ``bpe`` has a `vocab_size` to choose: 256 bytes, then the most frequent pairs.
+    Only ``bpe`` uses `vocab_size`: 256 bytes, then the most frequent pairs.
 
     Raises:
         UserError: the library is not installed.
@@ -144,28 +146,25 @@ def build_text_tokenizer(text: str, *, vocabulary: str, vocab_size: int) -> Text
 
 
 def load_text_tokenizer(folder: Path) -> TextTokenizer:
-    """Return the tokenizer that a run has kept in a folder, or that of a pretrained model.
+    """Return the tokenizer in the folder of a run or of a pretrained model.
 
     Raises:
-        UserError: it is missing or damaged, or the library that it needs is not installed.
+        UserError: the file is missing or damaged, or its library is not installed.
     """
     path = tokenizer_file(folder)
-    if path.name != TOKENIZER_FILE:
-        return Library(load_tokenizer(folder))
-    with os_errors(f"{path} cannot be read", fix="make it readable"):
-        text = path.read_bytes()
-    try:
-        content = json.loads(text)
-        own = content.get(OWN)
-        if own is not None:
-            return Bytes() if own["vocabulary"] == BYTES else Characters(own["characters"])
-    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is not a tokenizer file ({typed(error)}); restore it") from error
+    if path.name == TOKENIZER_FILE:
+        with os_errors(f"{path} cannot be read", fix="make it readable"):
+            text = path.read_bytes()
+        with tokenizer_errors(path):
+            content = json.loads(text).get(OWN)
+            if content is not None:
+                is_bytes = content["vocabulary"] == BYTES
+                return Bytes() if is_bytes else Characters(content["characters"])
     return Library(load_tokenizer(folder))
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """Yield parts of a text that end with a line, so that memory stays in bounds."""
+    """Yield parts of a text that end with a line."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + CHUNK) + 1 or len(text)
@@ -173,5 +172,5 @@ def _chunks(text: str) -> Iterator[str]:
         start = end
 
 
-def _codes(text: str) -> NDArray[Any]:
+def _code_points(text: str) -> NDArray[Any]:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

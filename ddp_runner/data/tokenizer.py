@@ -1,11 +1,12 @@
-"""Tokenizers of texts: built from a corpus, or read from a pretrained model's folder. Torch-free.
+"""Tokenizers for classification: built from texts, or read from a model's folder. Torch-free.
 
 The library: https://huggingface.co/docs/tokenizers
 """
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,7 @@ SETTINGS_FILE = "tokenizer_config.json"
 
 
 def validate_installed(key: str = "dataset=csv_text") -> None:
-    """Reject a key that needs the library if it is not installed.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise a UserError if the library that a key needs is not installed."""
     if importlib.util.find_spec("tokenizers") is None:
         raise UserError(
             f'{key}: text needs the packages of an extra; write pip install "ddp-runner[text]"'
@@ -35,25 +32,25 @@ def validate_installed(key: str = "dataset=csv_text") -> None:
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Return the tokenizer.json of a folder, or else its vocab.txt.
+    """Return the tokenizer.json of a folder, or its vocab.txt.
 
     Raises:
-        UserError: there is neither.
+        UserError: the folder has neither.
     """
     for name in (TOKENIZER_FILE, VOCABULARY_FILE):
         if (folder / name).is_file():
             return folder / name
     raise UserError(
         f"dataset.tokenizer ({folder}): there is neither {TOKENIZER_FILE} nor {VOCABULARY_FILE} in "
-        f"{folder.absolute()}; name the folder of a tokenizer, or null to build a vocabulary"
+        f"{folder.absolute()}; name the folder of a tokenizer, or write null to build a vocabulary"
     )
 
 
 def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -> "Tokenizer":
     """Return a tokenizer of the most frequent tokens; the same texts always give the same ids.
 
-    Its tokens are single ``characters``, or as in BERT ``wordpiece``: parts of words, and each
-    Chinese character by itself. Both fold case. `vocab_size` counts the four special tokens, too.
+    Its tokens are single ``characters``, or BERT's ``wordpiece``: parts of words and single Chinese
+    characters. Both fold case. `vocab_size` includes the four special tokens.
 
     Raises:
         UserError: the library is not installed.
@@ -71,8 +68,8 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: str, vocab_size: int) -
         )
         tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(**options))
         return _bracketed(tokenizer)
-    # A character inside a word is another token (##a), so the alphabet may take twice its size, and
-    # the library does not limit that.
+    # A character inside a word is another token (##a), so the alphabet may need twice its size. The
+    # library does not limit that.
     for most_characters in (num_tokens, num_tokens // 2):
         tokenizer = _wordpiece(models.WordPiece(unk_token=UNKNOWN), lowercase=True)
         trainer = trainers.WordPieceTrainer(limit_alphabet=most_characters, **options)
@@ -86,13 +83,13 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
     """Return the tokenizer in the folder of a pretrained model or of a run.
 
     Raises:
-        UserError: it is missing or damaged, or the library is not installed.
+        UserError: the file is missing or damaged, or the library is not installed.
     """
     validate_installed()
     from tokenizers import Tokenizer, models
 
     path = tokenizer_file(folder)
-    try:
+    with tokenizer_errors(path):
         if path.name != VOCABULARY_FILE:
             tokenizer = Tokenizer.from_file(str(path))
             tokenizer.no_padding()
@@ -102,23 +99,30 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
         settings = json.loads(settings_path.read_bytes()) if settings_path.exists() else {}
         model = models.WordPiece.from_file(str(path), unk_token=UNKNOWN)
         return _bracketed(_wordpiece(model, lowercase=settings.get("do_lower_case", True)))
+
+
+@contextmanager
+def tokenizer_errors(path: Path) -> Iterator[None]:
+    """Turn any error of the block into a UserError: the file is damaged."""
+    try:
+        yield
     except Exception as error:  # the library raises nothing more specific
         reason = typed(error)
         raise UserError(f"{path} is not a tokenizer file ({reason}); restore it") from error
 
 
 def padding_id(tokenizer: "Tokenizer", *, folder: str | None) -> int:
-    """Return the id of the token that fills up short texts.
+    """Return the id of the token that pads short texts.
 
     Raises:
-        UserError: the tokenizer of the folder has none.
+        UserError: the tokenizer lacks this token.
     """
     for token in PADDING_TOKENS:
         index: int | None = tokenizer.token_to_id(token)
         if index is not None:
             return index
     raise UserError(
-        f"the tokenizer in {folder} has no {' or '.join(PADDING_TOKENS)} to fill up short texts; "
+        f"the tokenizer in {folder} has no {' or '.join(PADDING_TOKENS)} to pad short texts; "
         "use the tokenizer of a BERT-type model"
     )
 
@@ -133,7 +137,7 @@ def _wordpiece(model: "WordPiece", *, lowercase: bool) -> "Tokenizer":
 
 
 def _bracketed(tokenizer: "Tokenizer") -> "Tokenizer":
-    """Make each text begin and end with BERT's special tokens."""
+    """Put BERT's special tokens around each text."""
     from tokenizers import processors
 
     ids = [(token, tokenizer.token_to_id(token)) for token in (START, END)]

@@ -14,10 +14,10 @@ from ddp_runner.errors import UserError, is_lost_peer, typed
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Return the tree with its tensors on the device; from the CPU without waiting.
+    """Return the tree with its tensors on the device; copies from the CPU do not wait.
 
-    Objects with a method ``to`` of their own, such as a PackedSequence, move by it. Other leaves,
-    such as texts and None, stay as they are.
+    Objects with a method ``to``, such as a PackedSequence, move by it. Other leaves, such as texts
+    and None, stay.
     """
     if isinstance(tree, Tensor):
         return upload(tree, device) if tree.device.type == "cpu" else tree.to(device)
@@ -31,15 +31,15 @@ def to_device(tree: Any, device: torch.device) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(map(move, tree))
     if is_dataclass(tree) and not isinstance(tree, type):
-        names = [one.name for one in fields(tree) if one.init]
+        names = [field.name for field in fields(tree) if field.init]
         return replace(tree, **{name: move(getattr(tree, name)) for name in names})
     return tree
 
 
-def tensors_of(tree: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a tree in its order, each with its place: "image", "0.mask"."""
+def tensors_of(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a tree in its order, each with its path: "image", "0.mask"."""
     if isinstance(tree, Tensor):
-        yield place.lstrip("."), tree
+        yield path.lstrip("."), tree
         return
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, Mapping):
@@ -47,24 +47,24 @@ def tensors_of(tree: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(tree, list | tuple):
         parts = enumerate(tree)
     elif is_dataclass(tree) and not isinstance(tree, type):
-        parts = [(one.name, getattr(tree, one.name)) for one in fields(tree)]
+        parts = [(field.name, getattr(tree, field.name)) for field in fields(tree)]
     for key, part in parts:
-        yield from tensors_of(part, f"{place}.{key}")
+        yield from tensors_of(part, f"{path}.{key}")
 
 
 def first_tensor(tree: Any) -> Tensor | None:
-    """Return the first tensor of a tree; None: it has none."""
+    """Return the first tensor of a tree, or None."""
     return next((tensor for _, tensor in tensors_of(tree)), None)
 
 
 def inputs_of(data: Any) -> Any:
-    """Return what of a batch the ordinary training step gives to the model."""
+    """Return the part of a batch that the default training step passes to the model."""
     return data[0] if isinstance(data, tuple | list) else data
 
 
 def shape_of(tree: Any) -> str:
     """Return a tree's shapes and dtypes in words, for messages."""
-    if isinstance(tree, Tensor) and not tree.is_nested:  # which has no shape
+    if isinstance(tree, Tensor) and not tree.is_nested:  # a nested tensor has no shape
         return f"{tuple(tree.shape)} of {str(tree.dtype).removeprefix('torch.')}"
     if isinstance(tree, Mapping):
         return "{" + ", ".join(f"{key}: {shape_of(value)}" for key, value in tree.items()) + "}"
@@ -74,19 +74,17 @@ def shape_of(tree: Any) -> str:
 
 
 @contextmanager
-def taking(what: str, tree: Any, *, fix: str) -> Iterator[None]:
-    """Say what cannot take a tree if the block, which computes on it, raises any exception.
+def taking(subject: str, tree: Any, *, fix: str) -> Iterator[None]:
+    """Raise a UserError with the tree's shapes if the block, which computes on it, fails.
 
-    A lack of memory, or of another rank in a forward that waits for it, is no fault of the tree.
+    Running out of memory, or losing another rank in a collective, is not the tree's fault.
 
     Raises:
-        UserError: with the tree's shapes, the exception's type and text, and the fix.
+        UserError: subject, shapes, the exception's type and text, and the fix.
     """
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if is_lost_peer(error):
+    except Exception as error:  # the model and the step are the user's code
+        if isinstance(error, UserError | torch.OutOfMemoryError) or is_lost_peer(error):
             raise
-        raise UserError(f"{what} {shape_of(tree)}: {typed(error)}; {fix}") from error
+        raise UserError(f"{subject} {shape_of(tree)}: {typed(error)}; {fix}") from error

@@ -1,4 +1,4 @@
-"""The processes that load for a rank: how they start and end, and how they report what fails."""
+"""The worker processes that load for a rank: how they start, end and report failures."""
 
 import io
 import os
@@ -18,26 +18,32 @@ from torch.utils.data import DataLoader
 from ddp_runner.errors import UserError, typed
 from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
 
-CALM_S = 0.02  # from the last collective to the start of workers
+CALM_S = 0.02  # wait between the last collective and the start of workers
 
 
 @dataclass(frozen=True)
 class LoadFailure:
-    """Why a batch could not be loaded; a worker cannot raise it without its traceback's text."""
+    """The reason why a batch could not be loaded, with the traceback as text: it is pickled."""
 
     sentence: str
     trace: str
 
 
-def loaded(loader: "DataLoader[Any]", *, name: str) -> Iterator[Any]:
-    """Return what a loader gives; its workers start now, unless they have been kept.
+def load_failure(error: Exception, sentence: str) -> LoadFailure:
+    """Return the failure; a UserError, from a dataset of ours, brings its own sentence."""
+    sentence = str(error) if isinstance(error, UserError) else sentence
+    return LoadFailure(sentence, "".join(traceback.format_exception(error)))
+
+
+def start_loading(loader: "DataLoader[Any]", *, name: str) -> Iterator[Any]:
+    """Return the loader's batches; its workers start now, unless they have been kept.
 
     Python 3.11 hangs in a fork if a thread of torch calls Python for the first time at that moment,
-    as one does right after a collective: it takes the lock of all thread states without the GIL,
-    and the child waits for that lock before it makes it new. Python 3.12 makes it new first.
+    as happens right after a collective: it takes the lock of all thread states without the GIL,
+    and the child waits for that lock before it makes a new lock. Python 3.12 fixed this.
 
     Raises:
-        UserError: with a batch, that a sample cannot be loaded, or a worker has died.
+        UserError: on a batch: a sample cannot be loaded, or a worker has died.
     """
     is_kept = loader.persistent_workers and loader._iterator is not None
     if loader.num_workers > 0 and not is_kept and sys.version_info < (3, 12):
@@ -46,29 +52,25 @@ def loaded(loader: "DataLoader[Any]", *, name: str) -> Iterator[Any]:
 
 
 def _checked(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator[Any]:
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise UserError(
-                f"a process that loads the {name} samples has died ({typed(error)}), often for "
-                f"want of memory; write a smaller dataset.num_workers ({num_workers}) or "
-                "batch.per_rank"
-            ) from error
-        if isinstance(batch, LoadFailure):
-            raise UserError(batch.sentence) from RuntimeError(batch.trace)
-        yield batch
+    try:
+        for batch in batches:
+            if isinstance(batch, LoadFailure):
+                raise UserError(batch.sentence) from RuntimeError(batch.trace)
+            yield batch
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            f"a process that loads the {name} samples has died ({typed(error)}), often for lack of "
+            f"memory; use a smaller dataset.num_workers ({num_workers}) or batch.per_rank"
+        ) from error
 
 
 def loader_options(split: Any) -> dict[str, Any]:
-    """Return the keywords of a DataLoader whose samples come as batches already."""
+    """Return the keywords of a DataLoader that gets whole batches from its dataset."""
     has_workers = split.num_workers > 0
     return {
-        "collate_fn": _as_it_is,
+        "collate_fn": _identity,
         "num_workers": split.num_workers,
         "prefetch_factor": split.prefetch_factor if has_workers else None,
         "pin_memory": bool(split.pin_memory),
@@ -79,15 +81,15 @@ def loader_options(split: Any) -> dict[str, Any]:
     }
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 def start_worker(worker: int) -> None:
-    """Prepare a process that loads: the rank decides when it ends, and takes it along.
+    """Prepare a worker process: it ends when its rank ends it, or with the rank.
 
-    Stop signals may reach every process at once. Only the rank's own SIGTERM, by which a DataLoader
-    ends its workers, counts.
+    A stop signal may reach every process at once. Only the rank's own SIGTERM counts, by which a
+    DataLoader ends its workers.
     """
     ignore_stop_signals()
     die_with_parent()
@@ -106,15 +108,15 @@ def start_worker(worker: int) -> None:
 
 
 def sendable(batch: Any, *, name: str) -> Any:
-    """Return the batch, or why a worker cannot send it: a DataLoader would wait for ever."""
+    """Return the batch, or a failure if it cannot be pickled: a DataLoader would hang."""
     try:
         _WithoutTensors(io.BytesIO()).dump(batch)
-    except Exception as error:  # of the user's classes: any kind
-        return LoadFailure(
+    except Exception as error:  # the user's classes raise any kind
+        return load_failure(
+            error,
             f"a batch of the {name} samples cannot be sent to the rank ({typed(error)}); return "
             "tensors, numbers and texts from the dataset's collate_fn, or write "
             "dataset.num_workers=0",
-            traceback.format_exc(),
         )
     return batch
 

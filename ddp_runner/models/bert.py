@@ -1,4 +1,4 @@
-"""A BERT-type classifier of token sequences: from scratch, or from a folder of trained weights."""
+"""A BERT-type classifier of token sequences: new, or from a folder of trained weights."""
 
 from importlib import import_module
 from typing import Any, cast
@@ -7,21 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HASH_FACTOR = 1_000_003  # of the rolling hash that maps each group of tokens to its row
+HASH_FACTOR = 1_000_003  # rolling hash of a group of tokens to its row
 
 
 class Bert(nn.Module):
     """transformers' BERT classifier over token ids; padding does not change a logit.
 
     With ``ngrams`` above 1 each position also gets an embedding for the two, three, … tokens that
-    end there, as in fastText (arXiv:1607.01759). Where the tokens are characters, these are words.
+    end there, as in fastText (arXiv:1607.01759). If tokens are characters, these groups are words.
 
-    A pretrained folder has a config and weights, as save_pretrained leaves it. It sets the sizes,
-    and the classifier's head is new unless the folder has one that fits.
+    A pretrained folder has the config and weights that save_pretrained writes. It sets the sizes.
+    The classifier's head is new unless the folder has a head of the right size.
 
     Raises:
-        ValueError: the sizes do not fit each other or the pretrained model, or the folder holds no
-            such model.
+        ValueError: the sizes do not fit each other or the pretrained model, or the folder cannot be
+            loaded.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class Bert(nn.Module):
         num_classes: int,
         vocab_size: int,  # rows of the embedding; every id is below it
         max_length: int,  # most tokens of a sequence
-        padding_id: int = 0,  # fills up short sequences
-        num_layers: int = 2,  # of attention
+        padding_id: int = 0,  # pads short sequences
+        num_layers: int = 2,  # attention layers
         width: int = 128,  # features of a token
-        num_heads: int = 2,  # of attention; they divide the width
-        feedforward: int = 512,  # features within a layer's feed-forward part
+        num_heads: int = 2,  # attention heads; must divide the width
+        feedforward: int = 512,  # hidden features of a layer's feed-forward part
         dropout: float = 0.1,  # probability of dropping a feature or an attention weight
-        ngrams: int = 1,  # longest group of tokens that has an embedding; 1: single tokens only
-        ngram_buckets: int = 8192,  # rows of each table of groups, which are hashed to rows
-        pretrained: str | None = None,  # folder
+        ngrams: int = 1,  # longest group of tokens with an embedding; 1: single tokens only
+        ngram_buckets: int = 8192,  # rows of each table of groups, which are hashed
+        pretrained: str | None = None,  # folder of trained weights
     ) -> None:
         transformers: Any = import_module("transformers")  # takes seconds
 
@@ -74,7 +74,7 @@ class Bert(nn.Module):
         self.ngram_buckets = ngram_buckets
         self.ngrams = nn.ModuleList(nn.Embedding(ngram_buckets, width) for _ in range(1, ngrams))
         for parameter in self.ngrams.parameters():
-            nn.init.normal_(parameter, std=0.02)  # as BERT's own embeddings
+            nn.init.normal_(parameter, std=0.02)  # as BERT's embeddings
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map token ids (batch, tokens), padded at their end, to logits (batch, num_classes)."""
@@ -93,7 +93,7 @@ class Bert(nn.Module):
 def _pretrained(folder: str, num_classes: int) -> nn.Module:
     """Return the folder's model with a head for `num_classes` classes."""
     transformers: Any = import_module("transformers")
-    # Otherwise every rank prints which of the folder's weights a classifier does not use.
+    # Otherwise every rank prints the weights that a classifier does not use.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -102,7 +102,7 @@ def _pretrained(folder: str, num_classes: int) -> nn.Module:
             num_labels=num_classes,
             ignore_mismatched_sizes=True,
             local_files_only=True,
-            trust_remote_code=False,  # otherwise it asks whether to run the folder's Python files
+            trust_remote_code=False,  # None would ask whether to run the folder's Python files
             dtype=torch.float32,
         )
     except (OSError, RuntimeError, KeyError) as error:

@@ -1,7 +1,6 @@
 """The ConvNet of the MNIST-under-DDP tutorials, whole or split over two devices.
 
-Batch normalisation uses the statistics of each rank's own samples, so several ranks take slightly
-other steps than one process.
+Batch normalisation uses each rank's statistics, so steps depend slightly on the number of ranks.
 """
 
 import torch
@@ -14,8 +13,7 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, kernel_size=5, padding=2),
         nn.BatchNorm2d(out_channels),
-        # The tutorials apply ReLU before the max-pool. Outputs and gradients are equal, and this
-        # order applies ReLU to a quarter of the elements.
+        # The tutorials apply ReLU first: the same result from four times the work for ReLU.
         nn.MaxPool2d(2),
         nn.ReLU(),
     )
@@ -24,12 +22,8 @@ def conv_block(in_channels: int, out_channels: int) -> nn.Sequential:
 class ConvNet(nn.Module):
     """Two convolution blocks (16 and 32 channels) and a linear classifier for 28x28 images.
 
-    The parameters have the tutorials' names and order. For images of another size the features are
+    The parameters have the tutorials' names and order. For other image sizes the features are
     averaged to the size that 28x28 gives.
-
-    Args:
-        num_classes: number of classes.
-        in_channels: channels of an image.
     """
 
     def __init__(self, *, num_classes: int = 10, in_channels: int = 1) -> None:
@@ -57,14 +51,9 @@ class ConvNet(nn.Module):
 
 
 class ConvNetMp(ConvNet):
-    """`ConvNet` with the first block on one device, the second and the classifier on another.
+    """`ConvNet` with the first block on ``dev0``, the second and the classifier on ``dev1``.
 
-    It has the parameter names, initial weights and outputs of `ConvNet`.
-
-    Args:
-        dev0: device of the first block.
-        dev1: device of the second block, the classifier, the outputs and the targets.
-        options: of `ConvNet`.
+    It has the parameter names, initial weights and outputs of `ConvNet`. Targets are on ``dev1``.
     """
 
     def __init__(self, *, dev0: torch.device, dev1: torch.device, **options: int) -> None:

@@ -12,18 +12,17 @@ from torch.nn import functional as F
 
 INIT_STD = 0.02  # as in GPT-2
 ROTARY_BASE = 10_000.0
-FEEDFORWARD_MULTIPLE = 64  # matrix products of such sizes are faster on GPUs
+FEEDFORWARD_MULTIPLE = 64  # GPUs multiply matrices of such sizes faster
 
 
 class ResidualLinear(nn.Linear):
-    """A projection whose result is added to the residual stream, which starts with less weight."""
+    """A projection onto the residual stream; its initial weights are smaller."""
 
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions.
 
-    The number of heads follows from the shapes of the projections, so each tensor-parallel rank
-    computes the heads that it has.
+    The number of heads follows from the projections' shapes: a tensor-parallel rank has fewer.
     """
 
     def __init__(self, *, width: int, num_heads: int, dropout: float) -> None:
@@ -100,11 +99,11 @@ class GPT(nn.Module):
         self,
         *,
         vocab_size: int,  # every token is below it
-        min_vocab_size: int = 0,  # the embedding has at least so many rows
+        min_vocab_size: int = 0,  # smallest number of rows of the embedding
         num_layers: int = 4,
         width: int = 128,  # features of a token
-        num_heads: int = 4,  # of attention; they divide the width
-        feedforward: int | None = None,  # features within an MLP; None: 8/3 of the width
+        num_heads: int = 4,  # attention heads; twice their number must divide the width
+        feedforward: int | None = None,  # hidden features of an MLP; None: 8/3 of the width
         dropout: float = 0.0,  # probability of dropping a feature or an attention weight
     ) -> None:
         super().__init__()
@@ -114,7 +113,7 @@ class GPT(nn.Module):
                 f"as rotary positions need; use {2 * num_heads * max(1, width // num_heads // 2)}"
             )
         self.num_layers, self.head_dim = num_layers, width // num_heads
-        if feedforward is None:  # with three matrices, as many parameters as two of 4 x width
+        if feedforward is None:  # three matrices then have the parameters of two of 4 x width
             multiple = FEEDFORWARD_MULTIPLE
             feedforward = math.ceil(8 * width / 3 / multiple) * multiple
         self.tokens = nn.Embedding(max(vocab_size, min_vocab_size), width)
@@ -129,20 +128,20 @@ class GPT(nn.Module):
                 self.init_weights(module)
 
     def init_weights(self, module: nn.Module) -> None:
-        """Draw the parameters that one submodule itself holds, not those of its children.
+        """Draw the parameters of one submodule without its children.
 
-        What a call draws depends on the random state and that submodule alone.
+        The result depends only on the random state and the submodule.
         """
         if isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, nn.Linear | nn.Embedding):
             std = INIT_STD
-            if isinstance(module, ResidualLinear):  # two in each block: their sum keeps its size
+            if isinstance(module, ResidualLinear):  # two per block: keeps the size of their sum
                 std /= math.sqrt(2 * self.num_layers)
             nn.init.normal_(module.weight, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens, int64 (batch, length), to logits of the next ones (batch, length, vocab)."""
+        """Map tokens, int64 (batch, length), to next-token logits (batch, length, vocab)."""
         hidden = self.dropout(self.tokens(tokens))
         rotary = rotary_table(tokens.shape[1], self.head_dim, tokens.device)
         for block in self.blocks:
@@ -153,8 +152,8 @@ class GPT(nn.Module):
 def rotary_table(length: int, head_dim: int, device: torch.device) -> Tensor:
     """Return cosines and sines of each position's angles, float32 (2, length, head_dim / 2).
 
-    It is computed in each forward, which takes microseconds: a buffer would have to be filled again
-    after a build on the meta device.
+    Each forward computes it, in microseconds: a buffer would be empty after a build on the meta
+    device.
     """
     pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
     positions = torch.arange(length, device=device, dtype=torch.float32)

@@ -14,13 +14,7 @@ from torch.nn import functional as F
 class Net(nn.Module):
     """Two 3x3 convolutions and two linear layers with dropout, for 28x28 images.
 
-    For images of another size the features are averaged to the size that 28x28 gives.
-
-    Args:
-        num_classes: number of classes.
-        in_channels: channels of an image.
-        dropout1: probability of dropping a feature after the convolutions.
-        dropout2: probability of dropping a feature between the linear layers.
+    For other image sizes the features are averaged to the size that 28x28 gives.
     """
 
     def __init__(
@@ -28,8 +22,8 @@ class Net(nn.Module):
         *,
         num_classes: int = 10,
         in_channels: int = 1,
-        dropout1: float = 0.25,
-        dropout2: float = 0.5,
+        dropout1: float = 0.25,  # probability of dropping a feature after the convolutions
+        dropout2: float = 0.5,  # the same, between the linear layers
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, 32, kernel_size=3)
@@ -60,14 +54,9 @@ class Net(nn.Module):
 
 
 class MpNet(Net):
-    """`Net` with the convolutions on one device and the linear layers on another.
+    """`Net` with the convolutions on ``dev0`` and the linear layers on ``dev1``.
 
-    It has the parameter names, initial weights and outputs of `Net`.
-
-    Args:
-        dev0: device of the convolutions.
-        dev1: device of the linear layers, the outputs and the targets.
-        options: of `Net`.
+    It has the parameter names, initial weights and outputs of `Net`. Targets are on ``dev1``.
     """
 
     def __init__(self, *, dev0: torch.device, dev1: torch.device, **options: Any) -> None:

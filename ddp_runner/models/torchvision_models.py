@@ -17,28 +17,27 @@ def classifier(
 ) -> nn.Module:
     """Return an untrained model from (batch, in_channels, height, width) to (batch, num_classes).
 
-    It is torchvision's own module, so its parameters have torchvision's names. If the first
-    convolution is replaced, it has PyTorch's default initial weights.
+    It is torchvision's module, with its parameter names. A replaced first convolution has PyTorch's
+    default initial weights.
 
     Args:
-        architecture: a classifier of torchvision, see
-            https://docs.pytorch.org/vision/stable/models.html.
+        architecture: a name in https://docs.pytorch.org/vision/stable/models.html.
         num_classes: number of classes.
         in_channels: channels of an image.
-        small_images: begin with a 3x3 convolution of stride 1, without the max-pooling after it:
-            the usual form for images of 32x32 pixels (arXiv:2002.05709, B.9).
-        options: more keyword arguments of torchvision's builder, such as image_size of a vit.
+        small_images: begin with a 3x3 convolution of stride 1 and no max-pooling, the usual form
+            for images of 32x32 pixels (arXiv:2002.05709, B.9).
+        options: more keyword arguments of torchvision's builder, such as a vit's image_size.
 
     Raises:
-        ValueError: torchvision has no such classifier, or it cannot be changed in this way.
+        ValueError: the architecture is unknown, or it cannot be changed in this way.
     """
-    from torchvision import models  # slow to import, and needed only here
+    from torchvision import models  # slow to import
 
-    known = models.list_models(module=models)
-    if architecture not in known:
-        near = difflib.get_close_matches(architecture, known, n=3) or ["resnet18"]
+    names = models.list_models(module=models)
+    if architecture not in names:
+        near = difflib.get_close_matches(architecture, names, n=3) or ["resnet18"]
         raise ValueError(
-            f"architecture {architecture} is not one of torchvision's {len(known)} image "
+            f"architecture {architecture} is not one of torchvision's {len(names)} image "
             f"classifiers; did you mean {' or '.join(near)}?"
         )
     model: nn.Module = models.get_model(
@@ -59,7 +58,7 @@ def _replace_first_convolution(
 ) -> None:
     modules = dict(model.named_modules())
     name, first = next(item for item in modules.items() if isinstance(item[1], nn.Conv2d))
-    shape = {name: getattr(first, name) for name in ("kernel_size", "stride", "padding")}
+    shape = {key: getattr(first, key) for key in ("kernel_size", "stride", "padding")}
     if small_images:
         if first.kernel_size == first.stride:
             raise ValueError(
@@ -68,7 +67,7 @@ def _replace_first_convolution(
                 "model.small_images=false"
             )
         shape = {"kernel_size": 3, "stride": 1, "padding": 1}
-        for pool in {"maxpool", "features.pool0"} & modules.keys():  # in a ResNet; in a DenseNet
+        for pool in {"maxpool", "features.pool0"} & modules.keys():  # ResNet and DenseNet
             model.set_submodule(pool, nn.Identity())
     convolution = nn.Conv2d(in_channels, first.out_channels, bias=first.bias is not None, **shape)
     model.set_submodule(name, convolution)

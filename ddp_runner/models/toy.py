@@ -35,13 +35,9 @@ class ToyModel(nn.Module):
 
 
 class ToyMpModel(ToyModel):
-    """`ToyModel` with the first linear layer on one device and the second on another.
+    """`ToyModel` with the first linear layer on ``dev0`` and the second on ``dev1``.
 
-    It has the parameter names, initial weights and outputs of `ToyModel`.
-
-    Args:
-        dev0: device of the first linear layer and the ReLU.
-        dev1: device of the second linear layer, the outputs and the targets.
+    It has the parameter names, initial weights and outputs of `ToyModel`. Targets are on ``dev1``.
     """
 
     def __init__(self, *, dev0: torch.device, dev1: torch.device) -> None:
@@ -56,12 +52,9 @@ class ToyMpModel(ToyModel):
 
 
 class SlowToyModel(ToyModel):
-    """`ToyModel` whose forward sleeps once on one rank, to show how skew affects the others.
+    """`ToyModel` that sleeps in training step `slow_step`, from 1, on rank `slow_rank`.
 
-    Args:
-        slow_rank: the rank that sleeps.
-        slow_step: the training step, counted from 1, in which it sleeps.
-        delay_s: how long it sleeps.
+    It shows how a slow rank affects the other ranks.
     """
 
     def __init__(self, *, slow_rank: int, slow_step: int, delay_s: float) -> None:

@@ -1,1 +1,1 @@
-"""The forms of parallelism: a file each, or a folder if it needs more."""
+"""The modes of parallelism, one file each."""

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.parallelism.mode import local_engine, one_share_each
 
-ONE_BYTE_MB = 2**-20  # each gradient by itself, as 0 means; torch 2.11 takes no 0
+MIN_BUCKET_MB = 2**-20  # a bucket per gradient, as 0 means; torch 2.11 rejects 0
 CommHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 ROUNDING: Mapping[str, CommHook] = {
     "bf16": default_hooks.bf16_compress_hook,
@@ -40,7 +40,7 @@ class DDP:
     forward_sync_buffers: bool
     devices_per_rank: int = 1
     sync_batchnorm: bool = False
-    comm_hook: str | CommHook | None = None  # bf16, fp16, or the user's own
+    comm_hook: str | CommHook | None = None  # bf16, fp16, or the user's function
     layout = staticmethod(one_share_each)
     engine = staticmethod(local_engine)
 
@@ -54,7 +54,7 @@ class DDP:
 
     def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
         """Return the model under DDP, with rank 0's weights. Collective: every rank must call."""
-        # A model of several stages moves its own activations, so DDP must not move its inputs.
+        # A model of several stages moves its activations, so DDP must not move its inputs.
         moves_inputs = self.devices_per_rank == 1 and devices[0].type != "cpu"
         parameters = inspect.signature(DistributedDataParallel).parameters
         # Newer versions of torch renamed broadcast_buffers.
@@ -64,35 +64,30 @@ class DDP:
         model = DistributedDataParallel(
             module,
             device_ids=[devices[0]] if moves_inputs else None,
-            bucket_cap_mb=self.bucket_cap_mb or ONE_BYTE_MB,
+            bucket_cap_mb=self.bucket_cap_mb or MIN_BUCKET_MB,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,  # saves one copy of the gradients
             **settings,
         )
         hook = ROUNDING[self.comm_hook] if isinstance(self.comm_hook, str) else self.comm_hook
-        if hook is None and any(getattr(one, "sparse", False) for one in module.modules()):
+        if hook is None and any(getattr(part, "sparse", False) for part in module.modules()):
             hook = average
         if hook is not None:
             model.register_comm_hook(hook, send)
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return DDP's own context: the next backward outside it reduces what was accumulated.
-
-        Raises:
-            TypeError: the model is not what ``wrap`` returned.
-        """
-        if not isinstance(model, DistributedDataParallel):
-            raise TypeError(f"no_sync needs the model that wrap returned, not {type(model)}")
+        """Return DDP's context: the next backward outside it reduces the accumulated gradients."""
+        assert isinstance(model, DistributedDataParallel)
         return model.no_sync()
 
 
 def average(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
     """Return the mean of a bucket over the ranks, and wait for it.
 
-    Where a model has sparse gradients beside others, DDP divides the others twice over gloo unless
-    one bucket waits for the other; seen with torch 2.15.
+    With sparse and dense gradients over gloo, DDP divides the dense gradients twice unless each
+    bucket waits for the last; seen with torch 2.15.
     """
     total, averaged = bucket.buffer(), Future[Tensor]()
     dist.all_reduce(total)
@@ -101,9 +96,9 @@ def average(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def send(hook: CommHook, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Call a hook with a state of None, which stands for all ranks in torch's own hooks.
+    """Call a hook with a state of None, which means all ranks in torch's hooks.
 
-    DDP asks a hook for the name of a function, which an object has not, and refuses that of torch's
-    bf16 hook where torch lacks NCCL; but gloo sends bfloat16, too.
+    DDP reads a hook's ``__name__``, which a callable object lacks, and rejects torch's bf16 hook by
+    its name where torch lacks NCCL; but gloo sends bfloat16, too.
     """
     return hook(None, bucket)

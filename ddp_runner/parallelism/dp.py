@@ -1,6 +1,6 @@
 """DataParallel: a process scatters each batch over the visible GPUs and gathers the outputs.
 
-It is here for comparison; PyTorch recommends DDP even on one machine
+It is for comparison; PyTorch recommends DDP even on one machine
 (https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html).
 """
 
@@ -26,7 +26,7 @@ class DataParallelMode:
     no_sync = staticmethod(no_context)  # backward itself sums the replicas' gradients
 
     def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
-        """Return the model with a replica on every visible GPU, made anew in each forward."""
+        """Return the model; each forward makes a replica on every visible GPU."""
         count = 1 if devices[0].type == "cpu" else torch.accelerator.device_count()
         return module if count < 2 else Replicas(module, device_ids=list(range(count)))
 
@@ -42,7 +42,7 @@ class Replicas(nn.DataParallel[nn.Module]):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Call each replica in its own thread, under autocast to this thread's dtype."""
-        kind = self.src_device_obj.type  # CUDA's: torch's scatter and gather know no other
+        kind = self.src_device_obj.type  # "cuda": torch's scatter and gather support nothing else
         dtype = torch.get_autocast_dtype(kind)
 
         def run(replica: nn.Module, *inputs: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Gives a model initial weights that depend on no rank, device or way of splitting it.
+"""Initial weights that do not depend on ranks, devices or sharding.
 
-A model that offers ``init_weights(module)``, which fills the parameters that a module holds itself,
-need never be built whole: each module's parameters are drawn from a seed of its own.
+A model with ``init_weights(module)``, which fills the parameters of a single module without its
+children, need never be built whole: each module's parameters are drawn from their own seed.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from ddp_runner.seeds import derive
 
 
 def build_by_modules(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model and ``initialise`` it; where the default device is meta, leave it empty.
+    """Build a model and ``initialise`` it; if the default device is meta, leave it empty.
 
     Raises:
-        UserError: it offers no ``init_weights``, or has buffers, which nothing would fill.
+        UserError: the model lacks ``init_weights``, or has buffers or tied parameters.
     """
     with torch.device("meta"):
         module = build()
     if not hasattr(module, "init_weights"):
         raise UserError(
             "model.meta_init=true needs a model with the method init_weights(module), which fills "
-            "a module's own parameters; write it, or model.meta_init=false"
+            "a module's parameters; add it, or write model.meta_init=false"
         )
     if names := [name for name, _ in module.named_buffers()]:
         raise UserError(
@@ -46,35 +46,32 @@ def build_by_modules(build: Callable[[], nn.Module]) -> nn.Module:
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> None:
-    """Fill the parameters of a model that offers ``init_weights``, whole or in shards.
+    """Fill the parameters of a model that has ``init_weights``, whole or in shards.
 
-    Besides the parameters there is never more than one module's own at a time. The seed is
-    torch's.
+    Only a single module's parameters are whole at a time. The seed is torch's.
 
     Raises:
         UserError: ``init_weights`` leaves a parameter without values.
     """
     seed, done = torch.initial_seed(), set[nn.Parameter]()
     for name, module in model.named_modules():
-        own = {key: one for key, one in module._parameters.items() if one is not None}
-        if not own.keys() or done.issuperset(own.values()):
+        shards = {key: shard for key, shard in module._parameters.items() if shard is not None}
+        if not shards.keys() or done.issuperset(shards.values()):
             continue  # a tied parameter belongs to the first of its modules
         whole = {
-            key: nn.Parameter(torch.full(one.shape, torch.nan, dtype=one.dtype, device="cpu"))
-            for key, one in own.items()
+            key: nn.Parameter(torch.full(shard.shape, torch.nan, dtype=shard.dtype, device="cpu"))
+            for key, shard in shards.items()
         }
         torch.default_generator.manual_seed(derive(seed, "weights", name))
         module._parameters.update(whole)
-        try:
-            cast(Any, model).init_weights(module)  # a method of the user's, which it offers
-        finally:
-            module._parameters.update(own)
-        if empty := [key for key, one in whole.items() if one.isnan().any()]:
+        cast(Any, model).init_weights(module)
+        module._parameters.update(shards)
+        if empty := [key for key, parameter in whole.items() if parameter.isnan().any()]:
             raise UserError(
                 f"init_weights of the model leaves {listed(empty)} of {name or 'the model'} "
                 "without values; fill them"
             )
-        for key, one in own.items():
-            if one not in done:
-                copy_shard(one, whole[key])
-        done |= {*own.values()}
+        for key, shard in shards.items():
+            if shard not in done:
+                copy_shard(shard, whole[key])
+        done |= {*shards.values()}

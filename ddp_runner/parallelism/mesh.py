@@ -30,9 +30,9 @@ from ddp_runner.parallelism.tensor_parallel import split_layers
 
 
 class GlooReduceScatter:
-    """Sends each rank its part alone, and adds there: half of the bytes of an all-reduce.
+    """Sends each rank only its part, and adds there: half of the bytes of an all-reduce.
 
-    Sums and means, which FSDP2 asks for. Anything else is torch's own reduce-scatter.
+    It computes FSDP2's sums and means; other operations use torch's reduce-scatter.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -47,12 +47,9 @@ class GlooReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill the output, a vector, with this rank's part of all inputs, reduced by `op`.
+        """Fill the output vector with this rank's part of all inputs, reduced by `op`.
 
-        Collective: every rank of the group must call.
-
-        Returns:
-            What to wait for, if `async_op`; else None, and the output is filled.
+        Collective: every rank of the group must call. Return the work if `async_op`, else None.
         """
         if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             return dist.reduce_scatter_tensor(
@@ -66,16 +63,16 @@ class GlooReduceScatter:
         return None
 
 
-# A tensor over two axes is put together in two steps. Torch warns that this is slow; it is done to
-# save, and for a norm. The ranks agree: those of an axis have equal results after each step.
+# A tensor over two axes is gathered in two steps. Torch warns that this is slow and that ranks may
+# disagree. It happens only for a save and a norm, and an axis has equal results after each step.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-# It repeats an error that is raised, and so reported, anyway.
+# It repeats errors that are raised anyway.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A model whose parameters are split over ranks; see the YAML of the mode for its keys."""
+    """A model with parameters split over ranks; the mode's YAML explains the keys."""
 
     name: str
     num_replicas: int
@@ -88,11 +85,11 @@ class Mesh:
     meta_init: bool
     blocks: Sequence[str]
     plan: Mapping[str, str]
-    wrap = staticmethod(unwrapped)  # ``place`` has split the model already
+    wrap = staticmethod(unwrapped)  # ``place`` splits the model
     engine = staticmethod(local_engine)
 
     def layout(self, env: DistEnv) -> Layout:
-        """Return a rank's part; those of one group of tensor parallelism have the same share."""
+        """Return a rank's part; ranks of a tensor-parallel group have the same share."""
         size = self.tensor_parallel_size or env.world_size
         return Layout(
             share=env.rank // size,
@@ -105,11 +102,11 @@ class Mesh:
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
         """Build the model and keep this rank's shards. Collective: every rank must call.
 
-        With ``meta_init`` no rank ever holds more than its shards and one whole module's own
+        With ``meta_init`` no rank ever holds more than its shards and a single module's whole
         parameters; else each holds the whole model while it is built.
 
         Raises:
-            UserError: a pattern matches no module, the model does not fit its plan, it cannot be
+            UserError: a pattern matches no module, the model does not fit its plan or cannot be
                 built without values, or memory cannot be returned.
         """
         if self.return_memory and not return_freed_memory():
@@ -120,12 +117,12 @@ class Mesh:
         mesh = self._mesh(devices[0])
         with torch.device("meta" if self.meta_init else "cpu"):
             module = build()
-        is_meta = any(one.is_meta for one in module.parameters())
+        is_meta = any(parameter.is_meta for parameter in module.parameters())
         if not is_meta:
             module = module.to(devices[0])
             for tensor in (*module.parameters(), *module.buffers()):
-                tensor.data = tensor.data.contiguous()  # FSDP takes no other
-                dist.broadcast(tensor.data, src=0)  # else each would keep a part of its own
+                tensor.data = tensor.data.contiguous()  # as FSDP requires
+                dist.broadcast(tensor.data, src=0)  # each rank keeps a part of the same values
         if "tensor" in (mesh.mesh_dim_names or ()):
             split_layers(
                 module, mesh["tensor"], self.plan, is_sequence_split=self.sequence_parallel
@@ -137,15 +134,15 @@ class Mesh:
             initialise(module)
         if isinstance(module, FSDPModule):
             groups = [mesh[axis].get_group() for axis in _data_axes(mesh)]
-            for one in filter(_is_scalar, module.parameters()):
-                if one.requires_grad:
-                    one.register_post_accumulate_grad_hook(partial(_average, groups=groups))
+            for scalar in filter(_is_scalar, module.parameters()):
+                if scalar.requires_grad:
+                    scalar.register_post_accumulate_grad_hook(partial(_average, groups=groups))
         return module
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep whole gradients of the backwards in the block, for a later one to reduce."""
-        module = getattr(model, "_orig_mod", model)  # of torch.compile
+        """Keep whole gradients in the block; a later backward reduces them."""
+        module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         if not isinstance(module, FSDPModule):
             yield
             return
@@ -163,72 +160,71 @@ class Mesh:
             "shard": num_ranks // (self.num_replicas * tensor),
             "tensor": tensor,
         }
-        # FSDP averages the gradients, so only a mesh of one axis, tensor, does without it.
         axes = {axis: size for axis, size in sizes.items() if size > 1}
-        if axes.keys() != {"tensor"}:
+        if axes.keys() != {"tensor"}:  # FSDP averages the gradients, so it needs its axis
             axes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "shard"}
         return _new_mesh(dist.group.WORLD, device.type, tuple(axes.items()))
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-        """Shard each block's parameters, and then what is left as one more group."""
+        """Shard each block's parameters, then all remaining parameters as a last group."""
         settings: dict[str, Any] = {
             "mesh": mesh[_data_axes(mesh)],
             "ignored_params": set(filter(_is_scalar, module.parameters())),
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
-        # Blocks of a transformer are gathered in half the bytes; autocast gives each operator its
-        # dtype, as without shards. What is outside of them, and BatchNorm, needs fp32.
+        # bf16 halves the bytes of gathering a transformer's blocks; autocast gives each operator
+        # its dtype, as without shards. BatchNorm, and parameters outside blocks, need fp32.
         halved = MixedPrecisionPolicy()
         if self.precision == "bf16":
             halved = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        # The backward begins with the last block and what is outside of blocks: they stay whole.
+        # The backward begins with the last block and parameters outside blocks: keep them whole.
         blocks = blocks_of(module, self.blocks)
         _validate_ties(module, blocks)
         for block in blocks:
-            has_statistics = any(isinstance(one, _BatchNorm) for one in block.modules())
+            has_statistics = any(isinstance(part, _BatchNorm) for part in block.modules())
             policy = MixedPrecisionPolicy() if has_statistics else halved
             reshard = self.reshard_after_forward if block is not blocks[-1] else False
             fully_shard(block, mp_policy=policy, reshard_after_forward=reshard, **settings)
         fully_shard(module, reshard_after_forward=False, **settings)
         if device.type == "cpu" and dist.get_backend(mesh["shard"].get_group()) == "gloo":
-            comm: Any = GlooReduceScatter()  # torch's base class for it is private
+            comm: Any = GlooReduceScatter()  # torch's base class is private
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.set_custom_reduce_scatter(comm)
 
 
 def _validate_ties(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Reject a parameter that two blocks share: FSDP2 gathers it with one of them alone."""
-    # Inner blocks come first, and keep their modules.
+    """Reject a parameter that two blocks share: FSDP2 gathers it with only one of them."""
+    # Inner blocks come first and overwrite outer blocks here.
     block_of = {part: block for block in reversed(blocks) for part in block.modules()}
     first = dict[nn.Parameter, tuple[str, nn.Module | None]]()
     for prefix, part in module.named_modules():
-        for name, one in part.named_parameters(prefix, recurse=False):
-            same, block = first.setdefault(one, (name, block_of.get(part)))
-            if block is not block_of.get(part) and not _is_scalar(one):
+        for name, parameter in part.named_parameters(prefix, recurse=False):
+            other_name, block = first.setdefault(parameter, (name, block_of.get(part)))
+            if block is not block_of.get(part) and not _is_scalar(parameter):
                 raise UserError(
-                    f"model.blocks puts {same} and {name}, which are one parameter, into different "
-                    "groups, and FSDP2 gathers it with one of them; leave their blocks out of it, "
-                    "or write parallelism=ddp"
+                    f"model.blocks puts {other_name} and {name}, which are one parameter, into "
+                    "different groups, and FSDP2 gathers it with one of them; leave their blocks "
+                    "out of model.blocks, or write parallelism=ddp"
                 )
 
 
 def _data_axes(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the axes over whose ranks gradients are averaged."""
+    """Return the axes over which gradients are averaged."""
     return tuple(axis for axis in mesh.mesh_dim_names or () if axis != "tensor")
 
 
 def _is_scalar(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has no dimensions: FSDP2 cannot shard it, so it stays whole."""
+    """Return whether a parameter has no dimensions, so that FSDP2 cannot shard it."""
     return not parameter.ndim
 
 
 def _average(parameter: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Average the gradient of a parameter that FSDP2 leaves alone. Collective in each backward.
+    """Average the gradient of a parameter that FSDP2 ignores. Collective in each backward.
 
-    It may hold the average of earlier micro-batches, which averaging leaves as it is.
+    It may include the average of earlier micro-batches, which does not change.
     """
     assert parameter.grad is not None
     for group in groups:
@@ -240,6 +236,6 @@ def _average(parameter: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> None:
 def _new_mesh(
     world: dist.ProcessGroup, device_type: str, axes: tuple[tuple[str, int], ...]
 ) -> DeviceMesh:
-    """Return the mesh of these axes and sizes. Its groups are made once for each `world`."""
+    """Return the mesh of these axes and sizes; its groups are made once for each `world`."""
     names, sizes = zip(*axes, strict=True)
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)

@@ -1,7 +1,7 @@
-"""The interface of a form of parallelism: where a model is, and how a step is computed.
+"""The interface of a mode of parallelism: where a model is, and how a step is computed.
 
-A mode is a frozen dataclass with the keys of its YAML as fields and the methods of ``Mode``. Where
-it does what most modes do, it names a function of this module. The loop is the same for all modes.
+A mode is a frozen dataclass with the keys of its YAML as fields and the methods of ``Mode``. For
+common behaviour it names a function of this module. The loop is the same for all modes.
 """
 
 from abc import ABC, abstractmethod
@@ -19,77 +19,75 @@ from ddp_runner.job import Status
 
 @dataclass(frozen=True)
 class Layout:
-    """What part of a run one rank has."""
+    """The part of a run that one rank has."""
 
-    share: int  # the part of each global batch that it computes, from 0
+    share: int  # index of its part of each global batch, from 0
     num_shares: int  # parts of a global batch; their gradients are averaged
-    env: DistEnv  # its place among the ranks of the loop; outside of it, among all ranks
-    in_loop: bool = True  # it runs the training loop, evaluates and saves
-    computes: bool = True  # forward and backward of its share
-    model_ranks: int = 1  # so many neighbouring ranks compute one share together
-    # A forward waits for the other ranks, so all of them must evaluate equally many batches.
+    env: DistEnv  # its rank among the loop's ranks; outside the loop, among all ranks
+    in_loop: bool = True  # runs the training loop, evaluates and saves
+    computes: bool = True  # runs forward and backward of its share
+    model_ranks: int = 1  # neighbouring ranks that compute a share together
+    # A forward waits for the other ranks, so all must evaluate the same number of batches.
     forward_is_collective: bool = False
 
     @property
     def by_number(self) -> bool:
-        """Whether ranks outside of the loop compute for it: by the numbers of batches."""
+        """Whether ranks outside the loop compute its batches, which they get by their numbers."""
         return not (self.in_loop and self.computes)
 
     @property
     def eval_share(self) -> tuple[int, int]:
-        """Which part of an evaluation a rank of the loop computes, from 0, and of how many."""
+        """The index of a rank's share of an evaluation, and the number of shares."""
         return self.env.rank // self.model_ranks, self.env.world_size // self.model_ranks
 
 
 @dataclass
 class Sums:
-    """This rank's parts of what a step adds up: those of all ranks of the loop are the whole."""
+    """This rank's parts of a step's results; the sum over the loop's ranks is the whole."""
 
-    loss: Tensor  # of the mean over the global batch, a scalar
-    # This rank's in the global batch. Gradients, loss and scalars are then those of a mean over
-    # samples, and the loop makes it one over tokens. None: samples are counted.
+    loss: Tensor  # part of the mean over the global batch, a scalar
+    # Tokens of the global batch on this rank: the loop turns means over samples into means over
+    # tokens. None when the loss counts samples.
     tokens: Tensor | None
-    scalars: dict[str, Tensor]  # what the training step returned, by name, as the loss
-    grad_norm: Tensor | None = None  # of the whole gradient, before clipping; None: not computed
+    scalars: dict[str, Tensor]  # the training step's scalars by name, averaged as the loss
+    grad_norm: Tensor | None = None  # norm of the whole gradient before clipping, if computed
 
 
 class Engine(ABC):
-    """How a rank computes a step. `state` is a TrainState, which this package does not import."""
+    """Computes a rank's steps. `state` is a TrainState, which this package does not import."""
 
     @abstractmethod
     def backward(self, state: Any, batch: Any) -> Sums:
-        """Leave the gradients of a step, averaged over the shares, in the module. Collective.
+        """Leave a step's gradients, averaged over the shares, in the module. Collective.
 
-        Args:
-            state: of the loop.
-            batch: this rank's part of the step, with its ``number``.
+        `batch` is this rank's ``StepBatch``.
         """
 
     def may_stop(self, is_asked: bool) -> bool:
-        """Return whether the loop stops now, given whether it is asked to."""
+        """Return whether the loop stops now; `is_asked`: a stop was requested."""
         return is_asked
 
     def serve(self, state: Any) -> Status | None:
-        """Work for the loop on another rank to the end of the run, and return how it ended.
+        """Compute for another rank's loop until the run ends, and return its status.
 
         None: this rank runs the loop.
         """
         return None
 
     def metrics(self) -> Mapping[str, float]:
-        """Return metrics of its own, of the steps since the last call."""
+        """Return the mode's metrics of the steps since the last call."""
         return {}
 
-    def close(self, status: Status) -> None:  # noqa: B027, most have nobody to tell
-        """Tell the ranks outside of the loop how the run has ended."""
+    def close(self, status: Status) -> None:  # noqa: B027, most modes have no other ranks
+        """Tell the ranks outside the loop the run's status."""
 
 
 @runtime_checkable
 class Mode(Protocol):
-    """Where the model is, and what a run needs around it."""
+    """Places the model and computes its steps."""
 
     def layout(self, env: DistEnv) -> Layout:
-        """Return what part of a run this rank has."""
+        """Return this rank's part of a run."""
 
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
         """Build the model on the devices; with several, ``build`` takes them as dev0, dev1, ..."""
@@ -101,20 +99,20 @@ class Mode(Protocol):
         """Return a context in which backward does not reduce this rank's gradients."""
 
     def engine(self, state: Any, local: Engine) -> Engine:
-        """Return how this rank computes the steps of a state. Collective: every rank must call.
+        """Return this rank's engine. Collective: every rank must call.
 
-        It is called once: after a checkpoint has been loaded, and before the first step.
-        `local` computes this rank's share of a step, with ``no_sync`` and the model of ``wrap``.
+        It is called once, after a checkpoint has been loaded and before the first step. `local`
+        computes this rank's share of a step, with ``no_sync`` and the model of ``wrap``.
         """
 
 
 def one_share_each(env: DistEnv) -> Layout:
-    """Return the layout of a rank in a mode in which all ranks do the same."""
+    """Return a rank's layout in a mode where all ranks do the same."""
     return Layout(share=env.rank, num_shares=env.world_size, env=env)
 
 
 def local_engine(state: Any, local: Engine) -> Engine:
-    """Return the rank's own engine, for a mode whose backward reduces gradients, or needs not."""
+    """Return the local engine: the mode's backward reduces gradients if necessary."""
     return local
 
 
@@ -129,15 +127,15 @@ def unwrapped(module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
 
 
 def no_context(model: nn.Module) -> AbstractContextManager[None]:
-    """Return an empty context, for a mode whose backward never reduces over ranks."""
+    """Return an empty context: the mode's backward never reduces over ranks."""
     return nullcontext()
 
 
 def rank_devices(env: DistEnv, *, kind: str, per_rank: int) -> tuple[torch.device, ...]:
-    """Return the devices of local rank r: ``per_rank`` of them, from number r * per_rank.
+    """Return the ``per_rank`` devices of local rank r, from number r * per_rank.
 
     A rank that sees only its own GPUs, as when Slurm binds them, counts from 0. On the CPU all
-    stages share the same device, so a model of several stages runs there too.
+    stages share the device.
     """
     if kind == "cpu":
         return (torch.device("cpu"),) * per_rank
@@ -145,14 +143,11 @@ def rank_devices(env: DistEnv, *, kind: str, per_rank: int) -> tuple[torch.devic
     return tuple(torch.device(kind, first + stage) for stage in range(per_rank))
 
 
-def count_devices(env: DistEnv, own: Sequence[torch.device], *, data_parallel: bool) -> int:
-    """Return how many devices all ranks use; a rank on the CPU counts as one.
+def count_devices(env: DistEnv, devices: Sequence[torch.device], *, data_parallel: bool) -> int:
+    """Return the devices of all ranks, given this rank's; a rank on the CPU counts as 1.
 
-    Args:
-        env: this rank's place.
-        own: this rank's devices.
-        data_parallel: a rank drives every GPU that it sees.
+    With `data_parallel` a rank uses every GPU that it sees.
     """
-    if own[0].type == "cpu":
+    if devices[0].type == "cpu":
         return env.world_size
-    return env.world_size * (torch.accelerator.device_count() if data_parallel else len(own))
+    return env.world_size * (torch.accelerator.device_count() if data_parallel else len(devices))

@@ -1,12 +1,12 @@
-"""A parameter server: rank 0 holds the parameters, the others compute gradients for it.
+"""A parameter server: rank 0 holds the parameters, the other ranks compute gradients for it.
 
 A trainer receives the parameters, computes the gradients of a batch and sends them; the server
 takes the optimizer's step. The server runs the training loop: where other modes call backward, it
-collects gradients. Messages are torch.distributed's point-to-point ones, on CPU tensors.
+collects gradients. Messages are point-to-point, on CPU tensors.
 
 Each batch's gradients are applied exactly once. In async they are applied as they arrive, so two
-runs with the same seed differ; before a save, an evaluation or a stop the server hands out no more,
-so that no batch is then under way.
+runs with the same seed differ. Before a save, an evaluation or a stop the server waits until no
+trainer has a batch.
 
 Sources: https://pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html, whose RPC
 transport torch no longer develops; for sync and async, Dean et al., Large Scale Distributed Deep
@@ -30,7 +30,7 @@ from ddp_runner.parallelism.mode import Engine, Layout, Sums, no_context, place_
 from ddp_runner.seeds import seed_all
 
 SERVER = 0
-STATUS_OF = {-1: Status.COMPLETED, -2: Status.PREEMPTED}  # sent in place of a batch's number
+STATUS_OF = {-1: Status.COMPLETED, -2: Status.PREEMPTED}  # sent instead of a batch's number
 FOREVER = timedelta(days=365)  # the server may evaluate for longer than backend.timeout_s
 EXACT_IN_FLOAT32 = {
     torch.float32, torch.bfloat16, torch.float16,
@@ -40,7 +40,7 @@ EXACT_IN_FLOAT32 = {
 
 @dataclass(frozen=True)
 class ParameterServer:
-    """A server and its trainers; in sync a step waits for all trainers, in async for any."""
+    """A server and its trainers; a step waits for all trainers in sync, for any in async."""
 
     name: str
     mode: str
@@ -49,7 +49,7 @@ class ParameterServer:
     no_sync = staticmethod(no_context)  # a trainer sends gradients after its last micro-batch
 
     def layout(self, env: DistEnv) -> Layout:
-        """Return the part of server or trainer; in async a trainer computes global batches."""
+        """Return the server's or a trainer's part; in async a trainer computes global batches."""
         num_shares = env.world_size - 1 if self.mode == "sync" else 1
         if env.rank == SERVER:
             alone = replace(env, world_size=1, local_world_size=1)
@@ -70,7 +70,6 @@ class Trainer(Engine):
     """Computes gradients for the server; see ``Engine``."""
 
     def __init__(self, local: Engine, group: dist.ProcessGroup) -> None:
-        """Compute by a rank's own engine; the group has all ranks."""
         self._local, self._group = local, group
 
     def backward(self, state: Any, batch: Any) -> Sums:
@@ -78,7 +77,7 @@ class Trainer(Engine):
         return self._local.backward(state, batch)
 
     def serve(self, state: Any) -> Status:
-        """Compute what the server asks for to the end of the run.
+        """Compute the server's batches until the run ends; return its status.
 
         Raises:
             UserError: a gradient is sparse.
@@ -100,7 +99,7 @@ class Trainer(Engine):
             batch = batches.step_at(step)
             sums = self.backward(state, batch)
             _validate_gradients(module)
-            # Of a mean sample, since the last batch of an epoch may be smaller than the server's.
+            # Per sample, since the last batch of an epoch may be smaller than the server's.
             tokens = 0.0 if sums.tokens is None else float(sums.tokens) / batch.global_count
             numbers = [waited_s, float(sums.loss), tokens, *map(float, sums.scalars.values())]
             push = flatten_gradients(module, torch.tensor(numbers, dtype=torch.float64))
@@ -109,17 +108,17 @@ class Trainer(Engine):
 
 
 class Server(Engine):
-    """Gradients from the trainers, all of them or any; see ``Engine``."""
+    """Collects gradients from all trainers or from any; see ``Engine``."""
 
     def __init__(self, state: Any, group: dist.ProcessGroup, *, waits_for_all: bool) -> None:
         self._module, self._group = state.module, group
         self._waits_for_all, self._scalars = waits_for_all, tuple(state.scalars or ())
         self._idle = list(range(1, dist.get_world_size(group)))
-        self._version, self._versions = 0, dict[int, int]()  # updates taken; those a trainer has
+        self._version, self._versions = 0, dict[int, int]()  # updates so far; per busy trainer
         self._next, self._is_stopping = 0, False  # the next batch to hand out
         self._parameters = list(state.module.parameters())
-        self._sizes = [one.numel() for one in self._parameters]
-        # A push's length and dtype, without its memory.
+        self._sizes = [parameter.numel() for parameter in self._parameters]
+        # Length and dtype of a push, without memory.
         numbers = torch.zeros(3 + len(self._scalars))
         self._push = flatten_gradients(state.module, numbers).to("meta")
         self._begin_interval()
@@ -127,17 +126,18 @@ class Server(Engine):
     def backward(self, state: Any, batch: Any) -> Sums:
         """Leave a step's gradients in the module.
 
-        In sync the trainers compute the loop's batch; in async they have batches already.
+        In sync the trainers compute the loop's batch; in async they already have batches.
         """
         if not self._num_steps:
             self._began = time.perf_counter()
         pushes = self._collect(state, batch.number)
         gradients, counts, _, numbers = self._parts(sum(pushes[1:], start=pushes[0]))
         gradients = (gradients / len(pushes)).split(self._sizes)
-        for one, gradient, count in zip(self._parameters, gradients, counts.tolist(), strict=True):
+        pairs = zip(self._parameters, gradients, counts.tolist(), strict=True)
+        for parameter, gradient, count in pairs:
             # None, not zero: with a zero gradient the optimizer would decay a frozen parameter.
-            one.grad = gradient.view(one.shape).to(one) if count else None
-        # The lowest rank's, as under DDP.
+            parameter.grad = gradient.view(parameter.shape).to(parameter) if count else None
+        # The lowest rank's buffers, as under DDP.
         copy_parts(self._parts(pushes[0])[2], list(self._module.buffers()))
         waited_s, loss, tokens, *scalars = numbers
         self._version += 1
@@ -149,14 +149,14 @@ class Server(Engine):
         return Sums(loss, num_tokens, dict(zip(self._scalars, scalars, strict=True)))
 
     def may_stop(self, is_asked: bool) -> bool:
-        """Return whether to stop now: if asked, and once no batch is under way."""
+        """Return whether to stop now: if requested, once no trainer has a batch."""
         self._is_stopping = is_asked
         return is_asked and not self._versions
 
     def metrics(self) -> dict[str, float]:
         """Return staleness (in updates), waiting times and pushes since the last call."""
         pushes = len(self._staleness)
-        found = {
+        metrics = {
             "ps/staleness_mean": sum(self._staleness) / pushes,
             "ps/staleness_max": max(self._staleness),
             "ps/trainer_wait_ms": 1000 * self._trainer_wait_s / pushes,
@@ -165,7 +165,7 @@ class Server(Engine):
             "ps/num_trainers": len(self._idle) + len(self._versions),
         }
         self._begin_interval()
-        return found
+        return metrics
 
     def _begin_interval(self) -> None:
         self._began = time.perf_counter()
@@ -181,10 +181,11 @@ class Server(Engine):
             dist.send(torch.tensor([code]), rank, self._group)
 
     def _parts(self, push: Tensor) -> tuple[Tensor, ...]:
-        """Return what ``flatten_gradients`` has put together."""
-        own = [sum(self._sizes), len(self._sizes)]
-        rest = [len(push) - sum(own) - 3 - len(self._scalars), 3 + len(self._scalars)]
-        return tuple(push.split([*own, *rest]))
+        """Split the result of ``flatten_gradients`` into its four parts."""
+        num_gradients, num_flags = sum(self._sizes), len(self._sizes)
+        num_numbers = 3 + len(self._scalars)
+        num_buffered = len(push) - num_gradients - num_flags - num_numbers
+        return tuple(push.split([num_gradients, num_flags, num_buffered, num_numbers]))
 
     def _collect(self, state: Any, number: int) -> list[Tensor]:
         """Hand out batches to idle trainers; return a step's pushes, in sync by rank."""
@@ -199,8 +200,8 @@ class Server(Engine):
         self._versions |= dict.fromkeys(trainers, self._version)
         values = flatten_state(self._module)
         started = time.perf_counter()
-        for rank, one in zip(trainers, numbers, strict=True):
-            dist.send(torch.tensor([one]), rank, self._group)
+        for rank, batch_number in zip(trainers, numbers, strict=True):
+            dist.send(torch.tensor([batch_number]), rank, self._group)
             dist.send(values, rank, self._group)
         sources = trainers if self._waits_for_all else [None]
         pushes = [torch.empty_like(self._push, device="cpu") for _ in sources]
@@ -209,13 +210,13 @@ class Server(Engine):
             for push, source in zip(pushes, sources, strict=True)
         ]
         self._server_wait_s += time.perf_counter() - started
-        self._staleness += [self._version - self._versions.pop(one) for one in trainers]
+        self._staleness += [self._version - self._versions.pop(rank) for rank in trainers]
         self._idle += trainers
         return pushes
 
 
 def _validate_gradients(module: nn.Module) -> None:
-    if any(one.grad is not None and one.grad.is_sparse for one in module.parameters()):
+    if any(p.grad is not None and p.grad.is_sparse for p in module.parameters()):
         raise UserError(
             "parallelism=ps cannot push sparse gradients; leave out sparse=True in the model, or "
             "write parallelism=ddp"
@@ -228,9 +229,9 @@ def flatten_state(module: nn.Module) -> Tensor:
 
 
 def flatten_gradients(module: nn.Module, numbers: Tensor) -> Tensor:
-    """Return what a trainer pushes, as one vector on the CPU.
+    """Return a trainer's push, a vector on the CPU.
 
-    Gradients; for each parameter 1 if it has a gradient, else 0; buffers; and `numbers`, a vector.
+    It holds the gradients; for each parameter 1 if it has a gradient, else 0; buffers; `numbers`.
     """
     parameters = list(module.parameters())
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -240,7 +241,7 @@ def flatten_gradients(module: nn.Module, numbers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_parts(values: Tensor, tensors: list[Tensor]) -> None:
-    """Copy the parts of a vector into tensors, which keep their memory format."""
+    """Copy the parts of a vector into tensors."""
     parts = values.split([tensor.numel() for tensor in tensors]) if tensors else ()
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))
@@ -252,7 +253,7 @@ def _flatten(tensors: list[Tensor], module: nn.Module) -> Tensor:
     sent = (*module.named_parameters(), *module.named_buffers())
     is_wide = any(
         tensor.dtype not in EXACT_IN_FLOAT32
-        # BatchNorm's count of batches is exact up to 2**24.
+        # float32 holds BatchNorm's count of batches exactly up to 2**24.
         and not name.endswith("num_batches_tracked")
         for name, tensor in sent
     )

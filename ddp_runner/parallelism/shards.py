@@ -1,7 +1,7 @@
-"""Tensors of which a rank holds only a part: put together to be saved, cut again when loaded.
+"""Sharded tensors: gathered to be saved, split again when loaded.
 
-They are torch's DTensors. Importing that class takes half a second, so they are known by their
-method ``full_tensor``, and a run without any pays nothing.
+They are torch's DTensors. Importing that class takes half a second, so the method ``full_tensor``
+identifies them, and a run without shards does not import it.
 """
 
 import copy
@@ -19,39 +19,36 @@ from ddp_runner.errors import UserError
 
 
 def reshard(module: nn.Module) -> None:
-    """Free what a forward without a backward has gathered; FSDP2 frees the rest by itself.
-
-    Until then the module's parameters are whole tensors, or shards over fewer ranks.
-    """
+    """Free parameters that a forward without a backward has left gathered under FSDP2."""
     for part in module.modules():
         if hasattr(part, "reshard"):
             cast(Any, part).reshard()
 
 
 def is_shard(value: object) -> bool:
-    """Return whether a value is a tensor that is split over ranks."""
+    """Return whether a value is a sharded tensor."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
 
 
 def has_shards(module: nn.Module) -> bool:
-    """Return whether a rank holds only a part of the module."""
+    """Return whether a rank holds only a part of a parameter."""
     return any(map(is_shard, module.parameters()))
 
 
 def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: object) -> None:
-    """Let an optimizer, built of these keys, step parameters of which some may be split over ranks.
+    """Let an optimizer, built from `keys`, step parameters that may be sharded.
 
     Raises:
-        UserError: torch cannot do so.
+        UserError: torch does not support it.
     """
-    named, mode = f"optimizer={keys.get('name')} ({keys['_target_']})", f"parallelism={parallelism}"
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(map(is_shard, parameters)):
         return
     if isinstance(optimizer, torch.optim.Adafactor):
         raise UserError(
-            f"{named} takes norms in place, which torch cannot do for parameters that {mode} "
-            "splits; write optimizer=adamw, or parallelism=ddp"
+            f"optimizer={keys.get('name')} ({keys['_target_']}) takes norms in place, which torch "
+            f"cannot do for parameters that parallelism={parallelism} splits; write "
+            "optimizer=adamw, or parallelism=ddp"
         )
     if all(map(is_shard, parameters)):
         return
@@ -59,15 +56,15 @@ def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: ob
         if any(group.get(key) for group in optimizer.param_groups):
             raise UserError(
                 f"optimizer.{key}=true steps all parameters in one call, which torch cannot do "
-                f"under {mode}, where some are split and some are not; leave it out"
+                f"under parallelism={parallelism}, which splits only some; leave it out"
             )
     for group in optimizer.param_groups:
-        if group.get("foreach", False) is None:  # torch's own choice, which on a GPU is true
+        if group.get("foreach", False) is None:  # torch's default, which is true on a GPU
             group["foreach"] = False
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; all of it if it is not split."""
+    """Return this rank's part of a tensor; the tensor itself if it is not split."""
     return cast(Any, tensor).to_local() if is_shard(tensor) else tensor
 
 
@@ -76,29 +73,26 @@ def whole(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).full_tensor() if is_shard(tensor) else tensor
 
 
-def laid_out_as(value: Tensor, own: Tensor) -> Tensor:
-    """Return a tensor split as a rank's own one is. Collective if it is split otherwise."""
-    if not is_shard(own):
+def laid_out_as(value: Tensor, reference: Tensor) -> Tensor:
+    """Return a tensor split as the reference is. Collective if its layout changes."""
+    if not is_shard(reference):
         return value
-    return cast(Tensor, cast(Any, value).redistribute(placements=cast(Any, own).placements))
+    return cast(Tensor, cast(Any, value).redistribute(placements=cast(Any, reference).placements))
 
 
 def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
-    """Return a state with whole tensors, on the CPU, in place of shards. Collective if it has any.
-
-    One tensor at a time is put together.
+    """Return a state with whole tensors on the CPU in place of shards. Collective if it has shards.
 
     Args:
-        state: tensors, and dicts and lists of them; what is not split is returned as it is.
+        state: tensors, and dicts and lists of them; tensors that are not split stay.
         keep: whether this rank needs the result; else its whole tensors are None.
-        copies: takes the address of the memory of each whole tensor: nothing else uses it.
+        copies: gets the memory address of each whole tensor that nothing else uses.
     """
     if isinstance(state, Mapping):
         parts = {key: gathered(value, keep=keep, copies=copies) for key, value in state.items()}
         if all(parts[key] is state[key] for key in parts):
             return state
-        # Of the same kind, a dict: that of a module has its version beside the keys.
-        result: Any = copy.copy(state)
+        result: Any = copy.copy(state)  # a module's state_dict carries `_metadata`
         result.update(parts)
         return result
     if isinstance(state, list | tuple):
@@ -110,37 +104,40 @@ def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
     if not keep:
         return None
     full, source = full.cpu(), own_part(state).untyped_storage()
-    # The whole of a tensor on one rank is the rank's own part, which the next step changes.
+    # With a single rank the whole tensor is the rank's part, which the next step changes.
     if copies is not None and (address := full.untyped_storage().data_ptr()) != source.data_ptr():
         copies.add(address)
     return full
 
 
-def like(value: Tensor, own: Tensor) -> Tensor:
-    """Return a whole tensor split as a rank's own one is; as it is if that is not split."""
-    if not is_shard(own) or is_shard(value):
+def like(value: Tensor, reference: Tensor) -> Tensor:
+    """Return a whole tensor split as the reference is."""
+    if not is_shard(reference) or is_shard(value):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    assert isinstance(own, DTensor)
-    local = value.to(own.device_mesh.device_type)
-    return distribute_tensor(local, own.device_mesh, own.placements, src_data_rank=None)
+    assert isinstance(reference, DTensor)
+    mesh = reference.device_mesh
+    return distribute_tensor(
+        value.to(mesh.device_type), mesh, reference.placements, src_data_rank=None
+    )
 
 
-def copy_shard(own: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor, or this rank's part of it, into the rank's own one."""
-    with torch.no_grad():
-        own_part(own).copy_(own_part(like(value, own)))
+@torch.no_grad()
+def copy_shard(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor, or this rank's part of it, into the target."""
+    own_part(target).copy_(own_part(like(value, target)))
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load a state_dict with whole tensors, which every rank has, into a module or its shards."""
-    expected = module.state_dict() if has_shards(module) else {}
-    found = {
-        key: like(value, expected[key]) if key in expected else value
-        for key, value in state.items()
-    }
-    module.load_state_dict(found if expected else state)
+    if has_shards(module):
+        shards = module.state_dict()
+        state = {
+            key: like(value, shards[key]) if key in shards else value
+            for key, value in state.items()
+        }
+    module.load_state_dict(state)
 
 
 def send_module(
@@ -149,25 +146,25 @@ def send_module(
     """Load rank 0's tensors on all ranks, one at a time. Collective: every rank must call.
 
     Args:
-        module: bare, of the same model on every rank.
-        tensors: on rank 0 its state_dict with whole tensors; None on the others.
+        module: the unwrapped module, the same on every rank.
+        tensors: on rank 0 its state_dict with whole tensors; None on other ranks.
         group: the ranks that have the module; None: all.
     """
-    for key, own in module.state_dict().items():
-        value = torch.empty(own.shape, dtype=own.dtype, device=own_part(own).device)
+    for key, target in module.state_dict().items():
+        value = torch.empty(target.shape, dtype=target.dtype, device=own_part(target).device)
         if tensors is not None:
             value.copy_(tensors[key])
         dist.broadcast(value, src=0, group=group)
-        copy_shard(own, value)
+        copy_shard(target, value)
 
 
 def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor that is NaN or infinite somewhere; None: all are finite.
+    """Return the name of the first tensor with a NaN or infinity, the same on every rank, or None.
 
-    Every rank gets the same answer. Collective if a tensor is split.
+    Collective if a tensor is split.
     """
     tensors = dict(named)
-    flags = [(~torch.isfinite(own_part(one))).any() for one in tensors.values()]
+    flags = [(~torch.isfinite(own_part(tensor))).any() for tensor in tensors.values()]
     counts = list(map(int, values_of(flags)))
     if any(map(is_shard, tensors.values())):
         total = torch.tensor(counts)

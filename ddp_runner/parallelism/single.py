@@ -1,4 +1,4 @@
-"""A process with a device: the reference that every other mode is compared with."""
+"""One process on one device: the reference for every other mode."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from ddp_runner.parallelism.mode import (
 
 @dataclass(frozen=True)
 class Single:
-    """An unwrapped model on a device."""
+    """An unwrapped model on one device."""
 
     name: str
     layout = staticmethod(one_share_each)

@@ -1,4 +1,4 @@
-"""Splits the layers of a model over the ranks of a mesh's axis, by the plan of the model's YAML.
+"""Splits a model's layers over the ranks of a mesh axis, by the plan in the model's YAML.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
@@ -24,7 +24,7 @@ from ddp_runner.parallelism.module_names import matched
 from ddp_runner.seeds import seed_all
 
 WHOLE, SPLIT = Replicate(), Shard(1)  # of activations (batch, length, features)
-PARAMETERS_SPLIT = ("colwise", "rowwise", "sequence")  # words that give a layer other parameters
+PARAMETERS_SPLIT = ("colwise", "rowwise", "sequence")  # styles that replace parameters
 
 
 def split_layers(
@@ -33,57 +33,57 @@ def split_layers(
     """Split the layers that the plan names over the ranks of the mesh.
 
     Raises:
-        UserError: there is none, a name matches no module, a word is unknown, or a layer cannot be
-            split.
+        UserError: the plan is empty, a pattern matches no module, a style is unknown, or a layer
+            cannot be split.
     """
     if not plan:
         raise UserError(
             "parallelism.tensor_parallel_size needs a model that says how its layers are split; "
             "write model.tensor_parallel={PATTERN:colwise}, or parallelism=fsdp"
         )
-    styles, numbers = _styles(is_sequence_split=is_sequence_split), _OwnNumbers(mesh)
+    styles, numbers = _styles(is_sequence_split=is_sequence_split), _RankNumbers(mesh)
     module.register_forward_pre_hook(numbers.begin)
     names_of = defaultdict[nn.Parameter, list[str]](list)
-    for name, one in module.named_parameters(remove_duplicate=False):
-        names_of[one].append(name)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_of[parameter].append(name)
     for pattern, word in plan.items():
         if word not in _styles(is_sequence_split=True):
             raise UserError(
                 f"model.tensor_parallel ({pattern}: {word}) must be one of "
                 f"{', '.join(_styles(is_sequence_split=True))}"
             )
-        found = matched(module, pattern, key="model.tensor_parallel")
-        for name, layer in found.items() if word in styles else ():
+        layers = matched(module, pattern, key="model.tensor_parallel")
+        for name, layer in layers.items() if word in styles else ():
             _validate_layer(name, layer, word, size=mesh.size())
             if word in PARAMETERS_SPLIT:
-                _validate_ties([names_of[one] for one in layer.parameters(recurse=False)])
+                _validate_ties([names_of[tensor] for tensor in layer.parameters(recurse=False)])
             parallelize_module(layer, mesh, styles[word]())
             numbers.between(layer, word)
 
 
-class _OwnNumbers:
-    """Lets each rank draw its own random numbers where it has its own part of the features.
+class _RankNumbers:
+    """Lets each rank draw different random numbers where it has different features.
 
-    That is between a layer that is split by its outputs and one that is split by its inputs. There
-    dropout must not drop the same units of different heads; elsewhere ranks must draw alike.
+    That is between a colwise and a rowwise layer. There dropout must not drop the same units of
+    different heads; elsewhere all ranks must draw the same numbers.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._rank = mesh.get_local_rank()
-        self._seed: int | None = None  # with which the ranks go on together
+        self._seed: int | None = None  # the ranks' common seed after the part
 
     def begin(self, *_: Any) -> None:
-        """Forget what an earlier forward has left: it may end in such a part."""
+        """Reset the seed: an earlier forward may have ended inside the part."""
         self._seed = None
 
     def between(self, layer: nn.Module, word: str) -> None:
-        """Watch a layer that begins such a part of the model, or ends it."""
+        """Hook a layer that begins or ends the part."""
         if word == "colwise":
-            layer.register_forward_hook(self._part)
+            layer.register_forward_hook(self._diverge)
         elif word == "rowwise":
             layer.register_forward_pre_hook(self._meet)
 
-    def _part(self, layer: nn.Module, *_: Any) -> None:
+    def _diverge(self, layer: nn.Module, *_: Any) -> None:
         if layer.training and self._seed is None and not torch.compiler.is_compiling():
             self._seed = int(torch.randint(2**62, ()))  # the same on all ranks
             seed_all(self._seed, "split", self._rank)
@@ -95,7 +95,7 @@ class _OwnNumbers:
 
 
 def _validate_layer(name: str, layer: nn.Module, word: str, *, size: int) -> None:
-    """Reject a layer that the ranks cannot split into equal parts."""
+    """Reject a layer that cannot be split into equal parts."""
     axis = {"colwise": 0, "rowwise": 1}.get(word)
     if axis is None:
         return
@@ -114,18 +114,18 @@ def _validate_layer(name: str, layer: nn.Module, word: str, *, size: int) -> Non
 
 
 def _validate_ties(names: Iterable[Sequence[str]]) -> None:
-    """Reject a parameter that several modules share: torch splits that of one module alone."""
-    for same in names:
-        if len(same) > 1:
+    """Reject a parameter that several modules share: torch would split it in only one of them."""
+    for tied in names:
+        if len(tied) > 1:
             raise UserError(
-                f"model.tensor_parallel splits {same[0]}, which is one parameter with {same[1]}, "
+                f"model.tensor_parallel splits {tied[0]}, which is one parameter with {tied[1]}, "
                 "and torch would make them two; leave both layers out of it, or write "
                 "parallelism=fsdp"
             )
 
 
 def _styles(*, is_sequence_split: bool) -> Mapping[str, Callable[[], ParallelStyle]]:
-    """Return what the words of a plan mean. Between layers activations are whole or split."""
+    """Return the plan's styles; activations between layers are whole or split."""
     between = SPLIT if is_sequence_split else WHOLE
     styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": ColwiseParallel,
@@ -138,27 +138,27 @@ def _styles(*, is_sequence_split: bool) -> Mapping[str, Callable[[], ParallelSty
 
 
 class _Gather(ParallelStyle):
-    """Gives a module the whole of its first argument, for all of its layers at once.
+    """Gathers a module's first argument, once for all of its layers.
 
-    Their gradients of it are added on each rank first and then over the ranks, in one all-reduce.
+    Its gradients are added on each rank first, then over the ranks in one all-reduce.
     """
 
-    def __init__(self, given: Placement) -> None:
-        self._given = given
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        computes_itself = any(True for _ in module.parameters(recurse=False))
+        has_parameters = any(True for _ in module.parameters(recurse=False))
 
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            found = _laid_out(args[0], mesh, self._given, WHOLE)
-            return found.to_local() if computes_itself else found, *args[1:]
+            whole = _redistribute(args[0], mesh, self._placement, WHOLE)
+            return whole.to_local() if has_parameters else whole, *args[1:]
 
         module.register_forward_pre_hook(gather)
         return module
 
 
 class _Split(ParallelStyle):
-    """Leaves each rank a part of a module's output, of which all have the whole."""
+    """Keeps a part of a module's output on each rank, which computes the whole output."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def split(_: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -167,14 +167,14 @@ class _Split(ParallelStyle):
                     f"parallelism.sequence_parallel=true splits sequences of {output.shape[1]} "
                     f"over {mesh.size()} ranks; choose a length that they divide"
                 )
-            return _laid_out(output, mesh, WHOLE, SPLIT).to_local()
+            return _redistribute(output, mesh, WHOLE, SPLIT).to_local()
 
         module.register_forward_hook(split)
         return module
 
 
-def _laid_out(value: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> DTensor:
-    """Return an activation in another layout over the mesh."""
+def _redistribute(value: Tensor, mesh: DeviceMesh, old: Placement, new: Placement) -> DTensor:
+    """Return an activation with a new placement over the mesh."""
     if not isinstance(value, DTensor):
-        value = DTensor.from_local(value, mesh, [given], run_check=False)
-    return value.redistribute(placements=[wanted])
+        value = DTensor.from_local(value, mesh, [old], run_check=False)
+    return value.redistribute(placements=[new])

@@ -377,7 +377,7 @@ def age(folder: Path) -> None:
         (flip_a_byte, "sha256"),
         (truncate, "sha256"),
         (forget_manifest, "manifest.json"),
-        (halve_manifest, "manifest.json is damaged"),
+        (halve_manifest, "manifest.json or tensors.pt cannot be read"),
         (age, f"format_version is {FORMAT_VERSION}, manifest.json has {FORMAT_VERSION - 1}"),
     ],
 )

@@ -259,7 +259,7 @@ def test_kept_workers_do_not_mix_two_epochs() -> None:
     left = steps_of(batches)
     next(left)
     steps(steps_of(batches, 1))
-    with pytest.raises(RuntimeError, match="other train samples were loaded amid this epoch"):
+    with pytest.raises(RuntimeError, match="other train samples were loaded during this epoch"):
         next(left)
 
 

@@ -206,7 +206,7 @@ def test_an_error_in_a_stream_is_one_line(num_workers: int) -> None:
     )
     next(stream)
     next(stream)
-    message = r"the train stream failed near sample 4: KeyError: 'image'; mend the dataset"
+    message = r"the train stream failed near sample 4: KeyError: 'image'; fix the dataset"
     with pytest.raises(UserError, match=message):
         next(stream)
 
@@ -226,7 +226,7 @@ def test_a_dataset_that_cannot_be_copied_needs_a_worker() -> None:
 
 def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the extra to install."""
-    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
+    monkeypatch.setitem(sys.modules, "torchdata", None)
     with pytest.raises(UserError, match=r'needs torchdata; write pip install "ddp-runner\[streams'):
         read(StreamSplit("train", Plain(4)))
 

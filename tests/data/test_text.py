@@ -200,4 +200,4 @@ def test_a_tokenizer_without_padding_is_rejected(tmp_path: Path) -> None:
     """A tokenizer needs a token to pad with."""
     (tmp_path / "vocab.txt").write_text("\n".join(("[UNK]", "[CLS]", "[SEP]", GOOD, BAD)))
     answer = csv_error(write_reviews(tmp_path / "x.csv"), tokenizer=str(tmp_path))
-    assert f"the tokenizer in {tmp_path} has no [PAD] or <pad> to fill up short texts" in answer
+    assert f"the tokenizer in {tmp_path} has no [PAD] or <pad> to pad short texts" in answer

@@ -185,7 +185,7 @@ def test_the_bundled_text_is_that_of_this_python(tmp_path: Path) -> None:
     assert len(text) > 200_000
     dataset = load_dataset(text_source(), data_root=tmp_path, log=print)
     (note,) = dataset.notes
-    assert note.endswith("of a vocabulary of 256")
+    assert note.endswith("from a vocabulary of 256")
 
 
 @pytest.mark.parametrize(

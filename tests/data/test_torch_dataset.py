@@ -226,9 +226,9 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
     [
         ("Draws", {}, "the train samples draw random numbers, and prepared they would be the same"),
         ("Growing", {}, r"from 256 on are \(2,\) of float32, and the first \(1,\) of float32"),
-        ("Kinds", {}, r"from 256 on are \(\) of float64, and the first \(\) of int64; let all be"),
+        ("Kinds", {}, r"from 256 on are \(\) of float64, and the first \(\) of int64; give all"),
         ("Items", {}, r"becomes a batch of type dict, and only pairs of tensors \(input, target\)"),
-        ("Stream", {}, "a stream has no samples to prepare"),
+        ("Stream", {}, "a stream cannot be prepared"),
         (
             "Stream",
             {"eval_fraction": 0.1, "eval": "null"},
@@ -242,7 +242,7 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
         ),
         ("Numbers", {"eval_fraction": 1.5, "eval": "null"}, r"\(1.5\) must be between 0 and 1"),
         ("Numbers", {"eval": "null"}, "dataset.eval has no _target_"),
-        ("Numbers", {"num_classes": 2}, "2 classes are numbered from 0 to 1"),
+        ("Numbers", {"num_classes": 2}, "number 2 classes from 0 to 1"),
         (
             "Draws",
             {"prepare": False, "eval": "null", "eval_fraction": 0.1},

@@ -56,10 +56,13 @@ def changed(**tensors: Any) -> dict[str, Any]:
 
 
 INVALID: dict[str, tuple[Any, str]] = {
-    "no eval targets": (Own(changed(eval_targets=None)), "returned no eval_targets; it must"),
-    "nothing": (Own(None), "returned NoneType; it must return a mapping with train_inputs, "),
+    "no eval targets": (Own(changed(eval_targets=None)), "returned no eval_targets; return"),
+    "nothing": (Own(None), "returned NoneType; return a mapping with train_inputs, "),
     "dict inputs": (Own(changed(train_inputs={"ids": 1})), "returned a dict as train_inputs"),
-    "no Dataset": (Own(GOOD, made=GOOD), "dataset=own made a dict; its method dataset"),
+    "no Dataset": (
+        Own(GOOD, made=GOOD),
+        "dataset=own made a dict; return a ddp_runner",
+    ),
     "fewer targets": (
         Own(changed(train_targets=torch.tensor([0]))),
         "has 4 train inputs and 1 train targets",
@@ -70,11 +73,11 @@ INVALID: dict[str, tuple[Any, str]] = {
     ),
     "float classes": (
         Own(changed(train_targets=torch.zeros(4))),
-        "the train targets of dataset=own are float32 of shape (4,); 3 classes need int64",
+        "the train targets of dataset=own are float32 of shape (4,); give int64 for 3 classes",
     ),
     "counted from one": (
         Own(changed(eval_targets=torch.tensor([1, 3]))),
-        "the eval targets of dataset=own go from 1 to 3; 3 classes are numbered from 0 to 2",
+        "the eval targets of dataset=own go from 1 to 3; number 3 classes from 0 to 2",
     ),
     "negative": (Own(changed(train_targets=torch.tensor([0, 1, -1, 2]))), "go from -1 to 2"),
 }

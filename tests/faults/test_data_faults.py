@@ -55,7 +55,7 @@ DAMAGED = {
     "label_out_of_range": (
         "train-labels-idx1-ubyte",
         idx_labels([0, 1, 2, 3, 10, 5]),
-        "the train targets of dataset=mnist go from 0 to 10; 10 classes are numbered from 0 to 9",
+        "the train targets of dataset=mnist go from 0 to 10; number 10 classes from 0 to 9",
     ),
     "fewer_labels_than_images": (
         "train-labels-idx1-ubyte",
@@ -95,8 +95,7 @@ ROWS: list[tuple[object, ...]] = [HEADER, (1, "a b"), (0, "c d"), (1, "é f"), (
 FAULTY_CSV: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing_column": (
         lambda path: write_rows(path, [("label", "text"), *ROWS[1:]]),
-        " has the columns label, text and not review; name them with dataset.text and "
-        "dataset.label",
+        " has the columns label, text and not review; name two in dataset.text and dataset.label",
     ),
     "bad_label": (
         lambda path: write_rows(path, [*ROWS, ("yes", "i j")]),
@@ -151,7 +150,10 @@ CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "sha256 is ",
     ),
     "version": (set_old_version, f"format_version is {FORMAT_VERSION}, manifest.json has 1"),
-    "manifest": (lambda folder: truncate(folder / "manifest.json", 9), "manifest.json is damaged"),
+    "manifest": (
+        lambda folder: truncate(folder / "manifest.json", 9),
+        "manifest.json or tensors.pt cannot be read",
+    ),
     "tensors_gone": (
         lambda folder: (folder / "tensors.pt").unlink(),
         "tensors.pt: No such file or directory",

@@ -86,7 +86,7 @@ def test_an_order_may_change_between_epochs_only() -> None:
     other.load_state_dict(between)
     with pytest.raises(
         UserError,
-        match=r"global_size=6, and this run has batch\.global_size=4, so",
+        match=r"global_size=6, and this run has batch\.global_size=4: ",
     ):
         other.load_state_dict(amid)
 

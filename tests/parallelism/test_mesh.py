@@ -13,7 +13,7 @@ OPTIMIZERS = {
     "tp": (
         (ADAM, "+optimizer.fused=true", "model._target_=broken_models.Idle", OURS),
         "optimizer.fused=true steps all parameters in one call, which torch cannot do under "
-        "parallelism=tp, where some are split and some are not; leave it out",
+        "parallelism=tp, which splits only some; leave it out",
     ),
     "fsdp": (
         ("optimizer=adafactor",),

@@ -196,7 +196,7 @@ def test_foreign_checkpoint_is_rejected_with_what_differs(tmp_path: Path) -> Non
         "fit|scheduler|was LambdaLR and is ReduceLROnPlateau now": ("scheduler=plateau",),
         "has|ema|this run restores": ("ema.decay=0.9",),
         "fit|data|27 training samples then, 28 now": ("dataset.num_samples=28",),
-        "fit|batches|amid epoch 2|seed=0|seed=1": ("seed=1",),
+        "fit|batches|inside epoch 2|seed=0|seed=1": ("seed=1",),
         "batch.global_size=8|batch.global_size=4": ("batch.global_size=4",),
     }
     others = [config_of(*single, *keys, world_size=1) for keys in foreign.values()]
@@ -336,7 +336,7 @@ def of_the_old_order(env: DistEnv, config: Config, folder: Path, in_epoch: int) 
         return str(error)
 
 
-@pytest.mark.parametrize(("in_epoch", "message"), [(2, "amid epoch 2"), (0, "resumed at 4")])
+@pytest.mark.parametrize(("in_epoch", "message"), [(2, "inside epoch 2"), (0, "resumed at 4")])
 def test_an_epoch_of_another_order_cannot_be_finished(
     tmp_path: Path, in_epoch: int, message: str
 ) -> None:

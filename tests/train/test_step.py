@@ -315,7 +315,7 @@ def test_what_a_loss_ignores_does_not_count(kind: str, count: str) -> None:
 def test_a_class_that_is_none_is_one_line() -> None:
     """Also where it comes later than the first batch, in data that are loaded sample by sample."""
     batch = (torch.zeros(3, 2), torch.tensor([0, 1, 2]))
-    with pytest.raises(UserError, match="targets go from 0 to 2; 2 classes are numbered from 0 to"):
+    with pytest.raises(UserError, match="targets go from 0 to 2; number 2 classes from 0 to"):
         supervised(nn.Linear(2, 2), batch, loss=cross_entropy)
     own = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=255)
     with pytest.raises(UserError, match="targets go from 0 to 7"):  # 255 is not at fault

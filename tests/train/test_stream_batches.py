@@ -160,24 +160,24 @@ def resume_error(env: DistEnv, config: Config, folder: Path) -> str:
 
 
 def test_other_ranks_or_workers_resume_between_epochs_only(tmp_path: Path) -> None:
-    """Amid an epoch the error names both numbers and the fix."""
+    """Inside an epoch the error names both numbers and the fix."""
     keys = (*PLAIN, "batch.global_size=4", "train.epochs=2")
     amid, between = tmp_path / "amid", tmp_path / "between"
     run_ranks(stopped, 2, config_of(*keys), amid, 2)
     run_ranks(stopped, 2, config_of(*keys, "train.epochs=1"), between, None)
     (error,) = run_ranks(resume_error, 1, config_of(*keys, world_size=1), amid)
     assert (
-        "it was saved amid epoch 1 with ranks with samples of their own=2, samples of a "
+        "it was saved inside epoch 1 with ranks with samples of their own=2, samples of a "
         "micro-batch=2, and this run has ranks with samples of their own=1, samples of a "
     ) in error
     errors = run_ranks(resume_error, 2, config_of(*keys, "dataset.num_workers=1"), amid)
     assert all(
-        "dataset.num_workers=0, and this run has dataset.num_workers=1, so" in error
+        "dataset.num_workers=0, and this run has dataset.num_workers=1: " in error
         for error in errors
     )
     smaller = config_of(*keys, "train.grad_accum_steps=2")
     errors = run_ranks(resume_error, 2, smaller, amid)
-    assert all("and this run has samples of a micro-batch=1, so" in error for error in errors)
+    assert all("and this run has samples of a micro-batch=1: " in error for error in errors)
     other = config_of(*keys, "dataset.num_workers=1", world_size=1)
     assert run_ranks(resume_error, 1, other, between) == ["completed"]
 
@@ -216,7 +216,7 @@ def test_what_a_stream_cannot_do_is_one_line(tmp_path: Path) -> None:
             "dataset=torch_dataset; write train.max_steps"
         )
         assert "needs steps_per_epoch" in found["step"]
-        assert "the train stream has no sample in epoch 2; its __iter__ must" in found["once"]
+        assert "the train stream has no sample in epoch 2; let its __iter__" in found["once"]
         assert "the train stream has no sample" in found["no sample"]
         assert "has no eval samples; give at least 1" in found["no evaluation"]
 

@@ -1,11 +1,8 @@
-"""Texts and their classes from a CSV file, split and encoded as token ids once.
-
-Errors name the file and the line and, of a class, the column.
-"""
+"""Texts and their classes from a CSV file, split and encoded as token ids once."""
 
 import csv
 import io
-import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,15 +26,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CHUNK = 8192  # texts encoded at once
-EVAL_RUNS = 4  # runs of rising length in the eval split, so that ranks get similar lengths
+INTEGER = re.compile(r"[0-9]+(\.0*)?")  # some programs write 1 as 1.0
+EVAL_RUNS = 4  # sorted runs in the eval split, so that ranks get similar lengths
 
 
 class Row(NamedTuple):
-    """A sample."""
+    """A row of the file that has a text and a class."""
 
     text: str
-    label: int  # a class from 0
-    line: int  # of the file, from 1: where it begins
+    label: int  # class, from 0
+    line: int  # first line in the file, from 1
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,16 @@ class CsvText:
     """One sample per row, with columns for its text and its class, 0 to num_classes - 1."""
 
     name: str
-    path: str  # of the CSV, under data_root
-    text: str  # the columns' names
-    label: str
+    path: str  # path of the CSV, under data_root
+    text: str  # name of the text's column
+    label: str  # name of the class's column
     num_classes: int
-    max_length: int  # tokens of a sample, including the special ones at its ends
-    tokenizer: str | None  # folder of a tokenizer; None: a vocabulary is built from the train split
+    max_length: int  # most tokens of a sample, including the two special tokens at its ends
+    tokenizer: str | None  # folder of a tokenizer; None: build a vocabulary from the train split
     vocabulary: str  # wordpiece or characters
     vocab_size: int  # most tokens of a vocabulary built here
     eval_fraction: float = 0.1
-    split_seed: int = 0  # of the data, not of the run
+    split_seed: int = 0  # for the data; the run has its own seed
     encoding: str = "utf-8"
     delimiter: str = ","
     group_by_length: bool = True  # put texts of similar length in one batch: less padding
@@ -67,20 +65,13 @@ class CsvText:
             raise UserError(
                 f"dataset.vocabulary ({self.vocabulary}) must be one of {', '.join(VOCABULARIES)}"
             )
-        try:
-            "a".encode(self.encoding)
-            csv.reader([], delimiter=self.delimiter)
-        except LookupError as error:
+        if len(self.delimiter) != 1 or self.delimiter in '\r\n"':
             raise UserError(
-                f"dataset.encoding ({self.encoding}) is not a text encoding; use utf-8 or gb18030"
-            ) from error
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"dataset.delimiter ({self.delimiter!r}) must be one character, such as ,"
-            ) from error
+                f"dataset.delimiter ({self.delimiter!r}) must be one character; use , or ;"
+            )
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """Return the fields that count, and size and modification time of each file."""
+        """Return the fields that the tensors depend on, and the stamps of the files."""
         fields = {key: value for key, value in asdict(self).items() if key != "group_by_length"}
         fields["csv"] = shared.stamps([data_root / self.path])
         if self.tokenizer is not None:
@@ -90,8 +81,7 @@ class CsvText:
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Read, split and encode; the ids are int32 ``(n, max_length)``.
 
-        The eval split is sorted by length, because its batches are slices and should need little
-        padding.
+        The eval split is sorted by length: its batches are slices and should need little padding.
 
         Raises:
             UserError: the CSV or the tokenizer is missing or unusable.
@@ -99,7 +89,7 @@ class CsvText:
         return self._build(data_root)[0]
 
     def sample_names(self, data_root: Path) -> dict[str, list[int]]:
-        """Return the lines of the CSV, from 1, of the samples of each split in their order."""
+        """Return each sample's line in the CSV, from 1, in the order of each split."""
         return self._build(data_root)[1]
 
     def _build(self, data_root: Path) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
@@ -133,15 +123,15 @@ class CsvText:
         return tensors, lines
 
     def read(self, data_root: Path) -> tuple[dict[str, list[Row]], int]:
-        """Return the rows of each split, and how many rows lack a text or a class."""
+        """Return the rows of each split, and the number of rows without a text or a class."""
         rows, num_dropped = self.rows(path := data_root / self.path)
         parts = shared.shuffled_split(
-            len(rows), self.eval_fraction, seed=self.split_seed, noun="rows", place=path
+            len(rows), self.eval_fraction, seed=self.split_seed, noun="rows", origin=path
         )
         return {split: [rows[row] for row in part] for split, part in parts.items()}, num_dropped
 
     def rows(self, path: Path) -> tuple[list[Row], int]:
-        """Return the file's rows that have a text and a class, and how many lack one.
+        """Return the file's rows with a text and a class, and the number of other rows.
 
         Raises:
             UserError: the file is missing or empty, or a row is malformed.
@@ -152,32 +142,32 @@ class CsvText:
         for column in (self.text, self.label):
             if column not in header:
                 raise UserError(
-                    f"{path} has the columns {', '.join(header)} and not {column}; name them with "
+                    f"{path} has the columns {', '.join(header)} and not {column}; name two in "
                     "dataset.text and dataset.label"
                 )
-        places = [header.index(column) for column in (self.text, self.label)]
+        indices = [header.index(column) for column in (self.text, self.label)]
         for line, fields in records:
             if len(fields) > len(header):
                 raise UserError(
                     f"{path}, line {line} has {len(fields)} columns, the first line {len(header)}; "
                     f"quote a text that contains {self.delimiter}"
                 )
-            text, value = ("".join(fields[place : place + 1]).strip() for place in places)
+            text, value = ("".join(fields[index : index + 1]).strip() for index in indices)
             if not text or not value:
                 num_dropped += 1
-            elif (label := _number(value)) in range(self.num_classes):
-                rows.append(Row(text, int(label), line))
+            elif INTEGER.fullmatch(value) and int(float(value)) < self.num_classes:
+                rows.append(Row(text, int(float(value)), line))
             else:
                 raise UserError(
                     f"{path}, line {line}, column {self.label}: {value[:40]} is not a class from 0 "
-                    f"to {self.num_classes - 1}; correct it, or give dataset.num_classes"
+                    f"to {self.num_classes - 1}; correct it, or increase dataset.num_classes"
                 )
         if not rows:
             raise UserError(f"{path} has no row with both {self.text} and {self.label}; add some")
         return rows, num_dropped
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Return the sequences of token ids, with the tokenizer that made them."""
+        """Return the sequences of token ids, with their tokenizer."""
         num_dropped, vocab_size = int(tensors["num_dropped"]), None
         if self.tokenizer is not None:
             vocab_size = max(load_tokenizer(Path(self.tokenizer)).get_vocab().values()) + 1
@@ -202,7 +192,7 @@ def encode(
     tokenizer.enable_padding(length=max_length, pad_id=padding)
     parts = [texts[start : start + CHUNK] for start in range(0, len(texts), CHUNK)]
     ids = [
-        torch.tensor([one.ids for one in tokenizer.encode_batch_fast(part)], dtype=torch.int32)
+        torch.tensor([row.ids for row in tokenizer.encode_batch_fast(part)], dtype=torch.int32)
         for part in parts
     ]
     tokenizer.no_truncation()
@@ -210,18 +200,11 @@ def encode(
     return torch.cat(ids)
 
 
-def _number(value: str) -> float:
-    try:
-        return float(value)  # some programs write 1 as 1.0
-    except ValueError:
-        return math.nan
-
-
 def _records(content: str, delimiter: str, path: Path) -> list[tuple[int, list[str]]]:
-    """Return all rows, including the first line, each with the number of its first line."""
+    """Return all rows, including the header, each with the number of its first line."""
     reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
     records, line = [], 1
-    # The limit finds unclosed quotes, which the end of the file shows as well. It is the process's.
+    # Long texts exceed the limit, which is the process's.
     limit = csv.field_size_limit(len(content))
     try:
         for fields in reader:
@@ -229,7 +212,7 @@ def _records(content: str, delimiter: str, path: Path) -> list[tuple[int, list[s
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
-            f"{path}, line {line}: {error}; close its quotes, and double those within a text"
+            f"{path}, line {line}: {error}; close its quotes, and double the quotes inside a text"
         ) from error
     finally:
         csv.field_size_limit(limit)
@@ -245,12 +228,16 @@ def _decoded(path: Path, encoding: str) -> str:
         content = data.decode(encoding).removeprefix("\ufeff")
         if "\0" in content:
             raise UnicodeDecodeError(encoding, data, data.find(b"\0"), len(data), "a NUL byte")
-    except UnicodeError as error:
-        number = 1 + data.count(b"\n", 0, getattr(error, "start", 0))  # some give no place
+    except (LookupError, UnicodeError) as error:
+        if isinstance(error, LookupError):
+            raise UserError(
+                f"dataset.encoding ({encoding}) is not a text encoding; use utf-8 or gb18030"
+            ) from error
+        number = 1 + data.count(b"\n", 0, getattr(error, "start", 0))  # some errors have no start
         raise UserError(
             f"{path}, line {number}: not {encoding}; save the file as utf-8, or name its encoding, "
-            "as in dataset.encoding=gb18030 or utf-16"
+            "as in dataset.encoding=gb18030"
         ) from error
     if not content.strip():
-        raise UserError(f"{path} is empty; its first line must name its columns")
+        raise UserError(f"{path} is empty; name its columns in the first line")
     return content

@@ -1,4 +1,4 @@
-"""Sources without files: scikit-learn's digits, made-up images, and random numbers."""
+"""Sources without files: scikit-learn's digits, generated images, and random numbers."""
 
 import math
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ class Digits:
     """Handwritten digits: scans of 8x8 pixels (the UCI set, 1797 samples) scaled to 28x28."""
 
     name: str
-    mean: float  # of the train split's pixels, scaled to 0..1
+    mean: float  # mean of the training pixels, scaled to 0..1
     std: float
     num_classes: int = 10
-    channels: int = 1  # more: the grey pixels repeated
+    channels: int = 1  # the grey pixels are repeated for more channels
     augmentation: Augmentation | None = None
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """Return the constants of this module and the fields that count."""
+        """Return the constants and the fields that the images depend on."""
         return {
             "train_samples": TRAIN_DIGITS,
             "size": DIGIT_SIZE,
@@ -68,7 +68,7 @@ class FakeImages:
     height: int  # pixels
     width: int  # pixels
     num_classes: int
-    seed: int  # of the data, not of the run
+    seed: int  # for the data; the run has its own seed
     augmentation: Augmentation | None = None
     # A pixel is the sum of two uniform integers in 0..127.
     mean: ClassVar[float] = 127 / 255
@@ -106,7 +106,7 @@ class RandomRegression:
     eval_samples: int
     input_size: int
     target_size: int
-    seed: int  # of the data, not of the run
+    seed: int  # for the data; the run has its own seed
 
     def fingerprint(self, data_root: Path) -> None:
         """Return None: drawing the numbers is cheaper than reading them."""

@@ -20,21 +20,21 @@ from ddp_runner.data.text_tokenizer import (
 )
 from ddp_runner.errors import UserError, os_errors
 
-BETWEEN = "\n\n"  # files, or topics of the bundled text
-MOST_SHORT = 2**16  # tokens of a vocabulary whose ids fit into two bytes
+SEPARATOR = "\n\n"  # between files, and between topics of the bundled text
+MOST_SHORT = 2**16  # most tokens of a vocabulary with ids of two bytes
 
 
 @dataclass(frozen=True)
 class Text:
-    """Files of UTF-8 text, one after the other; the end of them is the evaluation split."""
+    """Files of UTF-8 text, joined; the end is the evaluation split."""
 
     name: str
     path: str | Sequence[str] | None = None  # under data_root; None: Python's language reference
     vocabulary: str = "bytes"  # bytes, characters or bpe
-    vocab_size: int = 2048  # most tokens of a bpe that is built here
-    tokenizer: str | None = None  # folder of a tokenizer, in place of a vocabulary built here
+    vocab_size: int = 2048  # most tokens of a bpe vocabulary built here
+    tokenizer: str | None = None  # folder of a tokenizer to use instead of building a vocabulary
     sequence_length: int = 128  # tokens of a sample
-    eval_fraction: float = 0.1  # of the characters
+    eval_fraction: float = 0.1  # fraction of the characters
 
     def __post_init__(self) -> None:
         shared.require_at_least(self, sequence_length=1, vocab_size=NUM_BYTES)
@@ -51,7 +51,7 @@ class Text:
             )
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
-        """Return what the tokens depend on; the length of a sample is cut later."""
+        """Return the fields and files that the tokens depend on; samples are cut later."""
         fields = asdict(self)
         del fields["sequence_length"]
         if self.path is None:
@@ -63,7 +63,7 @@ class Text:
         return fields
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
-        """Read, split and encode; the tokens are int16, unsigned, or int32 of a large vocabulary.
+        """Read, split and encode; the tokens are unsigned int16, or int32 in a large vocabulary.
 
         The vocabulary is built from the training split.
 
@@ -90,7 +90,7 @@ class Text:
             if len(encoded) < 2:
                 raise UserError(
                     f"the {split} split of dataset={self.name} has {len(encoded)} tokens; give a "
-                    "longer text, or another dataset.eval_fraction"
+                    "longer text, or change dataset.eval_fraction"
                 )
             encoded = encoded.astype(np.uint16 if is_short else np.int32)
             tokens = torch.from_numpy(encoded.view(np.int16) if is_short else encoded)
@@ -103,7 +103,7 @@ class Text:
         return tensors
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
-        """Return the samples, with the tokenizer that made them.
+        """Return the samples, with their tokenizer.
 
         Raises:
             UserError: a split is shorter than a sample.
@@ -112,7 +112,7 @@ class Text:
         vocab_size = int(tensors["vocab_size"])
         note = (
             f"{self.name}: {len(train.tokens):,} tokens to train on and "
-            f"{len(evaluation.tokens):,} to evaluate, of a vocabulary of {vocab_size:,}"
+            f"{len(evaluation.tokens):,} to evaluate, from a vocabulary of {vocab_size:,}"
         )
         return Dataset(
             self.name,
@@ -142,30 +142,19 @@ class Text:
     def _read(self, data_root: Path) -> str:
         if self.path is None:
             return bundled_text()
-        return BETWEEN.join(map(_read_file, self._paths(data_root)))
+        return SEPARATOR.join(map(_read_file, self._paths(data_root)))
 
 
 def bundled_text() -> str:
-    """Return the topics of Python's language reference that ``help()`` shows, in their order.
+    """Return the topics that Python's ``help()`` shows, in order; they differ between versions."""
+    from pydoc_data.topics import topics
 
-    Each version of Python has its own.
-
-    Raises:
-        UserError: this Python was installed without them.
-    """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise UserError(
-            "dataset.path=null takes the language reference that comes with Python, which this "
-            "Python lacks (pydoc_data.topics); write dataset.path=FILE"
-        ) from error
-    return BETWEEN.join(text for _, text in sorted(topics.items()))
+    return SEPARATOR.join(text for _, text in sorted(topics.items()))
 
 
 def _read_file(path: Path) -> str:
-    what = f"dataset.path: {path.absolute()} cannot be read"
-    with os_errors(what, fix="give a file under data_root, or an absolute path"):
+    fix = "give a file under data_root, or an absolute path"
+    with os_errors(f"dataset.path: {path.absolute()} cannot be read", fix=fix):
         content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")
