@@ -17,11 +17,27 @@ BIG = Hardware(num_gpus=8, num_cores=64)  # has what any of the commands asks fo
 
 
 def commands() -> list[str]:
-    """Return the commands of the README's bash blocks that start the runner."""
+    """Return the commands that start the runner: in bash blocks, and in the table of tasks."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if re.search(r"-m ddp_runner(\s|$)", line)]
+    found = [line.strip() for line in lines if re.search(r"-m ddp_runner(\s|$)", line)]
+    return found + tasks()
+
+
+def tasks() -> list[str]:
+    """Return the commands of the table of tasks, without those that name the reader's own files."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("## I want to")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| ([^|]*`[^|]*) \|", table, flags=re.MULTILINE)
+    words = [word for row in rows for word in re.findall(r"`([^`]+)`", row)]
+    words = [
+        word
+        for word in words
+        if not re.search(r"\.\.\.|my_package|--config-dir|-m ddp_runner\.", word)
+    ]
+    assert len(words) >= 10
+    return [word if "ddp_runner" in word else f"python -m ddp_runner {word}" for word in words]
 
 
 def test_the_readme_shows_enough_commands() -> None:
@@ -67,6 +83,9 @@ def _rejected(line: str, folder: Path) -> list[str]:
 
 def _filled(word: str, folder: Path) -> str:
     key, _, value = word.partition("=")
+    if (key, value) == ("dataset.path", "my.txt"):
+        (folder / value).write_text("a text\n", encoding="utf-8")
+        return f"{key}={folder / value}"
     if key == "resume":
         RunDir(folder).freeze(resolved("model=toy")[0], overrides=(), choices={})
         return word if value == "auto" else f"resume={folder}"
