@@ -1,4 +1,4 @@
-"""The README's commands are ones that the runner accepts."""
+"""The README's commands and choices are valid, and the pages' links lead somewhere."""
 
 import re
 import shlex
@@ -103,3 +103,38 @@ def test_every_choice_of_the_readme_is_there() -> None:
         assert row is not None, f"no row for {group}"
         options = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
         assert set(re.findall(r"`(\w+)`", row[1])) == options
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    """To a file that exists, and to a heading of it."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    broken = list[str]()
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s:]+)\)", _prose(page)):
+            path, _, heading = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (heading and heading not in _headings(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
+
+
+def test_the_documentation_stays_short() -> None:
+    """A README of two screens, and few pages, each with a question as its title."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    assert len(pages) <= 25
+    titles = {page.name: page.read_text(encoding="utf-8").splitlines()[0] for page in pages}
+    others = {"keys.md", "architecture.md"}
+    assert not [name for name, title in titles.items() if name not in others and title[-1] != "?"]
+
+
+def _prose(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _headings(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", _prose(page), flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", title.strip().lower()) for title in titles]
+    return {title.replace(" ", "-") for title in plain}
