@@ -12,13 +12,13 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
 
 FROM docker.io/library/python:${PYTHON}-slim
 ARG EXTRAS=text,streams,hf,metrics
-# Torch in a layer of its own: it has almost the size of the image, and changes less often.
+# Torch is a separate layer: it is almost the whole image, and changes less often.
 RUN pip install --no-cache-dir "torch>=2.11" torchvision
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir "$(echo /wheels/*.whl)[$EXTRAS]"
 COPY deploy/entrypoint.sh /usr/local/bin/entrypoint.sh
 
-# On a volume that was mounted for another user, run with that one: --user, or runAsUser.
+# If a volume was mounted for another user, run as that user: --user, or runAsUser.
 RUN useradd --uid 1000 --create-home runner \
     && install --directory --owner=runner --group=runner /app /app/outputs /app/data
 USER 1000:1000

@@ -18,7 +18,7 @@ from ddp_runner.host.hardware import Hardware
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-PAGE = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 BIG = Hardware(num_gpus=8, num_cores=64)
 SCHEMA = "1.31"  # an older Kubernetes; later ones only add fields
 WORKDIR = "/app"  # of the image

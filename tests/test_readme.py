@@ -1,4 +1,4 @@
-"""The README's commands are ones that the runner accepts."""
+"""The README's commands and choices are valid, and the pages' links lead somewhere."""
 
 import re
 import shlex
@@ -17,11 +17,27 @@ BIG = Hardware(num_gpus=8, num_cores=64)  # has what any of the commands asks fo
 
 
 def commands() -> list[str]:
-    """Return the commands of the README's bash blocks that start the runner."""
+    """Return the commands that start the runner: in bash blocks, and in the table of tasks."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if re.search(r"-m ddp_runner(\s|$)", line)]
+    found = [line.strip() for line in lines if re.search(r"-m ddp_runner(\s|$)", line)]
+    return found + tasks()
+
+
+def tasks() -> list[str]:
+    """Return the commands of the table of tasks, without those that name the reader's own files."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("## I want to")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| ([^|]*`[^|]*) \|", table, flags=re.MULTILINE)
+    words = [word for row in rows for word in re.findall(r"`([^`]+)`", row)]
+    words = [
+        word
+        for word in words
+        if not re.search(r"\.\.\.|my_package|--config-dir|-m ddp_runner\.", word)
+    ]
+    assert len(words) >= 10
+    return [word if "ddp_runner" in word else f"python -m ddp_runner {word}" for word in words]
 
 
 def test_the_readme_shows_enough_commands() -> None:
@@ -67,6 +83,9 @@ def _rejected(line: str, folder: Path) -> list[str]:
 
 def _filled(word: str, folder: Path) -> str:
     key, _, value = word.partition("=")
+    if (key, value) == ("dataset.path", "my.txt"):
+        (folder / value).write_text("a text\n", encoding="utf-8")
+        return f"{key}={folder / value}"
     if key == "resume":
         RunDir(folder).freeze(resolved("model=toy")[0], overrides=(), choices={})
         return word if value == "auto" else f"resume={folder}"
@@ -84,3 +103,38 @@ def test_every_choice_of_the_readme_is_there() -> None:
         assert row is not None, f"no row for {group}"
         options = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
         assert set(re.findall(r"`(\w+)`", row[1])) == options
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    """To a file that exists, and to a heading of it."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    broken = list[str]()
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s:]+)\)", _prose(page)):
+            path, _, heading = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (heading and heading not in _headings(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
+
+
+def test_the_documentation_stays_short() -> None:
+    """A README of two screens, and few pages, each with a question as its title."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    assert len(pages) <= 25
+    titles = {page.name: page.read_text(encoding="utf-8").splitlines()[0] for page in pages}
+    others = {"keys.md", "architecture.md"}
+    assert not [name for name, title in titles.items() if name not in others and title[-1] != "?"]
+
+
+def _prose(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _headings(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", _prose(page), flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", title.strip().lower()) for title in titles]
+    return {title.replace(" ", "-") for title in plain}

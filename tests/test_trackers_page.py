@@ -1,4 +1,4 @@
-"""The page about trackers does what it says: its own tracker runs, and resumes."""
+"""The page about watching runs does what it says: its own tracker runs, and resumes."""
 
 import csv
 from pathlib import Path
@@ -10,7 +10,7 @@ from run_folders import metrics
 
 pytestmark = pytest.mark.full
 
-PAGE = "docs/trackers.md"
+PAGE = "docs/observing.md"
 SHORT = ("train.max_steps=20", "train.num_threads=1", "world_size=2", "tags=[baseline]")
 
 
@@ -18,7 +18,7 @@ def test_the_tracker_of_the_page_gets_every_number_once(tmp_path: Path) -> None:
     """Also over a resume; a secret key of it is in no file."""
     files = write_files(PAGE, tmp_path)
     assert files == ["my_package/csv_tracker.py", "conf/trackers/csv.yaml"]
-    assert all(one.path or one.language == "bash" for one in blocks(PAGE))
+    assert all(one.path or one.language not in ("python", "yaml") for one in blocks(PAGE))
     environ = {"PYTHONPATH": str(tmp_path), "CSV_PATH": f"{tmp_path}/a-secret-place.csv"}
     (command,) = (one for one in commands(PAGE) if "trackers=csv" in one)
     first = run_command(

@@ -1,4 +1,4 @@
-"""The page about data larger than memory: its files and commands run as they stand."""
+"""Pictures in folders and in tar shards: what their pages show runs as it stands."""
 
 import math
 from pathlib import Path
@@ -11,16 +11,19 @@ from run_folders import metrics, record
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 
-PAGE = "docs/your_own_large_data.md"
+PAGES = ("docs/your_own_data.md", "docs/your_own_streams.md")
 
 
-def test_each_command_of_the_page_runs(tmp_path: Path) -> None:
+def test_each_command_about_pictures_runs(tmp_path: Path) -> None:
     """On two ranks: with pictures in folders, and with shards, copied and streamed."""
-    assert set(write_files(PAGE, tmp_path)) >= {"my_package/pets.py"}
+    files = [name for page in PAGES for name in write_files(page, tmp_path)]
+    assert {"conf/dataset/pets.yaml", "my_package/pets.py"} <= set(files)
     write_folders(tmp_path / "data" / "pets", num_train=30, num_eval=6)
     write_shards(tmp_path / "data" / "pet_shards", num_train=30, num_eval=6)
-    assert len(commands(PAGE)) == 3
-    for number, words in enumerate(commands(PAGE)):
+    found = [words for page in PAGES for words in commands(page)]
+    about_pets = [words for words in found if any("dataset=pet" in word for word in words)]
+    assert len(about_pets) == 3
+    for number, words in enumerate(about_pets):
         run = tmp_path / f"run{number}"
         done = run_command(
             *words,

@@ -85,7 +85,7 @@ class RunFields(TypedDict, total=False):
     directions: Mapping[str, str]  # whether max or min is best, for the user's eval/NAME metrics
     confusion_matrix: Sequence[Sequence[int]]
     load: Mapping[str, Mapping[str, float | None]]
-    peak_memory_gib_by_rank: Sequence[float] | None  # last session; see docs/profiling.md
+    peak_memory_gib_by_rank: Sequence[float] | None  # last session; see docs/where_time_goes.md
     skew_ms_by_rank: Sequence[float] | None  # last session; see docs/where_time_goes.md
     skew_step_ms: float | None  # mean time of the steps where skew was measured
     flops_per_sample: float | None  # one forward and backward; None: cannot be counted

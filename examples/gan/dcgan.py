@@ -1,4 +1,4 @@
-"""A small DCGAN: a loop of one's own with two modules and two optimizers.
+"""A small DCGAN: your own loop with two modules and two optimizers.
 
     python -m ddp_runner --config-dir examples/gan/conf experiment=gan
 
@@ -77,7 +77,7 @@ def train(run: Run, *, latent: int, width: int, lr: float, epochs: int) -> None:
             (d_loss * loader.weight).backward()
             d_optimizer.step()
 
-            # Not through its wrapper, which would average gradients that nobody uses.
+            # Not through its wrapper, which would average unused gradients.
             discriminator.requires_grad_(False)
             g_loss = loss(discriminator(fake), 1.0)
             discriminator.requires_grad_(True)

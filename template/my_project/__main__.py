@@ -9,7 +9,7 @@ HERE = Path(__file__).resolve().parent
 # An installed package holds its own copy of conf/; see pyproject.toml.
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"
 
-MODEL = "model=small_net"  # of a command that names no model, experiment or run
+MODEL = "model=small_net"  # for a command that names no model, experiment or run
 
 if __name__ == "__main__":
     words = sys.argv[1:]

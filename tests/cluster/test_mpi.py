@@ -34,9 +34,10 @@ def mpirun(line: str, *overrides: str) -> list[str]:
 
 
 def documented(*, num_hosts: int) -> str:
-    """Return the command of docs/mpi.md for one host or several."""
-    lines = "".join(block.text for block in blocks("docs/mpi.md")).splitlines()
-    (line,) = [one for one in lines if ("--host" in one) == (num_hosts > 1)]
+    """Return the command of docs/clusters.md for one host or several."""
+    lines = "".join(block.text for block in blocks("docs/clusters.md")).splitlines()
+    starts = [line for line in lines if line.startswith("mpirun")]
+    (line,) = [line for line in starts if ("--host" in line) == (num_hosts > 1)]
     return line
 
 

@@ -155,7 +155,7 @@ def test_the_script_of_the_documentation_goes_on_after_its_time_limit(
     cluster: Slurm, tmp_path: Path, slow: SlowModels, undisturbed: Path
 ) -> None:
     """With srun and with our own launcher: two equal runs at once, each in its own folder."""
-    (script,) = [block.text for block in blocks("docs/slurm.md") if "\ntrap" in block.text]
+    (script,) = [block.text for block in blocks("docs/clusters.md") if "\ntrap" in block.text]
     lines = [line for line in script.splitlines() if "#SBATCH --nodes" not in line]
     arguments = " ".join([*TRAINING, "world_size=2", "train.num_threads=1"])
     text = re.sub(rf"{RUNNER} .*?&", f"{RUNNER} {arguments} &", "\n".join(lines))
@@ -210,7 +210,7 @@ def test_srun_can_start_our_launcher_on_each_machine(
     cluster: Slurm, tmp_path: Path, slow: SlowModels, undisturbed: Path
 ) -> None:
     """A killed rank of the second machine is restarted, and the run goes on in its folder."""
-    (block,) = [one.text for one in blocks("docs/slurm.md") if "launch.nnodes" in one.text]
+    (block,) = [one.text for one in blocks("docs/clusters.md") if "launch.nnodes" in one.text]
     text = block.replace("\\\n", "").replace("--cpus-per-task=64", "--cpus-per-task=1")
     text = text.replace("launch.nproc_per_node=8", "launch.nproc_per_node=1")
     text = text.replace("model=resnet18 batch.global_size=1024", " ".join(TRAINING))

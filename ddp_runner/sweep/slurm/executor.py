@@ -68,7 +68,7 @@ class Slurm:
         if config.resume not in (None, AUTO):
             raise UserError(
                 f"hydra/launcher=slurm submits new runs, and resume={config.resume} continues one; "
-                "write an sbatch script for each run, as in docs/slurm.md"
+                "write an sbatch script for each run, as in docs/clusters.md"
             )
         validate_values(config)
         layout = job_layout(config, self._node, self._settings)
