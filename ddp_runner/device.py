@@ -35,24 +35,26 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise UserError(
-            f"torch {torch.__version__} cannot use {first} ({reason}); update the driver, "
+            f"torch {torch.__version__} cannot use {first} ({reason})",
+            "update the driver, "
             f"install a torch that was built for it ({GET_TORCH}), or write backend=gloo "
-            "backend.device=cpu"
+            "backend.device=cpu",
         ) from error
     products: Any = torch.backends  # its attribute is not in its type
     products.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     for device in devices if precision == "tf32" else ():
         if module.get_device_capability(device) < (8, 0):
             raise UserError(
-                f"train.precision=tf32 does not exist on {device} ({device_name(device)}); write "
-                "train.precision=fp32"
+                f"train.precision=tf32 does not exist on {device} ({device_name(device)})",
+                "write train.precision=fp32",
             )
     for device in devices if precision == "bf16" and first.type == CUDA else ():
         with module.device(device):
             if not module.is_bf16_supported(including_emulation=False):
                 raise UserError(
                     f"train.precision=bf16 would be emulated on {device} ({device_name(device)}), "
-                    "slower than fp32; write train.precision=fp16 or fp32"
+                    "slower than fp32",
+                    "write train.precision=fp16 or fp32",
                 )
 
 

@@ -133,8 +133,9 @@ def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) 
     }
     who = f"{env.launcher} started" if env.launcher in hints else "RANK and WORLD_SIZE describe"
     raise UserError(
-        f"{who} {env.world_size} ranks and nothing says where they meet; set MASTER_ADDR and "
-        f"MASTER_PORT{hints.get(env.launcher, '')}, or give launch.init_method=tcp://HOST:PORT"
+        f"{who} {env.world_size} ranks and nothing says where they meet",
+        "set MASTER_ADDR and "
+        f"MASTER_PORT{hints.get(env.launcher, '')}, or give launch.init_method=tcp://HOST:PORT",
     )
 
 
@@ -199,7 +200,8 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
     if len(set(tasks)) > 1:
         raise UserError(
             f"srun started {', '.join(map(str, tasks))} tasks on its {len(tasks)} machines and "
-            "each must run the same number; give srun --ntasks-per-node=N"
+            "each must run the same number",
+            "give srun --ntasks-per-node=N",
         )
     nodes = environ.get("SLURM_STEP_NODELIST", "")
     host = "127.0.0.1" if len(tasks) == 1 else _first_host(nodes)
@@ -252,6 +254,6 @@ def _integer(environ: Mapping[str, str], key: str, default: str | None = None) -
         return int(value or "")
     except ValueError:
         raise UserError(
-            f"{key} ({value}) must be a whole number in a launcher's rank; "
-            "unset RANK and WORLD_SIZE to let the runner start its own workers"
+            f"{key} ({value}) must be a whole number in a launcher's rank",
+            "unset RANK and WORLD_SIZE to let the runner start its own workers",
         ) from None

@@ -125,7 +125,8 @@ def ensure_agreement(
             if value != values[first]:
                 raise UserError(
                     f"ranks were launched differently: {key} is {values[first]} on rank {first} "
-                    f"and {value} on rank {rank}; start every rank with the same command and code"
+                    f"and {value} on rank {rank}",
+                    "start every rank with the same command and code",
                 )
 
 
@@ -144,8 +145,9 @@ def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None
             if owners.setdefault(uuid, rank) != rank:
                 raise UserError(
                     f"ranks {owners[uuid]} and {rank} both have GPU {uuid}, which backend="
-                    f"{backend} does not support; start as many ranks as there are GPUs, or "
-                    "write backend=gloo backend.device=cpu"
+                    f"{backend} does not support",
+                    "start as many ranks as there are GPUs, or "
+                    "write backend=gloo backend.device=cpu",
                 )
 
 

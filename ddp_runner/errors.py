@@ -19,14 +19,17 @@ def printable(line: str) -> str:
 
 
 class UserError(ValueError):
-    """A user's mistake, printed as one plain line without a traceback.
+    """A user's mistake, printed as one plain line without a traceback: the rule, then the fix.
 
-    The message has the rule, the values and the fix:
     ``batch.global_size (100) is not divisible by world_size (3); use 99 or 102``.
+
+    Args:
+        rule: what must hold, with the values that break it.
+        fix: how to get there; None if the rule says it, as in "must be true or false".
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+    def __init__(self, rule: str, fix: str | None = None) -> None:
+        super().__init__(printable(rule if fix is None else f"{rule}; {fix}"))
 
 
 @contextmanager
@@ -35,7 +38,7 @@ def os_errors(rule: str, *, fix: str = "free space or make the folder writable")
     try:
         yield
     except OSError as error:
-        raise UserError(f"{rule} ({error.strerror or error}); {fix}") from error
+        raise UserError(f"{rule} ({error.strerror or error})", fix) from error
 
 
 def os_sentence(error: OSError) -> str:

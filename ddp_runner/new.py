@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> None:
 def create(folder: Path, name: str) -> int:
     """Write the template under a name; return the number of files."""
     if folder.exists() and any(path.name != ".git" for path in folder.iterdir()):
-        raise UserError(f"{folder} exists and is not empty; give the name of a new folder")
+        raise UserError(f"{folder} exists and is not empty", "give the name of a new folder")
     files = [path for path in sorted(TEMPLATE.rglob("*")) if path.is_file()]
     files = [path for path in files if path.parent.name != "__pycache__"]
     for file in files:
@@ -99,11 +99,11 @@ def validate_name(name: str) -> None:
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         meant = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
         meant = meant if NAME.fullmatch(meant) and not _is_taken(meant) else PLACEHOLDER
-        raise UserError(f"{name!r} cannot be the name of a Python package; write {meant}")
+        raise UserError(f"{name!r} cannot be the name of a Python package", f"write {meant}")
     if _is_taken(name):
         raise UserError(
-            f"{name} is the name of an installed package, or of a folder that each project has; "
-            f"write {name}_project"
+            f"{name} is the name of an installed package, or of a folder that each project has",
+            f"write {name}_project",
         )
 
 

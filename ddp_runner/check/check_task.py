@@ -71,7 +71,8 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
     if failed:
         raise UserError(
             f"task=check ({len(failed)} of {len(verdicts)} failed): {failed[0].name}: "
-            f"{failed[0].detail}; fix it, then check again"
+            f"{failed[0].detail}",
+            "fix it, then check again",
         )
     log(f"{status} in {time.time() - session.job.started_at:.1f} s, {len(verdicts)} checks ok")
     if env.is_rank_zero:

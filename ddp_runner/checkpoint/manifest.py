@@ -54,7 +54,8 @@ def read_manifest(path: Path) -> Manifest:
             f"checkpoint {path} is damaged: expected a manifest in {MANIFEST}, found {error!r}"
         ) from error
     raise UserError(
-        f"checkpoint {path} has format version {version}, this program reads {FORMAT_VERSION}"
+        f"checkpoint {path} has format version {version}, this program reads {FORMAT_VERSION}",
+        "resume it with the program that wrote it",
     )
 
 

@@ -44,8 +44,8 @@ def fitting_tensors(
         differences.append(listed(shapes))
     if differences:
         raise UserError(
-            f"{named} does not fit the model: {'; '.join(differences)}; give "
-            "weights of the same model, or the model's original keys"
+            f"{named} does not fit the model: {'; '.join(differences)}",
+            "give weights of the same model, or the model's original keys",
         )
     return {key: given[name] for name, key in keys.items()}
 
@@ -88,8 +88,8 @@ def export_weights(
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{path} could not be written ({reason}); free space or make the "
-            "folder writable, then resume: the checkpoints are intact"
+            f"{path} could not be written ({reason})",
+            "free space or make the folder writable, then resume: the checkpoints are intact",
         ) from error
     return digest
 
@@ -106,7 +106,7 @@ def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str,
         return load_file(path), facts
     except (OSError, ValueError, SafetensorError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{named} cannot be read ({reason}); give another file") from error
+        raise UserError(f"{named} cannot be read ({reason})", "give another file") from error
 
 
 def _without_compile(name: str) -> str:

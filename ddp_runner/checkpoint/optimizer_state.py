@@ -52,9 +52,10 @@ def by_names(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         if is_lost_peer(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         raise UserError(
-            f"the optimizer, {_class(optimizer)}, gives no state to save ({typed(error)}); its "
+            f"the optimizer, {_class(optimizer)}, gives no state to save ({typed(error)})",
+            "its "
             "state_dict must work on every rank and before the first step: write a class that "
-            "gathers the state there"
+            "gathers the state there",
         ) from error
     if not state.keys() >= {"state", "param_groups"}:
         return {"class": _class(optimizer), "own": state}
@@ -85,8 +86,8 @@ def load_optimizer(
     """
     if saved["class"] != _class(optimizer):
         raise UserError(
-            f"the optimizer was {saved['class']} and is {_class(optimizer)} now; keep it, or start "
-            "a new run with model.weights"
+            f"the optimizer was {saved['class']} and is {_class(optimizer)} now",
+            "keep it, or start a new run with model.weights",
         )
     if "own" in saved:
         optimizer.load_state_dict(copy.deepcopy(saved["own"]))
@@ -101,7 +102,8 @@ def load_optimizer(
     if dropped and len(saved_groups) > max(len(saved["settings"]), len(optimizer.param_groups)):
         raise UserError(
             f"it had {len(saved_groups)} groups of parameters, with {listed(dropped)}, and now it "
-            f"has {len(optimizer.param_groups)}; add the groups before restoring it"
+            f"has {len(optimizer.param_groups)}",
+            "add the groups before restoring it",
         )
     state = {}
     for key, values in saved["state"].items():
@@ -160,8 +162,8 @@ def load_scheduler(
     before, now = saved["settings"]["state"], saved["state"]
     if now["class"] != settings["class"]:
         raise UserError(
-            f"the scheduler was {now['class']} and is {settings['class']} now; keep it, or start a "
-            "new run with model.weights"
+            f"the scheduler was {now['class']} and is {settings['class']} now",
+            "keep it, or start a new run with model.weights",
         )
     start, state = settings["state"], now["state"]
     first_step, last_step = _last_epoch(start), _last_epoch(state)

@@ -24,7 +24,7 @@ def load_plain_data(file: Path, *, named: str, fix: str, is_mapped: bool = False
         reason = f"it is damaged or of another kind ({typed(error)[:200]})"
         if (forbidden := re.search(r"GLOBAL (\S+)", str(error))) is not None:
             reason = f"refused: it names {forbidden[1]}, which could run code (none was run)"
-        raise UserError(f"{named} cannot be loaded: {reason}; {fix}") from error
+        raise UserError(f"{named} cannot be loaded: {reason}", fix) from error
 
 
 def reject_sharded(state: Any, name: str = "the state") -> None:
@@ -39,6 +39,7 @@ def reject_sharded(state: Any, name: str = "the state") -> None:
         if any(kind.__module__.startswith("torch.distributed") for kind in kinds):
             raise UserError(
                 f"{key} is a {type(value).__name__}, so each rank has only a part of it, but a "
-                "checkpoint holds whole tensors; train under parallelism=ddp, or return whole "
-                "tensors from the model's state_dict()"
+                "checkpoint holds whole tensors",
+                "train under parallelism=ddp, or return whole "
+                "tensors from the model's state_dict()",
             )

@@ -161,21 +161,22 @@ class Saver:
         """Reject a checkpoint of another task, with other objects, or not from ``snapshot``."""
         if not isinstance(content, dict) or not content.keys() >= PARTS:
             raise UserError(
-                f"checkpoint {path} is not from a run: it lacks some of "
-                f"{', '.join(sorted(PARTS))}; use a checkpoint that this program wrote"
+                f"checkpoint {path} is not from a run: it lacks some of {', '.join(sorted(PARTS))}",
+                "use a checkpoint that this program wrote",
             )
         if content["task"] != self.task:
             raise UserError(
                 f"checkpoint {path} was made by task={content['task']}, and this is "
-                f"task={self.task}; resume with task={content['task']}"
+                f"task={self.task}",
+                f"resume with task={content['task']}",
             )
         saved, expected = content["objects"], self.objects.keys()
         is_complete = isinstance(saved, dict) and saved.keys() >= expected
         if not is_complete or (self.takes_all and saved.keys() > expected):
             raise UserError(
                 f"checkpoint {path} has {', '.join(sorted(map(str, saved))) or 'nothing'}, and "
-                f"this run restores {', '.join(sorted(expected)) or 'nothing'}; use the same "
-                f"objects, or start a new run with model.weights={path}"
+                f"this run restores {', '.join(sorted(expected)) or 'nothing'}",
+                f"use the same objects, or start a new run with model.weights={path}",
             )
 
     def _load_by_rank(
@@ -199,9 +200,10 @@ def _validate_finite(name: str, value: Any, step: int) -> None:
     named = value.named_parameters() if isinstance(value, nn.Module) else ()
     if (key := first_not_finite(named)) is not None:
         raise UserError(
-            f"parameter {name}.{key} became NaN or infinite by step {step}; it was not saved: "
+            f"parameter {name}.{key} became NaN or infinite by step {step}",
+            "it was not saved: "
             "start again with a smaller optimizer.lr, or resume from a checkpoint whose loss was "
-            "still small"
+            "still small",
         )
 
 

@@ -99,7 +99,8 @@ def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | Non
     if newest is None and paths:
         raise UserError(
             f"nothing is left to resume from: every checkpoint in {folder} is damaged "
-            f"({len(paths)} of {len(paths)}); restore a copy of a checkpoint, or start a new run"
+            f"({len(paths)} of {len(paths)})",
+            "restore a copy of a checkpoint, or start a new run",
         )
     return newest
 
@@ -153,7 +154,7 @@ def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
     try:
         verify(path)
     except UserError as error:
-        raise UserError(f"{error}; use another checkpoint") from error
+        raise UserError(f"{error}", "use another checkpoint") from error
     named, fix = f"checkpoint {path}", "use a checkpoint that this program wrote"
     state: dict[str, Any] = load_plain_data(path / STATE, named=named, fix=fix, is_mapped=is_mapped)
     return state

@@ -80,7 +80,8 @@ def find_weights(
         if path is None:
             raise UserError(
                 f"{run_dir} has no undamaged checkpoint, and no {run_dir.export.name} with these "
-                f"weights; {fix}"
+                "weights",
+                fix,
             )
         try:
             tensors = read_model(path, is_average=is_average, fix=fix)
@@ -106,8 +107,8 @@ def find_checkpoint(
         by_step = checkpoints_by_step(folder)
         if asked not in by_step:
             raise UserError(
-                f"inference.weights ({asked}): {folder.parent} has no checkpoint of that step; it "
-                f"has {', '.join(map(str, by_step)) or 'none'}"
+                f"inference.weights ({asked}): {folder.parent} has no checkpoint of that step",
+                f"it has {', '.join(map(str, by_step)) or 'none'}",
             )
         return by_step[asked]
     ranking, monitor = list[Path](), settings.monitor
@@ -125,7 +126,7 @@ def read_model(path: Path, *, is_average: bool, fix: str) -> Mapping[str, Tensor
     objects = load_checkpoint(path).get("objects")
     state = objects.get("ema" if is_average else "model") if isinstance(objects, Mapping) else None
     if not isinstance(state, Mapping):
-        raise UserError(f"{path} contains no model; {fix}")
+        raise UserError(f"{path} contains no model", fix)
     return averaged_weights(state) if is_average else state
 
 
@@ -152,8 +153,8 @@ def _exported(
             log(f"{path} is skipped: the run has not completed since it wrote the file")
             return None
         raise UserError(
-            f"{path} is damaged: its checksum differs from {run_dir.record.name}; restore it, or "
-            f"write {instead}"
+            f"{path} is damaged: its checksum differs from {run_dir.record.name}",
+            f"restore it, or write {instead}",
         )
     tensors, facts = read_export(path, named=str(path))
     step = int(facts["step"]) if facts.get("step", "").isdecimal() else 0
@@ -213,8 +214,8 @@ def _settings(config: Path) -> CheckpointConfig:
         return CheckpointConfig(monitor=section["monitor"], mode=section["mode"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(
-            f"{config} does not say which checkpoint is best ({type(error).__name__}); write "
-            "model.weights=RUN/checkpoints/step-XXXXXXXX"
+            f"{config} does not say which checkpoint is best ({type(error).__name__})",
+            "write model.weights=RUN/checkpoints/step-XXXXXXXX",
         ) from error
 
 
@@ -234,6 +235,6 @@ def _read(path: Path) -> Mapping[str, Tensor]:
         if tensors and all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             return tensors
     raise UserError(
-        f'{named} contains no state_dict, also not under "model" or "state_dict"; give a file that '
-        "has one"
+        f'{named} contains no state_dict, also not under "model" or "state_dict"',
+        "give a file that has one",
     )

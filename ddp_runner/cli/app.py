@@ -100,13 +100,13 @@ def _run(
     sweeps, keys = is_sweep(command, composed), [item.key_or_group for item in command.overrides]
     if (key := "hydra.run.dir" if sweeps else "hydra.sweep.dir") in keys:
         raise UserError(
-            f"{key} is the folder of {'one run' if sweeps else 'a sweep'}; write "
-            f"{'hydra.sweep.dir' if sweeps else 'hydra.run.dir'}=FOLDER"
+            f"{key} is the folder of {'one run' if sweeps else 'a sweep'}",
+            f"write {'hydra.sweep.dir' if sweeps else 'hydra.run.dir'}=FOLDER",
         )
     if sweeps:
         return _sweep(composed, invocation)
     if composed.sweep.dry_run:
-        raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run; write -m")
+        raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run", "write -m")
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(is_rank=env is not None), invocation)
     if (env.num_nodes if env else job.config.launch.nnodes) > 1:
@@ -135,15 +135,15 @@ def _named_folder(composed: DictConfig, job: Job) -> Path | None:
     """Return the run folder that resume or hydra.run.dir names; None if neither does."""
     resume, run_dir = job.config.resume, str(composed.hydra.run.dir)
     if not run_dir:
-        raise UserError("hydra.run.dir is empty; write hydra.run.dir=FOLDER, or leave it out")
+        raise UserError("hydra.run.dir is empty", "write hydra.run.dir=FOLDER, or leave it out")
     named = None if run_dir == UNNAMED else Path(run_dir).absolute()
     if resume in (None, AUTO):
         return named
     resumed = Path(resume).absolute()
     if named is not None and named.resolve() != resumed.resolve():
         raise UserError(
-            f"hydra.run.dir ({named}) and resume ({resume}) name two folders; leave "
-            "hydra.run.dir out: a run continues in its own"
+            f"hydra.run.dir ({named}) and resume ({resume}) name two folders",
+            "leave hydra.run.dir out: a run continues in its own",
         )
     return resumed
 
@@ -151,7 +151,7 @@ def _named_folder(composed: DictConfig, job: Job) -> Path | None:
 def _sweep(composed: DictConfig, invocation: Invocation) -> int:
     """Run a sweep; return its exit code."""
     if invocation.env is not None:
-        raise UserError("-m starts its own workers; run a sweep without torchrun or srun")
+        raise UserError("-m starts its own workers", "run a sweep without torchrun or srun")
     command, jobs = invocation.command, Jobs(composed, invocation)
     return run_sweep(
         SweepCommand(

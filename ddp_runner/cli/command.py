@@ -143,23 +143,25 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
     """Reject options that Hydra does not have, often keys, and options that do not fit a run."""
     if (parsed.experimental_rerun, parsed.config_name, parsed.config_path) != (None, None, None):
         raise UserError(
-            "--experimental-rerun, --config-name and --config-path are not for this program; give "
-            "your own groups by --config-dir=FOLDER, and to continue a run write resume=RUN_FOLDER"
+            "--experimental-rerun, --config-name and --config-path are not for this program",
+            "give "
+            "your own groups by --config-dir=FOLDER, and to continue a run write resume=RUN_FOLDER",
         )
     folder = parsed.config_dir
     if folder is not None and not (folder and Path(folder).is_dir()):
         raise UserError(
-            f"--config-dir ({folder}) does not exist; write --config-dir=FOLDER, or leave it out"
+            f"--config-dir ({folder}) does not exist", "write --config-dir=FOLDER, or leave it out"
         )
     if sum(bool(re.match(r"--config-d|-cd(=|$)", word)) for word in arguments) > 1:
         raise UserError(
-            f"--config-dir is given twice, and {folder} would replace the first; give one of them "
-            "by 'hydra.searchpath=[file:///FOLDER]'"
+            f"--config-dir is given twice, and {folder} would replace the first",
+            "give one of them by 'hydra.searchpath=[file:///FOLDER]'",
         )
     modes = (parsed.cfg, parsed.info, parsed.shell_completion, parsed.multirun, parsed.run)
     if sum(map(bool, modes)) > 1:
         raise UserError(
-            "--cfg, --info, --shell-completion and -m exclude each other; leave -m out to see a job"
+            "--cfg, --info, --shell-completion and -m exclude each other",
+            "leave -m out to see a job",
         )
     completes = ("install=", "uninstall=", "query=")
     if parsed.shell_completion and not any(w.startswith(completes) for w in parsed.overrides):
@@ -173,7 +175,7 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
         hint = f"keys have no dashes: write {match}={value}" if match else "see --help"
         if (dashed := option.replace("_", "-").partition("=")[0]) in ("--config-dir", "--help"):
             hint = f"write {dashed}"
-        raise UserError(f"{option} is not an option; {hint}")
+        raise UserError(f"{option} is not an option", f"{hint}")
 
 
 def with_known_config(

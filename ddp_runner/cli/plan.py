@@ -64,8 +64,8 @@ def compose(command: CommandLine) -> DictConfig:
         if is_sweep(command, composed):
             if composed.hydra.sweeper.get("_target_") == GRID and not sweep.is_discrete_sweep():
                 raise UserError(
-                    f"{line} is an interval and this sweeper takes a list of values; write "
-                    "hydra/sweeper=optuna, which searches intervals"
+                    f"{line} is an interval and this sweeper takes a list of values",
+                    "write hydra/sweeper=optuna, which searches intervals",
                 )
         elif sweep.is_choice_sweep():
             key = sweep.key_or_group
@@ -75,11 +75,12 @@ def compose(command: CommandLine) -> DictConfig:
                 + (f"{key}=[ONE,OTHER] for a list" if is_list else f"{key}=VALUE for one run")
             )
         else:
-            raise UserError(f"{line} is a sweep; write -m for it")
+            raise UserError(f"{line} is a sweep", "write -m for it")
     if composed.hydra.verbose or composed.hydra.job.chdir:
         raise UserError(
-            "hydra.verbose and hydra.job.chdir are not for this program; leave them out: a run "
-            "writes all its files into its own folder, tracebacks into RUN/logs"
+            "hydra.verbose and hydra.job.chdir are not for this program",
+            "leave them out: a run "
+            "writes all its files into its own folder, tracebacks into RUN/logs",
         )
     return composed
 
@@ -206,7 +207,8 @@ def job_folder(composed: DictConfig, command: CommandLine) -> str:
             if node.sweep.subdir != UNNAMED:
                 raise UserError(
                     f"hydra.sweep.subdir ({node.sweep.subdir}) names a new folder, and resume="
-                    f"{composed.resume} continues in its own; leave hydra.sweep.subdir out"
+                    f"{composed.resume} continues in its own",
+                    "leave hydra.sweep.subdir out",
                 )
             return str(Path(composed.resume).absolute())
         if node.sweep.subdir != UNNAMED:

@@ -34,8 +34,8 @@ def validate_files(config: Config, *, env: DistEnv | None = None, is_here: bool 
         _validate_memory(dataset)
     if (name := model.get("pretrained")) is not None and not Path(str(name), MODEL_FILE).is_file():
         raise UserError(
-            f"model.pretrained ({name}): there is no {MODEL_FILE} in {Path(str(name)).absolute()}; "
-            "name a folder that transformers' save_pretrained has written"
+            f"model.pretrained ({name}): there is no {MODEL_FILE} in {Path(str(name)).absolute()}",
+            "name a folder that transformers' save_pretrained has written",
         )
     if config.task != SAMPLE and (name := dataset.get("tokenizer")) is not None:
         tokenizer_file(Path(str(name)))
@@ -49,8 +49,9 @@ def validate_files(config: Config, *, env: DistEnv | None = None, is_here: bool 
         if not (weights.exists() and is_right):
             fault = "is not a weights file or run folder" if weights.exists() else "does not exist"
             raise UserError(
-                f"model.weights ({weights}) {fault}; give a run folder, its "
-                f"checkpoints/step-XXXXXXXX, or a file that ends in {', '.join(WEIGHT_FILES)}"
+                f"model.weights ({weights}) {fault}",
+                "give a run folder, its "
+                f"checkpoints/step-XXXXXXXX, or a file that ends in {', '.join(WEIGHT_FILES)}",
             )
 
 
@@ -70,5 +71,6 @@ def _validate_memory(dataset: Mapping[str, Any]) -> None:
     if needed > memory:
         raise UserError(
             f"dataset={dataset.get('name')} of {count} samples takes {needed:.0f} GiB and this "
-            f"machine has {memory:.0f}; write a smaller dataset.num_samples"
+            f"machine has {memory:.0f}",
+            "write a smaller dataset.num_samples",
         )

@@ -85,7 +85,7 @@ def with_resumed(
     restore_interpolations(frozen, run, unresolved["dataset"])
     # A run that resume=auto finds has the experiment's keys already.
     if "experiment" in chosen and f"resume={AUTO}" not in overrides:
-        raise UserError("experiment= cannot change a run that is resumed; give single keys")
+        raise UserError("experiment= cannot change a run that is resumed", "give single keys")
     for key in chosen:
         if key == "experiment":
             continue
@@ -119,16 +119,16 @@ def with_resumed(
         frozen.world_size = AUTO
     if trained in INFERENCE and frozen.task not in INFERENCE:
         raise UserError(
-            f"resume={raw.resume} is a run of task={trained}, which has nothing to train; name the "
-            f"run that it used: resume={frozen.inference.run}"
+            f"resume={raw.resume} is a run of task={trained}, which has nothing to train",
+            f"name the run that it used: resume={frozen.inference.run}",
         )
     if takes_model:
         _take_model(frozen, raw, chosen, trained=trained)
     elif frozen.task in INFERENCE and is_missing(Path(str(frozen.inference.run))):
         raise UserError(
             f"resume={raw.resume} is a run of task={trained} with the model of "
-            f"{frozen.inference.run}, which does not exist; write task={trained} resume=RUN with "
-            "that run's present folder"
+            f"{frozen.inference.run}, which does not exist",
+            f"write task={trained} resume=RUN with that run's present folder",
         )
     return frozen
 
@@ -162,7 +162,8 @@ def _take_model(
     elif trained != "train":
         raise UserError(
             f"resume={raw.resume} is a run of task={trained}, and task={frozen.task} takes the "
-            "model of a run of task=train; name a run of that task"
+            "model of a run of task=train",
+            "name a run of that task",
         )
     frozen.resume, frozen.inference.run = None, str(run_dir)
     if "weights" in frozen.model:
@@ -189,8 +190,8 @@ def _run(value: Any) -> Path:
         return Path(text)
     if (newest := newest_run()) is None:
         raise UserError(
-            "resume=last finds no run below outputs; start in the folder that holds it, or give "
-            "resume=RUN"
+            "resume=last finds no run below outputs",
+            "start in the folder that holds it, or give resume=RUN",
         )
     return newest
 
@@ -200,8 +201,8 @@ def _frozen(run_dir: Path) -> DictConfig:
     path = RunDir(run_dir).config
     if is_missing(path):
         raise UserError(
-            f"resume={run_dir} is not a run folder: {path} does not exist; "
-            "name the folder that holds run.json"
+            f"resume={run_dir} is not a run folder: {path} does not exist",
+            "name the folder that holds run.json",
         )
     return frozen_config(path)
 

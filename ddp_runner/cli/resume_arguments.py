@@ -91,8 +91,8 @@ def validate_foreign_keys(frozen: DictConfig, composed: Mapping[str, Any]) -> No
         key, value = next(iter(keys.items()))
         raise UserError(
             f"{key} ({value}) of the run reads the environment or names an address, and a run may "
-            "come from anybody, so this command must repeat it; if you trust it, add "
-            f"{shlex.join(_words(keys))}"
+            "come from anybody, so this command must repeat it",
+            f"if you trust it, add {shlex.join(_words(keys))}",
         )
 
 

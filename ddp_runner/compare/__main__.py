@@ -82,7 +82,7 @@ def _target(text: str) -> Target:
         return Target(metric, float(value))
     except ValueError:
         raise UserError(
-            f"--target ({text}) is not METRIC=VALUE; write --target eval/accuracy=0.95"
+            f"--target ({text}) is not METRIC=VALUE", "write --target eval/accuracy=0.95"
         ) from None
 
 

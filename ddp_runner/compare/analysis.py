@@ -178,7 +178,7 @@ def _ensure_logged(option: str, metric: str, logged: set[str]) -> None:
         meant = nearest(metric if "/" in metric else f"eval/{metric}", logged, cutoff=0.7)
         hint = f"did you mean {meant}? The metrics are" if meant else "use one of"
         raise UserError(
-            f"{option} ({metric}): no run has this metric; {hint} {', '.join(sorted(logged))}"
+            f"{option} ({metric}): no run has this metric", f"{hint} {', '.join(sorted(logged))}"
         )
 
 

@@ -48,8 +48,8 @@ def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
         folders = sorted(_run_folders(path))
         if not folders:
             raise UserError(
-                f"{path} contains no run (a folder with a {RUN_RECORD}); give the folder of a run, "
-                "of a sweep, or outputs"
+                f"{path} contains no run (a folder with a {RUN_RECORD})",
+                "give the folder of a run, of a sweep, or outputs",
             )
         for folder in folders:
             resolved = folder.resolve()
@@ -71,7 +71,7 @@ def tagged(runs: Sequence[RecordedRun], tags: Sequence[str]) -> list[RecordedRun
     if tags and not chosen:
         all_tags = sorted({tag for run in runs for tag in run.tags})
         hint = f"the runs have {listed(all_tags) or 'no tags'}"
-        raise UserError(f"--tag ({', '.join(tags)}): no run has all of these tags; {hint}")
+        raise UserError(f"--tag ({', '.join(tags)}): no run has all of these tags", f"{hint}")
     return chosen
 
 

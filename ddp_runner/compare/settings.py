@@ -77,14 +77,14 @@ def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
     named = {title_of(key): key for key in keys} | {key: key for key in keys}
     if over not in named:
         hint = f"did you mean {meant}?" if (meant := nearest(over, named)) else "see run.json"
-        raise UserError(f"--over ({over}) is not a key of these runs; {hint}")
+        raise UserError(f"--over ({over}) is not a key of these runs", f"{hint}")
 
     def pattern(key: str) -> list[int]:
         return _numbered(repr(setting.get(key)) for setting in settings)
 
     wanted = pattern(named[over])
     if not any(wanted):
-        raise UserError(f"--over ({over}) is equal in all runs; name a key in which they differ")
+        raise UserError(f"--over ({over}) is equal in all runs", "name a key in which they differ")
     return tuple(key for key in keys if pattern(key) == wanted)
 
 

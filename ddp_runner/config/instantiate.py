@@ -82,7 +82,8 @@ def make_function(
     if not callable(function):
         raise UserError(
             f"{key} ({settings['_target_']}) builds a {type(function).__name__}, which cannot be "
-            "called; give its class the method __call__"
+            "called",
+            "give its class the method __call__",
         )
     return function
 
@@ -109,14 +110,14 @@ def find(name: Any, *, key: str, allowed: Collection[str] = ()) -> Callable[...,
     module = name.rpartition(".")[0]
     if is_inside(name, allowed):
         if not callable(target):
-            raise UserError(f"{key} ({name}) cannot be called; name a class or a function")
+            raise UserError(f"{key} ({name}) cannot be called", "name a class or a function")
     elif (base := TORCH.get(module)) is not None:
         if not (
             isinstance(target, type) and issubclass(target, getattr(import_module(module), base))
         ):
             raise UserError(
-                f"{key} ({name}) is not a subclass of {module}.{base}; from "
-                f"{name.partition('.')[0]} a config may name only those"
+                f"{key} ({name}) is not a subclass of {module}.{base}",
+                f"from {name.partition('.')[0]} a config may name only those",
             )
     elif name.startswith("ddp_runner."):
         is_part = inspect.isclass(target) or inspect.isfunction(target)
@@ -138,12 +139,12 @@ def _import(name: str, *, key: str) -> Any:
                 owner = import_module(path)
             except Exception as error:  # the user's module may raise anything
                 raise UserError(
-                    f"{key} ({name}) cannot be imported ({typed(error)}); fix it, or name another"
+                    f"{key} ({name}) cannot be imported ({typed(error)})", "fix it, or name another"
                 ) from error
         else:
             match = nearest(part, dir(owner))
             hint = f"did you mean {parent}.{match}?" if match else "name another"
-            raise UserError(f"{key} ({name}) does not exist; {hint}")
+            raise UserError(f"{key} ({name}) does not exist", f"{hint}")
     return owner
 
 
@@ -201,12 +202,10 @@ def _report_errors(
         if isinstance(error, UserError):
             raise
         hint = hint if isinstance(error, TypeError) else "change its keys, or name another"
-        raise UserError(f"{label} cannot be built: {one_line(error)}; {hint}") from error
+        raise UserError(f"{label} cannot be built: {one_line(error)}", f"{hint}") from error
     if kind is None or isinstance(built, kind):
         return built
     is_partial = isinstance(built, functools.partial)
     fix = "leave out its _partial_" if is_partial else "name another in its _target_"
     expected = " or ".join(item.__name__ for item in get_args(kind) or (kind,))
-    raise UserError(
-        f"{label} builds an object of type {type(built).__name__}, not {expected}; {fix}"
-    )
+    raise UserError(f"{label} builds an object of type {type(built).__name__}, not {expected}", fix)

@@ -33,7 +33,7 @@ def to_config(raw: DictConfig) -> Config:
         keys = raw.get(group)
         if OmegaConf.is_dict(keys) and group in keys and "_target_" not in keys:
             fix = "begin its YAML with the line # @package _global_"
-            raise UserError(f"{group}.{group} has the keys of {group}; {fix}")
+            raise UserError(f"{group}.{group} has the keys of {group}", fix)
     if not _is_typed(raw, Config):
         _validate_keys(raw, Config)
         raw = cast(DictConfig, OmegaConf.merge(_schema(), raw))
@@ -51,11 +51,11 @@ def _validate_keys(raw: DictConfig, kind: type[Any], prefix: str = "") -> None:
             hint = f"see --help for all keys, and put your own under user, as in user.{key}"
             if match := nearest(key, types):
                 hint = f"did you mean {prefix}{match}?"
-            raise UserError(f"{prefix}{key} is not a key of the config; {hint}")
+            raise UserError(f"{prefix}{key} is not a key of the config", f"{hint}")
         if is_dataclass(types[key]) and OmegaConf.is_interpolation(raw, key):
             raise UserError(
-                f"{prefix}{key} is a section, and an interpolation cannot replace all its keys; "
-                "write an interpolation for each key"
+                f"{prefix}{key} is a section, and an interpolation cannot replace all its keys",
+                "write an interpolation for each key",
             )
         if is_dataclass(types[key]) and OmegaConf.is_dict(raw[key]):
             _validate_keys(raw[key], cast(type[Any], types[key]), f"{prefix}{key}.")
@@ -69,7 +69,7 @@ def _validate_texts(config: Config) -> None:
             if not isinstance(text, str):
                 shown = str(text).replace("'", "")
                 raise UserError(
-                    f"{key.name}[{index}] ({shown}) must be a text; write {key.name}=[ONE,OTHER]"
+                    f"{key.name}[{index}] ({shown}) must be a text", f"write {key.name}=[ONE,OTHER]"
                 )
 
 
@@ -123,8 +123,8 @@ def frozen_config(path: Path) -> DictConfig:
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{path} is damaged or of another version ({one_line(error)}); restore it, or start a "
-            "new run"
+            f"{path} is damaged or of another version ({one_line(error)})",
+            "restore it, or start a new run",
         ) from error
     return frozen
 

@@ -19,24 +19,26 @@ def validate_clashes(config: Config) -> None:
     if needs.num_servers and mode.get("mode") not in ("sync", "async"):
         raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
     if needs.num_servers and config.task == "check":
-        raise UserError(f"task=check compares equal ranks, not parallelism={name}; write ddp")
+        raise UserError(f"task=check compares equal ranks, not parallelism={name}", "write ddp")
     if has_own_loop(config.task) and (needs.num_servers or needs.model_ranks != 1):
         raise UserError(
             f"task={config.task} needs samples of its own on each rank, which parallelism={name} "
-            "does not give; write ddp or fsdp"
+            "does not give",
+            "write ddp or fsdp",
         )
     if needs.num_servers and train.profile is not None:
         raise UserError(
-            f"train.profile traces ranks of one loop, not parallelism={name}; write ddp"
+            f"train.profile traces ranks of one loop, not parallelism={name}", "write ddp"
         )
     if train.precision == "fp16" and (needs.num_servers or needs.splits_parameters):
         raise UserError(
             f"train.precision=fp16 scales the loss by whole gradients, which no rank sees under "
-            f"parallelism={name}; write bf16"
+            f"parallelism={name}",
+            "write bf16",
         )
     if train.compile and needs.data_parallel:
         raise UserError(
-            f"train.compile=true: parallelism={name} copies the model in each step; write ddp"
+            f"train.compile=true: parallelism={name} copies the model in each step", "write ddp"
         )
     if train.compile and cap_mb is not None and cap_mb < 1:  # the first bucket has 1 MiB
         raise UserError(
@@ -45,7 +47,8 @@ def validate_clashes(config: Config) -> None:
     if mode.get("static_graph") and train.grad_accum_steps > 1:
         raise UserError(
             "parallelism.static_graph=true cannot skip gradient syncs, which "
-            f"train.grad_accum_steps ({train.grad_accum_steps}) does; turn one of them off"
+            f"train.grad_accum_steps ({train.grad_accum_steps}) does",
+            "turn one of them off",
         )
 
 
@@ -55,26 +58,27 @@ def validate_mode(config: Config) -> None:
     needs, ranks, stages = mode_needs(mode), config.world_size, config.model.get("num_stages") or 1
     if needs.max_ranks is not None and ranks > needs.max_ranks:
         raise UserError(
-            f"parallelism={name} runs {needs.max_ranks} process, world_size is {ranks}; "
-            "leave world_size out, or write parallelism=ddp"
+            f"parallelism={name} runs {needs.max_ranks} process, world_size is {ranks}",
+            "leave world_size out, or write parallelism=ddp",
         )
     parts = needs.num_replicas * (needs.model_ranks or 1)
     least = max(needs.min_ranks, needs.num_servers + 1)  # a server needs a trainer
     if ranks < least or ranks % parts:
         multiple = f", a multiple of {parts}," if parts > 1 else ""
         raise UserError(
-            f"parallelism={name} needs {least} ranks or more{multiple} and world_size is "
-            f"{ranks}; write world_size={max(least, -(-ranks // parts) * parts)}"
+            f"parallelism={name} needs {least} ranks or more{multiple} and world_size is {ranks}",
+            f"write world_size={max(least, -(-ranks // parts) * parts)}",
         )
     # The user's own loop places its modules itself.
     if stages != needs.devices_per_rank and not has_own_loop(config.task):
         other = "ddp_mp" if stages > 1 else "ddp, or choose a model with 2 stages: convnet_mp"
         raise UserError(
             f"model={model} is cut into {counted(stages, 'stage')} and parallelism={name} gives a "
-            f"replica {counted(needs.devices_per_rank, 'device')}; write parallelism={other}"
+            f"replica {counted(needs.devices_per_rank, 'device')}",
+            f"write parallelism={other}",
         )
     if mode.get("sync_batchnorm") and config.backend.device == "cpu":
-        raise UserError("parallelism.sync_batchnorm=true works on GPUs only; set it to false")
+        raise UserError("parallelism.sync_batchnorm=true works on GPUs only", "set it to false")
     if (hook := mode.get("comm_hook")) is not None:
         _validate_hook(config, hook)
     if "tensor_parallel_size" in mode:
@@ -90,13 +94,14 @@ def _validate_hook(config: Config, hook: object) -> None:
         )
     if mode_needs(config.parallelism).devices_per_rank > 1:
         raise UserError(
-            f"parallelism.comm_hook ({hook}) needs a replica on one device, as torch's hooks do; "
-            "write null"
+            f"parallelism.comm_hook ({hook}) needs a replica on one device, as torch's hooks do",
+            "write null",
         )
     if not is_own and config.backend.name == "mpi":
         raise UserError(
             f"parallelism.comm_hook={hook} does not work with backend=mpi, which cannot send "
-            "16-bit numbers; write backend=gloo or parallelism.comm_hook=null"
+            "16-bit numbers",
+            "write backend=gloo or parallelism.comm_hook=null",
         )
 
 
@@ -107,17 +112,18 @@ def _validate_mesh(config: Config) -> None:
     size = needs.model_ranks or config.world_size
     num_shards = config.world_size // (needs.num_replicas * size)
     if mode.get("cpu_offload") and config.backend.device == "cpu":
-        raise UserError("parallelism.cpu_offload=true works on GPUs only; set it to false")
+        raise UserError("parallelism.cpu_offload=true works on GPUs only", "set it to false")
     if mode.get("cpu_offload") and 1 < size == config.world_size:
         raise UserError(
             f"parallelism.cpu_offload=true keeps shards in the host's memory, and "
-            f"parallelism={name} has no shards; write parallelism=fsdp_tp, or set it to false"
+            f"parallelism={name} has no shards",
+            "write parallelism=fsdp_tp, or set it to false",
         )
     if not num_shards:
         raise UserError(
             f"parallelism.num_replicas ({needs.num_replicas}) leaves too few ranks for "
-            "parallelism.tensor_parallel_size=null, which takes all; write "
-            "parallelism.tensor_parallel_size=2"
+            "parallelism.tensor_parallel_size=null, which takes all",
+            "write parallelism.tensor_parallel_size=2",
         )
     is_number = type(reshard) is int and reshard > 0 and num_shards % reshard == 0 and size == 1
     if not (isinstance(reshard, bool) or is_number):
@@ -130,12 +136,14 @@ def _validate_mesh(config: Config) -> None:
     if size == 1 and mode.get("sequence_parallel"):
         raise UserError(
             "parallelism.sequence_parallel=true needs tensor parallelism, which "
-            f"parallelism={name} does not have; write parallelism=tp, or set it to false"
+            f"parallelism={name} does not have",
+            "write parallelism=tp, or set it to false",
         )
     if size > 1 and not model.get("tensor_parallel"):
         raise UserError(
             f"parallelism={name} splits the layers in model.tensor_parallel, which "
-            f"model={model.get('name')} does not have; add it, or write parallelism=fsdp"
+            f"model={model.get('name')} does not have",
+            "add it, or write parallelism=fsdp",
         )
     length = config.dataset.get("sequence_length") if mode.get("sequence_parallel") else None
     for key, count in (
@@ -147,5 +155,6 @@ def _validate_mesh(config: Config) -> None:
             fix = "=fsdp" if common == 1 else f".tensor_parallel_size={common}"
             raise UserError(
                 f"{key} ({count}) is not divisible by the {size} ranks that compute each layer "
-                f"together; write parallelism{fix}"
+                "together",
+                f"write parallelism{fix}",
             )

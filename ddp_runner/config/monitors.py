@@ -38,7 +38,8 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
     if config.checkpoint.load_best and config.checkpoint.monitor is None and not own_loop:
         raise UserError(
             "checkpoint.load_best=true needs checkpoint.monitor, the metric that tells which is "
-            "best; write checkpoint.monitor=eval/accuracy"
+            "best",
+            "write checkpoint.monitor=eval/accuracy",
         )
     own_step = known is None and train.step != TrainConfig().step
     names = MONITORS if known is None else [*ALWAYS, *sorted({*known.names} - {*ALWAYS})]
@@ -58,7 +59,8 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
             if None not in (mode, best) and mode != best:
                 raise UserError(
                     f"{group}.monitor={monitor} with {group}.mode={mode} takes the worst for the "
-                    f"best; write {group}.mode={best}"
+                    "best",
+                    f"write {group}.mode={best}",
                 )
         elif not is_unknown:
             choices += [f"eval/{name}" for name in unknown]
@@ -68,8 +70,8 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
         _validate_evaluated(f"{group}.monitor", monitor, train)
         if known and group == "early_stop" and mode is None and best is None:
             raise UserError(
-                f"early_stop.monitor={monitor} does not say which value is best; write "
-                "early_stop.mode=max or early_stop.mode=min"
+                f"early_stop.monitor={monitor} does not say which value is best",
+                "write early_stop.mode=max or early_stop.mode=min",
             )
 
 
@@ -96,8 +98,8 @@ def _validate_objective(name: str | None, names: Iterable[str], unknown: Iterabl
 def _validate_evaluated(key: str, metric: str, train: TrainConfig) -> None:
     if metric.startswith("eval/") and not (train.eval_every_epochs or train.eval_every_steps):
         raise UserError(
-            f"{key}={metric} needs evaluations and train.eval_every_epochs is 0; "
-            "write train.eval_every_epochs=1"
+            f"{key}={metric} needs evaluations and train.eval_every_epochs is 0",
+            "write train.eval_every_epochs=1",
         )
 
 

@@ -78,8 +78,8 @@ def _validate_block(owner: str, label: str, keys: Mapping[str, Any], root: Path)
         for path in value if isinstance(value, list) else [value]:
             if path is not None and not (root / str(path)).is_file():
                 raise UserError(
-                    f"{owner}.{name} ({path}): there is no file {(root / str(path)).absolute()}; "
-                    "give a path under data_root, or an absolute path"
+                    f"{owner}.{name} ({path}): there is no file {(root / str(path)).absolute()}",
+                    "give a path under data_root, or an absolute path",
                 )
     downloads = any(
         key.rpartition(".")[2] == "download" and value is True for key, value in leaves(keys)
@@ -88,8 +88,8 @@ def _validate_block(owner: str, label: str, keys: Mapping[str, Any], root: Path)
         path = keys.get(name)
         if path is not None and not (downloads or (root / str(path)).exists()):
             raise UserError(
-                f"{owner}.{name} ({path}): there is no folder {(root / str(path)).absolute()}; "
-                "give a folder under data_root"
+                f"{owner}.{name} ({path}): there is no folder {(root / str(path)).absolute()}",
+                "give a folder under data_root",
             )
     for name, value in keys.items():
         for package in block.get(f"{name}={in_yaml(value)}", ()):
@@ -105,4 +105,4 @@ def _validate_package(label: str, package: str) -> None:
         # The command installs only our own extras: the config may come with somebody else's run.
         own = "install it, if you trust it, or start in the folder that holds it"
         fix = f"pip install 'ddp-runner[{extra}]'" if extra else own
-        raise UserError(f"{label} needs {package}, which is not installed; {fix}")
+        raise UserError(f"{label} needs {package}, which is not installed", fix)

@@ -33,19 +33,19 @@ def validate_config(config: Config, *, chosen: Collection[str]) -> None:
     """
     if config.task != SAMPLE and config.data_root != "data" and not Path(config.data_root).is_dir():
         raise UserError(
-            f"data_root ({config.data_root}) is not a folder; give the folder of the datasets, "
-            "or dataset=digits, which is bundled"
+            f"data_root ({config.data_root}) is not a folder",
+            "give the folder of the datasets, or dataset=digits, which is bundled",
         )
     if config.resume is not None and "model.weights" in chosen:
         raise UserError(
-            f"resume={config.resume} continues with that run's weights; leave model.weights out, "
-            "or start a new run without resume"
+            f"resume={config.resume} continues with that run's weights",
+            "leave model.weights out, or start a new run without resume",
         )
     if odd := [tag for tag in config.tags if not TAG.fullmatch(tag)]:
         raise UserError(
             f"tags ({odd[0]}): a tag is up to 64 letters, digits and any of _ - : . and spaces, "
-            "and begins with none of mlflow., ddp_runner. and version.; write "
-            "tags=[baseline,lr-study]"
+            "and must not begin with mlflow., ddp_runner. or version",
+            "write tags=[baseline,lr-study]",
         )
     validate_task(config, chosen=chosen)
     validate_monitors(config)
@@ -64,7 +64,8 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
     if config.task == "collectives" and config.world_size < 2:
         raise UserError(
             "task=collectives measures messages between ranks and world_size is "
-            f"{config.world_size}; write world_size=2 or more"
+            f"{config.world_size}",
+            "write world_size=2 or more",
         )
     _validate_init_method(config, env)
     validate_mode(config)
@@ -80,8 +81,8 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
     """Reject a dataset with fewer samples than ranks."""
     if count < ranks:
         raise UserError(
-            f"dataset={name} has {count} training samples and world_size is {ranks}; use "
-            f"world_size={count} or less"
+            f"dataset={name} has {count} training samples and world_size is {ranks}",
+            f"use world_size={count} or less",
         )
 
 
@@ -92,16 +93,16 @@ def validate_steps(config: RunConfig) -> None:
         return
     if isinstance(warmup, int) and warmup > steps:
         raise UserError(
-            f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps}); "
-            "shorten the warm-up or train longer"
+            f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps})",
+            "shorten the warm-up or train longer",
         )
     profile = config.train.profile
     if profile is None or config.task != "train":
         return
     if (last := traced_steps(profile)[-1]) > steps:
         raise UserError(
-            f"train.profile={profile} traces steps up to {last}, and the run has {steps}; train "
-            "longer, or name earlier steps: train.profile=FIRST-LAST"
+            f"train.profile={profile} traces steps up to {last}, and the run has {steps}",
+            "train longer, or name earlier steps: train.profile=FIRST-LAST",
         )
 
 
@@ -122,19 +123,21 @@ def _validate_optimizing(config: Config) -> None:
     if optimizer["_target_"] == "torch.optim.LBFGS":
         raise UserError(
             f"optimizer={optimizer.get('name')} (torch.optim.LBFGS) computes the loss several "
-            "times in a step, and the training loop computes it once; write your own loop, as in "
-            "docs/your_own_loop.md#lbfgs, or optimizer=adamw"
+            "times in a step, and the training loop computes it once",
+            "write your own loop, as in docs/your_own_loop.md#lbfgs, or optimizer=adamw",
         )
     if train.clip_norm is not None and train.clip_value is not None:
         raise UserError(
             f"train.clip_norm ({train.clip_norm:g}) and train.clip_value ({train.clip_value:g}) "
-            "exclude each other; write train.clip_norm=null or train.clip_value=null"
+            "exclude each other",
+            "write train.clip_norm=null or train.clip_value=null",
         )
     for index, group in enumerate(config.params.groups):
         if not isinstance(group.get("match"), str) or "params" in group:
             raise UserError(
                 f"params.groups.{index} ({group}) must have `match`, a pattern of parameter names, "
-                "and keys of the optimizer; write params.groups=[{match:head.*,lr:0.01}]"
+                "and keys of the optimizer",
+                "write params.groups=[{match:head.*,lr:0.01}]",
             )
 
 
@@ -144,20 +147,20 @@ def _validate_model(config: Config) -> None:
     in_channels, channels = model.get("in_channels"), dataset.get("channels")
     if None not in (in_channels, channels) and in_channels != channels:
         raise UserError(
-            f"model.in_channels ({in_channels}) differs from dataset.channels ({channels}); leave "
-            "it out: it follows the dataset"
+            f"model.in_channels ({in_channels}) differs from dataset.channels ({channels})",
+            "leave it out: it follows the dataset",
         )
     outputs, classes = model.get("num_classes"), dataset.get("num_classes")
     if isinstance(outputs, int) and isinstance(classes, int) and outputs < classes:
         raise UserError(
-            f"model.num_classes ({outputs}) is less than dataset.num_classes ({classes}); leave it "
-            "out: it follows the dataset"
+            f"model.num_classes ({outputs}) is less than dataset.num_classes ({classes})",
+            "leave it out: it follows the dataset",
         )
     pretrained = model.get("pretrained")
     if pretrained is not None and dataset.get("tokenizer", "") is None:
         raise UserError(
-            f"model.pretrained ({pretrained}) knows only its own tokens; leave out "
-            "dataset.tokenizer, which follows it, or name its folder"
+            f"model.pretrained ({pretrained}) knows only its own tokens",
+            "leave out dataset.tokenizer, which follows it, or name its folder",
         )
 
 
@@ -166,8 +169,8 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
     changes = dataset.get("augmentation")
     if changes is not None and not (isinstance(changes, Mapping) and "_target_" in changes):
         raise UserError(
-            f"dataset.augmentation ({changes}) must be a mapping with a _target_; write "
-            "dataset.augmentation=null, or dataset.augmentation.KEY=VALUE"
+            f"dataset.augmentation ({changes}) must be a mapping with a _target_",
+            "write dataset.augmentation=null, or dataset.augmentation.KEY=VALUE",
         )
     if not dataset.keys() >= {"prepare", "shuffle_buffer"}:
         return  # neither a TorchDataset nor a subclass
@@ -182,20 +185,21 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
     if changes is not None and mean is None:
         raise UserError(
             f"dataset.augmentation ({changes['_target_']}) changes pictures that dataset.mean and "
-            "dataset.std normalise; write dataset.mean=0 dataset.std=1"
+            "dataset.std normalise",
+            "write dataset.mean=0 dataset.std=1",
         )
     fraction, folder = dataset.get("eval_fraction"), dataset.get("folder")
     if fraction is not None and not 0 < fraction < 1:
-        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1; use 0.1")
+        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1", "use 0.1")
     if fraction is not None and dataset.get("eval") is not None:
         raise UserError(
-            f"dataset.eval_fraction ({fraction}) splits dataset.train, but dataset.eval is set; "
-            "write dataset.eval=null, or leave the fraction out"
+            f"dataset.eval_fraction ({fraction}) splits dataset.train, but dataset.eval is set",
+            "write dataset.eval=null, or leave the fraction out",
         )
     if dataset.get("prepare") and folder is None:
         raise UserError(
-            "dataset.prepare=true needs dataset.folder to notice changed files; name the folder of "
-            "the samples under data_root"
+            "dataset.prepare=true needs dataset.folder to notice changed files",
+            "name the folder of the samples under data_root",
         )
 
 
@@ -207,7 +211,8 @@ def validate_trackers(config: Config) -> None:
         if is_mlflow and "://" not in uri and uri != "databricks":  # a password: do not print it
             raise UserError(
                 f"trackers.{name}.tracking_uri, or else the variable MLFLOW_TRACKING_URI, "
-                f"must name a server; write trackers.{name}.tracking_uri=http://HOST:PORT"
+                "must name a server",
+                f"write trackers.{name}.tracking_uri=http://HOST:PORT",
             )
 
 
@@ -225,5 +230,6 @@ def _validate_init_method(config: Config, env: DistEnv | None) -> None:
     if method.startswith("file:") and launch.nnodes > 1 and launch.max_restarts:
         raise UserError(
             f"launch.init_method ({method}) works for one start and launch.max_restarts is "
-            f"{launch.max_restarts}; leave init_method out: launch.rdzv_endpoint is enough"
+            f"{launch.max_restarts}",
+            "leave init_method out: launch.rdzv_endpoint is enough",
         )

@@ -84,7 +84,8 @@ def meeting_place(launch: LaunchConfig) -> tuple[str, int]:
     if match is None or not 1 <= port <= 65535:
         raise UserError(
             f"launch.rdzv_endpoint ({launch.rdzv_endpoint}) must be HOST:PORT, with a port from 1 "
-            "to 65535 and an IPv6 address in brackets; write n1:29400, or [fd00::1]:29400"
+            "to 65535 and an IPv6 address in brackets",
+            "write n1:29400, or [fd00::1]:29400",
         )
     return match[1] or match[2], port
 

@@ -57,8 +57,8 @@ def validate_targets(config: Config) -> None:
         if isinstance(value, str | list) and "${" in str(value):
             # A resumed run would resolve it from the frozen config.
             raise UserError(
-                f"{key} still holds an interpolation (${{) after the config was resolved; write it "
-                "without a backslash before the $, or leave it out"
+                f"{key} still holds an interpolation (${{) after the config was resolved",
+                "write it without a backslash before the $, or leave it out",
             )
     names = list(_code_names(tree))
     needed = [package_of(name) for _, name in names if _is_foreign(name)]
@@ -134,7 +134,7 @@ def validate_name(
         example = "train.step.supervised" if key == "train.step" else "models.convnet.ConvNet"
         fix = _nearest_losses(name) if is_loss else f"a name such as ddp_runner.{example}"
         fix = "PACKAGE.MODULE.FUNCTION" if key == "task" else fix
-        raise UserError(f"{key} ({name}) is not a dotted name; write {fix}")
+        raise UserError(f"{key} ({name}) is not a dotted name", f"write {fix}")
     if is_inside(name, allowed):
         return
     module, _, last = name.rpartition(".")
@@ -144,15 +144,15 @@ def validate_name(
     fix = f"add allowed_targets=[{','.join(dict.fromkeys([*kept, *new]))}]"
     if key == "task":
         raise UserError(
-            f"task ({name}) is not a task of ddp_runner; if it is a function of your own, {fix}"
+            f"task ({name}) is not a task of ddp_runner", f"if it is a function of your own, {fix}"
         )
     if is_loss:
         is_ours = module == LOSSES and last in _defined(module)
         if is_ours or (module == TORCH_LOSSES and last in TORCH_LOSS_NAMES):
             return
         raise UserError(
-            f"{key} ({name}) is not a loss function that a config may name; write "
-            f"{_nearest_losses(name)}{f'; if it is your own, {fix}' if is_foreign else ''}"
+            f"{key} ({name}) is not a loss function that a config may name",
+            f"write {_nearest_losses(name)}{f'; if it is your own, {fix}' if is_foreign else ''}",
         )
     if module in TORCH and not last.startswith("_"):
         return
@@ -161,11 +161,12 @@ def validate_name(
     if not is_inside(module, OWN):
         raise UserError(
             f"{key} ({name}) is not a part that a config may name: this command does not name it, "
-            f"and SECURITY.md does not list it; if you trust it, {fix}"
+            "and SECURITY.md does not list it",
+            f"if you trust it, {fix}",
         )
     if last not in _defined(module):
         match = nearest(name, _parts(), cutoff=0.0)
-        raise UserError(f"{key} ({name}) is not a part of ddp_runner; did you mean {match}?")
+        raise UserError(f"{key} ({name}) is not a part of ddp_runner", f"did you mean {match}?")
 
 
 def _parts() -> list[str]:

@@ -52,7 +52,8 @@ def validate_task(config: Config, *, chosen: Collection[str]) -> None:
     if sizes.min_bytes > sizes.max_bytes:
         raise UserError(
             f"collectives.min_bytes ({sizes.min_bytes}) is greater than collectives.max_bytes "
-            f"({sizes.max_bytes}); give both, the smaller as min_bytes"
+            f"({sizes.max_bytes})",
+            "give both, the smaller as min_bytes",
         )
     for key in ("ops", "dtypes", "reduce_ops"):
         names = getattr(sizes, key)
@@ -61,13 +62,13 @@ def validate_task(config: Config, *, chosen: Collection[str]) -> None:
                 f"collectives.{key} ([{', '.join(names)}]) must name at least one, and none twice"
             )
     if task in INFERENCE and config.inference.run is None and config.resume in (None, AUTO):
-        raise UserError(f"task={task} takes the model of a run; write resume=RUN, or resume=last")
+        raise UserError(f"task={task} takes the model of a run", "write resume=RUN, or resume=last")
     if "inference.run" in chosen:
-        raise UserError("inference.run is filled in by the runner; write resume=RUN")
+        raise UserError("inference.run is filled in by the runner", "write resume=RUN")
     if task == "export" and not config.checkpoint.export:
         raise UserError(
-            "task=export writes the formats in checkpoint.export, which is empty; write "
-            f"checkpoint.export=[{EXPORTS[0]}]"
+            "task=export writes the formats in checkpoint.export, which is empty",
+            f"write checkpoint.export=[{EXPORTS[0]}]",
         )
 
 

@@ -31,13 +31,14 @@ def traced_steps(profile: Any, *, done: int = 0) -> range:
         steps = range(first, last + 1)
     if not steps:
         raise UserError(
-            f"train.profile ({profile}) must be a number of steps, or FIRST-LAST; write "
-            "train.profile=5, or train.profile=20-25"
+            f"train.profile ({profile}) must be a number of steps, or FIRST-LAST",
+            "write train.profile=5, or train.profile=20-25",
         )
     if len(steps) > MOST_TRACED:
         raise UserError(
             f"train.profile={profile} traces {len(steps)} steps, and a trace holds {MOST_TRACED} "
-            "at most; a few steps show the pattern: write train.profile=5"
+            "at most",
+            "a few steps show the pattern: write train.profile=5",
         )
     return steps
 
@@ -45,14 +46,16 @@ def traced_steps(profile: Any, *, done: int = 0) -> range:
 def _validate_step(step: object) -> None:
     if not isinstance(step.get("_target_") if isinstance(step, Mapping) else step, str):
         raise UserError(
-            f"train.step ({step}) must be a dotted name, or a mapping with _target_; write "
-            "train.step=my_package.step"
+            f"train.step ({step}) must be a dotted name, or a mapping with _target_",
+            "write train.step=my_package.step",
         )
 
 
 def _validate_decay(decay: float) -> None:
     if not 0 <= decay < 1:
-        raise UserError(f"ema.decay ({decay:g}) must be 0 or greater and less than 1; write 0.999")
+        raise UserError(
+            f"ema.decay ({decay:g}) must be 0 or greater and less than 1", "write 0.999"
+        )
 
 
 @dataclass

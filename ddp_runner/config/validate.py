@@ -49,8 +49,8 @@ def validate_values(config: Config) -> None:
     for group in RUNNER_KEYS:
         if not isinstance(getattr(config, group).get("_target_"), str):
             raise UserError(
-                f"{group} has no _target_, the name of its class or function; choose an option, as "
-                f"in {group}=NAME: see --help"
+                f"{group} has no _target_, the name of its class or function",
+                f"choose an option, as in {group}=NAME: see --help",
             )
     for group in LIST_GROUPS:
         _validate_list_group(group, getattr(config, group))
@@ -90,18 +90,19 @@ def _validate_list_group(group: str, options: Mapping[Any, Any]) -> None:
     for name, keys in options.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII) or name in (group, "_target_"):
             raise UserError(
-                f"{group}.{name}: the name of a {word} is letters, digits and _, as in {group}.mine"
-                f"; in its YAML all keys are below it, as in mine: {{_target_: my_package.Mine}}"
+                f"{group}.{name}: a {word} is named by letters, digits and _, like {group}.mine",
+                "in its YAML all keys are below it, as in mine: {_target_: my_package.Mine}",
             )
         if f"eval/{name}" in LISTED and group == "metrics":
             raise UserError(
-                f"metrics.{name}: eval/{name} is a metric of every evaluation; give yours another "
-                f"name, such as metrics.own_{name}"
+                f"metrics.{name}: eval/{name} is a metric of every evaluation",
+                f"give yours another name, such as metrics.own_{name}",
             )
         if not isinstance(keys, Mapping) or not isinstance(keys.get("_target_"), str):
             raise UserError(
-                f"{group}.{name} has no _target_, the class of the {word}; write {group}=[{name}] "
-                f"if it has a YAML, or +{group}.{name}._target_=my_package.Mine"
+                f"{group}.{name} has no _target_, the class of the {word}",
+                f"write {group}=[{name}] "
+                f"if it has a YAML, or +{group}.{name}._target_=my_package.Mine",
             )
 
 
@@ -122,8 +123,8 @@ def _validate_functions(config: Config) -> None:
     takes_loss = "loss" in (_keywords("train.step", str(step)) or ())
     if takes_loss and loss is None and config.task in ("train", "check"):
         raise UserError(
-            f"model.loss is null or deleted, and train.step ({step}) needs it; write "
-            "model.loss=ddp_runner.train.losses.cross_entropy, or a train.step of your own"
+            f"model.loss is null or deleted, and train.step ({step}) needs it",
+            "write model.loss=ddp_runner.train.losses.cross_entropy, or a train.step of your own",
         )
     if has_own_loop(config.task):
         _keywords("task", config.task)
@@ -158,8 +159,8 @@ def _validate_required(config: Config) -> None:
         )
         if missing and not {"_args_", "_partial_"} & {*settings}:
             raise UserError(
-                f"{key} gives no {missing[0]}, which {target} needs; put it into the YAML, or "
-                f"write +{key}.{missing[0]}=VALUE"
+                f"{key} gives no {missing[0]}, which {target} needs",
+                f"put it into the YAML, or write +{key}.{missing[0]}=VALUE",
             )
 
 

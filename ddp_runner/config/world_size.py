@@ -25,7 +25,8 @@ def num_ranks(config: Config, hardware: Hardware, env: DistEnv | None) -> int:
         if world_size not in ("auto", env.world_size):
             raise UserError(
                 f"world_size ({world_size}) differs from the {env.world_size} ranks that were "
-                "launched; leave it out, or launch as many"
+                "launched",
+                "leave it out, or launch as many",
             )
         return env.world_size
     if world_size != "auto":
@@ -57,13 +58,14 @@ def num_local_ranks(config: Config, hardware: Hardware, ranks: int) -> int:
     most = MOST_RANKS_A_CORE * hardware.num_cores
     if nproc > most:
         raise UserError(
-            f"{nproc} ranks on a machine of {hardware.num_cores} cores would never meet; write "
-            f"world_size={most * num_nodes} or less"
+            f"{nproc} ranks on a machine of {hardware.num_cores} cores would never meet",
+            f"write world_size={most * num_nodes} or less",
         )
     if nproc * num_nodes != ranks:
         raise UserError(
             f"launch.nnodes ({num_nodes}) times launch.nproc_per_node ({nproc}) is not "
-            f"world_size ({ranks}); leave world_size out, or make them agree"
+            f"world_size ({ranks})",
+            "leave world_size out, or make them agree",
         )
     return nproc
 
@@ -80,8 +82,8 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> R
         explicit = {"batch.global_size", "batch.per_rank"} & set(chosen)
         if len(explicit) == 2:
             raise UserError(
-                f"batch.global_size ({total}) and batch.per_rank ({per_rank}) exclude each other; "
-                "give one, and the other follows"
+                f"batch.global_size ({total}) and batch.per_rank ({per_rank}) exclude each other",
+                "give one, and the other follows",
             )
         if explicit == {"batch.per_rank"}:
             total = None
@@ -90,7 +92,9 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> R
     parts = shares * num_micro_steps
     if total is None:
         if per_rank is None:
-            raise UserError("batch.global_size and batch.per_rank are both null; give one of them")
+            raise UserError(
+                "batch.global_size and batch.per_rank are both null", "give one of them"
+            )
         total = per_rank * parts
     elif total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
@@ -99,7 +103,9 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> R
         divisor = f"{factor} ({shares})"
         if num_micro_steps > 1:
             divisor += f" x train.grad_accum_steps ({num_micro_steps})"
-        raise UserError(f"batch.global_size ({total}) is not divisible by {divisor}; use {nearest}")
+        raise UserError(
+            f"batch.global_size ({total}) is not divisible by {divisor}", f"use {nearest}"
+        )
     return ResolvedBatch(**vars(config.batch) | {"global_size": total, "per_rank": total // parts})
 
 
@@ -115,7 +121,9 @@ def resolve_backend(
     ):
         if (value := getattr(config.backend, key)) not in options:
             choices = ", ".join(sorted(options))
-            raise UserError(f"backend.{key} ({value}) must be one of {choices}; write {fix}=auto")
+            raise UserError(
+                f"backend.{key} ({value}) must be one of {choices}", f"write {fix}=auto"
+            )
     kind_of = {backend: kind for kind, backend in kinds.items() if backend not in FOR_CPU}
     wanted = kind_of.get(name) or (device if device in kinds else None)
     if wanted is not None:
@@ -124,13 +132,13 @@ def resolve_backend(
             reason = f" ({hardware.unusable})" if hardware.unusable else ""
             raise UserError(
                 f"{choice} needs {wanted.upper()} devices and this machine shows "
-                f"{f'{gpus} {hardware.kind}' if gpus else 'none'}{reason}; write "
-                f"{choice.partition('=')[0]}=auto"
+                f"{f'{gpus} {hardware.kind}' if gpus else 'none'}{reason}",
+                f"write {choice.partition('=')[0]}=auto",
             )
         if device not in ("auto", wanted):
             raise UserError(
-                f"{choice} sends only {wanted.upper()} tensors; backend.device={device} needs "
-                f"{kinds.get(device, 'gloo')}"
+                f"{choice} sends only {wanted.upper()} tensors",
+                f"backend.device={device} needs {kinds.get(device, 'gloo')}",
             )
     num_devices = nproc * needs.devices_per_rank
     fits = num_devices <= gpus or (sees_its_own and (wanted is not None or hardware.binds_gpus))
@@ -138,8 +146,8 @@ def resolve_backend(
         most = gpus // needs.devices_per_rank
         raise UserError(
             f"{counted(nproc, 'rank')} with {counted(needs.devices_per_rank, 'device')} each need "
-            f"{counted(num_devices, f'{wanted.upper()} device')} and this machine shows {gpus}; "
-            f"{f'write world_size={most}, or' if most else 'write'} {ON_CPU}"
+            f"{counted(num_devices, f'{wanted.upper()} device')} and this machine shows {gpus}",
+            f"{f'write world_size={most}, or' if most else 'write'} {ON_CPU}",
         )
     obstacle = _obstacle(config, hardware)
     if wanted is not None and obstacle is not None:
@@ -149,9 +157,9 @@ def resolve_backend(
     if name == "auto":
         name = kinds.get(device, "gloo")
     if config.train.precision == "fp16" and device == "cpu":
-        raise UserError("train.precision=fp16 needs a GPU; on a CPU write bf16")
+        raise UserError("train.precision=fp16 needs a GPU", "on a CPU write bf16")
     if config.train.precision == "tf32" and device != CUDA:
-        raise UserError("train.precision=tf32 needs a CUDA device; elsewhere write fp32")
+        raise UserError("train.precision=tf32 needs a CUDA device", "elsewhere write fp32")
     return replace(config.backend, name=name, device=device)
 
 

@@ -94,8 +94,8 @@ class Batches(ABC):
                 f"it was saved inside epoch {saved['epoch'] + 1} with "
                 f"{', '.join(f'{key}={then.get(key)}' for key in changed)}, and this run has "
                 f"{', '.join(f'{key}={now.get(key)}' for key in changed)}: some samples would be "
-                "used twice and others never; use the checkpoint's values, or resume from a "
-                "checkpoint between epochs"
+                "used twice and others never",
+                "use the checkpoint's values, or resume from a checkpoint between epochs",
             )
         self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
         self.is_resized = GLOBAL_SIZE in changed

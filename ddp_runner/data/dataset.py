@@ -205,8 +205,8 @@ def validate_tensors(name: str, tensors: object) -> Mapping[str, Tensor]:
             fault = f"no {key}" if value is None else f"a {type(value).__name__} as {key}"
             raise UserError(
                 f"the build of dataset={name} returned "
-                f"{fault if mapping else type(tensors).__name__}; return a mapping with "
-                f"{', '.join(KEYS)}, each a tensor with one sample per row"
+                f"{fault if mapping else type(tensors).__name__}",
+                f"return a mapping with {', '.join(KEYS)}, each a tensor with one sample per row",
             )
     return mapping
 
@@ -219,32 +219,33 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
     """
     if not isinstance(dataset, Dataset):
         raise UserError(
-            f"dataset={name} made a {type(dataset).__name__}; return a "
-            "ddp_runner.data.dataset.Dataset from its method dataset or open"
+            f"dataset={name} made a {type(dataset).__name__}",
+            "return a ddp_runner.data.dataset.Dataset from its method dataset or open",
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
         if not hasattr(split, "in_order"):
             raise UserError(
-                f"the {kind} split of dataset={name} is a {type(split).__name__}; inherit from "
-                "ddp_runner.data.splits.NumberedSplit"
+                f"the {kind} split of dataset={name} is a {type(split).__name__}",
+                "inherit from ddp_runner.data.splits.NumberedSplit",
             )
         if not isinstance(split, TensorSplit):
             if split.num_samples == 0 and not isinstance(split, AbsentSplit):
-                raise UserError(f"dataset={name} has no {kind} samples; give at least 1")
+                raise UserError(f"dataset={name} has no {kind} samples", "give at least 1")
             continue
         num_inputs, num_targets = len(split.inputs), len(split.targets)
         if not num_inputs or num_inputs != num_targets:
             raise UserError(
-                f"dataset={name} has {num_inputs} {kind} inputs and {num_targets} {kind} targets; "
-                "give the same number of both, at least 1"
+                f"dataset={name} has {num_inputs} {kind} inputs and {num_targets} {kind} targets",
+                "give the same number of both, at least 1",
             )
         if dataset.num_classes is not None:
             subject = f"the {kind} targets of dataset={name}"
             if split.targets.dtype != torch.int64:
                 dtype = str(split.targets.dtype).removeprefix("torch.")
                 raise UserError(
-                    f"{subject} are {dtype} of shape {tuple(split.targets.shape)}; give int64 for "
-                    f"{dataset.num_classes} classes, or num_classes=None for a regression"
+                    f"{subject} are {dtype} of shape {tuple(split.targets.shape)}",
+                    "give int64 for "
+                    f"{dataset.num_classes} classes, or num_classes=None for a regression",
                 )
             validate_classes(split.targets, num_classes=dataset.num_classes, subject=subject)
     return dataset

@@ -138,7 +138,7 @@ def _prepare(source: TensorSource, data_root: Path, log: Callable[[str], None]) 
                 break
         else:
             raise UserError(
-                f"the files of dataset={source.name} change again and again; wait for the last"
+                f"the files of dataset={source.name} change again and again", "wait for the last"
             )
         try:
             _write(folder, tensors, fingerprint)
@@ -173,8 +173,9 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def _unwritable(root: Path, error: Exception) -> UserError:
     return UserError(
-        f"the dataset cache {root} cannot be written ({one_line(error)}); free some space there, "
-        "or name another folder in the environment variable DDP_RUNNER_CACHE"
+        f"the dataset cache {root} cannot be written ({one_line(error)})",
+        "free some space there, "
+        "or name another folder in the environment variable DDP_RUNNER_CACHE",
     )
 
 
@@ -240,8 +241,9 @@ def _build(config: Config, key: str, settings: Mapping[str, Any], **kind: Any) -
             folder = Path(config.data_root, config.dataset.get("folder") or "").absolute()
             raise UserError(
                 f"{key} ({settings.get('_target_')}) can be neither read in {folder} nor "
-                f"downloaded: {typed(cause)}; put complete files there, or remove them and connect "
-                "to the network once, or use dataset=digits, which is bundled"
+                f"downloaded: {typed(cause)}",
+                "put complete files there, or remove them and connect "
+                "to the network once, or use dataset=digits, which is bundled",
             ) from error
 
 

@@ -27,7 +27,7 @@ def upright(path: str, *, channels: int = 3) -> Any:
             return ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
     except Exception as error:  # PIL raises any kind for damaged bytes
         raise UserError(
-            f"{path} cannot be read as a picture ({typed(error)}); replace or remove it"
+            f"{path} cannot be read as a picture ({typed(error)})", "replace or remove it"
         ) from error
 
 

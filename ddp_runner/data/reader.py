@@ -56,8 +56,8 @@ class Readers(IterableDataset[Loaded | LoadFailure]):
             dataset = copy.deepcopy(self.dataset)
         except Exception as error:  # for example an open file
             raise UserError(
-                f"the {self.name} dataset cannot be copied for an epoch ({typed(error)}); open its "
-                "files in __iter__, or write dataset.num_workers=1"
+                f"the {self.name} dataset cannot be copied for an epoch ({typed(error)})",
+                "open its files in __iter__, or write dataset.num_workers=1",
             ) from error
         return _Reader(self, dataset, number)
 
@@ -198,7 +198,7 @@ def _state_of(part: Any, name: str) -> Any:
     for path, value in leaves(state, f"the state of the {name} stream"):
         if not isinstance(value, PLAIN):
             raise UserError(
-                f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; return "
-                "numbers, texts and tensors from its state_dict, in lists, tuples and dicts"
+                f"{path} is a {type(value).__name__}, which a checkpoint cannot hold",
+                "return numbers, texts and tensors from its state_dict, in lists, tuples and dicts",
             )
     return state

@@ -240,6 +240,7 @@ def validate_classes(targets: Tensor, *, num_classes: int, subject: str = "targe
         lowest = int(targets.where(targets != IGNORED, 0).min())
     if lowest < 0 or highest >= num_classes:
         raise UserError(
-            f"{subject} go from {lowest} to {highest}; number {num_classes} classes from 0 to "
-            f"{num_classes - 1}, and use {IGNORED} for a target to ignore"
+            f"{subject} go from {lowest} to {highest}",
+            f"number {num_classes} classes from 0 to "
+            f"{num_classes - 1}, and use {IGNORED} for a target to ignore",
         )

@@ -63,7 +63,7 @@ class StreamSplit:
         )
         batch = next(alone.open(EpochShare(max(numbers) + 1, share=0, num_shares=1, seed=0)), None)
         if batch is None:
-            raise UserError(f"the {self.name} stream has no sample; give at least 1")
+            raise UserError(f"the {self.name} stream has no sample", "give at least 1")
         return MicroBatch(batch.data, num_samples=len(numbers))
 
     def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
@@ -119,7 +119,7 @@ class OpenStream:
 
 def _stateful_loader(split: StreamSplit, readers: Readers) -> Any:
     if find_spec("torchdata") is None:
-        raise UserError('a stream needs torchdata; write pip install "ddp-runner[streams]"')
+        raise UserError("a stream needs torchdata", 'write pip install "ddp-runner[streams]"')
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
@@ -168,7 +168,7 @@ class StreamBatches(Batches):
                 where, fix = f"epoch {self.epoch + 1}", "let its __iter__ start again each time"
                 if self.step:
                     where, fix = f"{where} after step {self.step}", "give the samples of the save"
-                raise UserError(f"the {self.split.name} stream has no sample in {where}; {fix}")
+                raise UserError(f"the {self.split.name} stream has no sample in {where}", fix)
             while step.global_count:
                 following = self._load(stream)  # one step ahead, to know is_last
                 is_last, number = not following.global_count, self.step

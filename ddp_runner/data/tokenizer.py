@@ -27,7 +27,7 @@ def validate_installed(key: str = "dataset=csv_text") -> None:
     """Raise a UserError if the library that a key needs is not installed."""
     if importlib.util.find_spec("tokenizers") is None:
         raise UserError(
-            f'{key}: text needs the packages of an extra; write pip install "ddp-runner[text]"'
+            f"{key}: text needs the packages of an extra", 'write pip install "ddp-runner[text]"'
         )
 
 
@@ -42,7 +42,8 @@ def tokenizer_file(folder: Path) -> Path:
             return folder / name
     raise UserError(
         f"dataset.tokenizer ({folder}): there is neither {TOKENIZER_FILE} nor {VOCABULARY_FILE} in "
-        f"{folder.absolute()}; name the folder of a tokenizer, or write null to build a vocabulary"
+        f"{folder.absolute()}",
+        "name the folder of a tokenizer, or write null to build a vocabulary",
     )
 
 
@@ -108,7 +109,7 @@ def tokenizer_errors(path: Path) -> Iterator[None]:
         yield
     except Exception as error:  # the library raises nothing more specific
         reason = typed(error)
-        raise UserError(f"{path} is not a tokenizer file ({reason}); restore it") from error
+        raise UserError(f"{path} is not a tokenizer file ({reason})", "restore it") from error
 
 
 def padding_id(tokenizer: "Tokenizer", *, folder: str | None) -> int:
@@ -122,8 +123,8 @@ def padding_id(tokenizer: "Tokenizer", *, folder: str | None) -> int:
         if index is not None:
             return index
     raise UserError(
-        f"the tokenizer in {folder} has no {' or '.join(PADDING_TOKENS)} to pad short texts; "
-        "use the tokenizer of a BERT-type model"
+        f"the tokenizer in {folder} has no {' or '.join(PADDING_TOKENS)} to pad short texts",
+        "use the tokenizer of a BERT-type model",
     )
 
 

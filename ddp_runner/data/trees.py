@@ -87,4 +87,4 @@ def taking(subject: str, tree: Any, *, fix: str) -> Iterator[None]:
     except Exception as error:  # the model and the step are the user's code
         if isinstance(error, UserError | torch.OutOfMemoryError) or is_lost_peer(error):
             raise
-        raise UserError(f"{subject} {shape_of(tree)}: {typed(error)}; {fix}") from error
+        raise UserError(f"{subject} {shape_of(tree)}: {typed(error)}", fix) from error

@@ -62,7 +62,8 @@ def _checked(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator
             raise
         raise UserError(
             f"a process that loads the {name} samples has died ({typed(error)}), often for lack of "
-            f"memory; use a smaller dataset.num_workers ({num_workers}) or batch.per_rank"
+            "memory",
+            f"use a smaller dataset.num_workers ({num_workers}) or batch.per_rank",
         ) from error
 
 

@@ -151,7 +151,7 @@ def load_model(
     config = _resolved(frozen)
     validate_targets(config)
     if config.task != "train":
-        raise UserError(f"{run} is a run of task={config.task}; give a run of task=train")
+        raise UserError(f"{run} is a run of task={config.task}", "give a run of task=train")
     chosen = _weights(run_dir, config, weights, log=log)
     seed_all(config.seed)  # makes buffers equal that no file keeps
     device = torch.empty(0, device=device).device  # with its index
@@ -176,11 +176,12 @@ def _resolved(frozen: DictConfig) -> Config:
     for key, value in foreign_keys(plain, {}).items():
         raise UserError(
             f"{key} ({value}) of the run reads the environment or names an address, and whoever "
-            "made the run may have chosen it; write the value itself into the run's config"
+            "made the run may have chosen it",
+            "write the value itself into the run's config",
         )
     try:
         return to_config(OmegaConf.create(plain))
     except OmegaConfBaseException as error:
         raise UserError(
-            f"the run's config is damaged or of another version ({one_line(error)}); restore it"
+            f"the run's config is damaged or of another version ({one_line(error)})", "restore it"
         ) from error

@@ -81,7 +81,7 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     from ddp_runner.errors import UserError
 
     if find_spec("pandas") is None:
-        raise UserError("read_runs returns a pandas data frame; write pip install pandas")
+        raise UserError("read_runs returns a pandas data frame", "write pip install pandas")
     import pandas
 
     runs = read([*map(Path, [paths] if isinstance(paths, str | os.PathLike) else paths)])

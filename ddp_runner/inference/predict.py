@@ -108,8 +108,8 @@ def _num_rounds(model: TrainedModel, split: Split) -> int:
         )
     if work.env.world_size > 1 or getattr(split, "num_workers", 0) > 1:
         raise UserError(
-            f"dataset={work.dataset.name} is a stream, and only a single reader keeps its order; "
-            "write world_size=1 dataset.num_workers=0"
+            f"dataset={work.dataset.name} is a stream, and only a single reader keeps its order",
+            "write world_size=1 dataset.num_workers=0",
         )
     return 0
 

@@ -49,8 +49,8 @@ def columns_of(
             columns = {f"{name}_{number}": values for number, values in enumerate(flat.T)}
         if repeated := columns.keys() & {*rows, "sample"}:
             raise UserError(
-                f"the training step's outputs give a second column {min(repeated)}; rename them: "
-                "split, index, sample, target and prediction are the table's own"
+                f"the training step's outputs give a second column {min(repeated)}",
+                "rename them: split, index, sample, target and prediction are the table's own",
             )
         rows.update(columns)
 
@@ -61,8 +61,8 @@ def columns_of(
         if not _has_rows(output, count):
             raise UserError(
                 f"task=predict needs outputs with a row for each of the {count} samples, and "
-                f"the training step returns {shape_of(output)} as {name}; "
-                "return StepOutput(outputs=...) with a tensor, or a mapping of tensors"
+                f"the training step returns {shape_of(output)} as {name}",
+                "return StepOutput(outputs=...) with a tensor, or a mapping of tensors",
             )
         label = _printable(str(name))
         array = _array(label, output)
@@ -91,8 +91,8 @@ def joined(
         if columns != expected:
             raise UserError(
                 f"a batch's outputs have {len(columns)} columns, and the first batch's "
-                f"{len(expected)}: {listed(sorted({*columns} ^ {*expected})) or 'of other sizes'}; "
-                "return outputs of one size from the training step, padded if necessary"
+                f"{len(expected)}: {listed(sorted({*columns} ^ {*expected})) or 'of other sizes'}",
+                "return outputs of one size from the training step, padded if necessary",
             )
     rows = {name: np.concatenate([part[name] for part in parts]) for name in like}
     if names is None:
@@ -123,7 +123,8 @@ def _write_csv(path: Path, tables: Iterable[Columns]) -> None:
                 if values.ndim > 1:
                     raise UserError(
                         f"{name} has {values.shape[1]} numbers per sample, and a CSV has at most "
-                        f"{MAX_COLUMNS} columns per output; write inference.format=parquet"
+                        f"{MAX_COLUMNS} columns per output",
+                        "write inference.format=parquet",
                     )
             if number == 0:
                 lines.writerow(rows)
@@ -141,8 +142,8 @@ def _write_parquet(path: Path, tables: Iterable[Columns]) -> None:
     def column(name: str, values: NDArray[Any]) -> Any:
         if values.dtype.kind == "c":
             raise UserError(
-                f"{name} is of {values.dtype}, which Parquet does not have; return real numbers "
-                "from the training step, as torch.view_as_real does"
+                f"{name} is of {values.dtype}, which Parquet does not have",
+                "return real numbers from the training step, as torch.view_as_real does",
             )
         flat = pa.array(values.ravel())
         is_list = values.ndim > 1
@@ -181,7 +182,7 @@ def _array(name: str, values: Tensor) -> NDArray[Any]:
     except (RuntimeError, TypeError) as error:
         kind = f"{values.layout}".removeprefix("torch.")
         raise UserError(
-            f"task=predict cannot write {name}, a {kind} tensor of {shape_of(values)}; return a "
-            f"dense tensor of real numbers from the training step ({typed(error)})"
+            f"task=predict cannot write {name}, a {kind} tensor of {shape_of(values)}",
+            f"return a dense tensor of real numbers from the training step ({typed(error)})",
         ) from error
     return array

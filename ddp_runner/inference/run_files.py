@@ -38,10 +38,11 @@ def model_arguments(run_dir: RunDir) -> dict[str, Any]:
         if "uses" in record:  # a loop of the user's own
             raise UserError(
                 f"the run of {run_dir.record} built its model in its own loop, so no other task "
-                "can build it; let the loop take it from run.model()"
+                "can build it",
+                "let the loop take it from run.model()",
             )
         raise UserError(
-            f"{run_dir.record} lacks model_arguments, which task=train writes; restore the file"
+            f"{run_dir.record} lacks model_arguments, which task=train writes", "restore the file"
         )
     return arguments
 
@@ -51,8 +52,8 @@ def kept_tokenizer(run_dir: RunDir) -> TextTokenizer:
     folder = run_dir.path / "tokenizer"
     if is_missing(folder / TOKENIZER_FILE):
         raise UserError(
-            f"{run_dir} has no {folder.name}/{TOKENIZER_FILE}, which a run of texts keeps; name a "
-            "run of dataset=text"
+            f"{run_dir} has no {folder.name}/{TOKENIZER_FILE}, which a run of texts keeps",
+            "name a run of dataset=text",
         )
     return load_text_tokenizer(folder)
 
@@ -68,7 +69,8 @@ def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset:
         if kept != content:
             raise UserError(
                 f"dataset={dataset} has another {name} than the run ({path}), so its tokens mean "
-                f"something else to the model; write dataset.tokenizer={path.parent}"
+                "something else to the model",
+                f"write dataset.tokenizer={path.parent}",
             )
 
 

@@ -88,11 +88,12 @@ def encoded_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
     if isinstance(tokenizer, Characters) and (unknown := {*text} - {*tokenizer.characters}):
         raise UserError(
             f"inference.prompt ({prompt!r}) has characters that the run's vocabulary lacks "
-            f"({', '.join(map(repr, sorted(unknown)))}); write another prompt"
+            f"({', '.join(map(repr, sorted(unknown)))})",
+            "write another prompt",
         )
     tokens: list[int] = tokenizer.encode(text).tolist()
     if not tokens:
-        raise UserError(f"inference.prompt ({prompt!r}) has no tokens; write another prompt")
+        raise UserError(f"inference.prompt ({prompt!r}) has no tokens", "write another prompt")
     return tokens
 
 
@@ -153,12 +154,13 @@ def _next_logits(model: nn.Module, tokens: Tensor, vocab_size: int) -> Tensor:
     if not fits or outputs.shape[-1] < vocab_size:
         raise UserError(
             f"the model returns {shape_of(outputs)} for tokens {tuple(tokens.shape)}, not logits "
-            f"{expected}; {fix}"
+            f"{expected}",
+            fix,
         )
     logits: Tensor = outputs[0, -1, :vocab_size].double().cpu()
     if not logits.isfinite().all():
         raise UserError(
-            "the model gives logits that are not finite; name an earlier checkpoint in "
-            "inference.weights"
+            "the model gives logits that are not finite",
+            "name an earlier checkpoint in inference.weights",
         )
     return logits

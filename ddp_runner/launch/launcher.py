@@ -86,7 +86,7 @@ def is_over(job: Job) -> bool:
         return False
     end = f"{run_dir} has completed without a checkpoint"
     if record.get("work_hash") != work_hash(job.config):
-        raise UserError(f"{end}, so it cannot continue with other keys; start a new run")
+        raise UserError(f"{end}, so it cannot continue with other keys", "start a new run")
     if prints_errors():
         print_line(f"{end}: nothing is left to do", stream=sys.stdout)
     return True

@@ -76,7 +76,8 @@ class Machines(OneMachine):
                 if waited_s > limit_s:
                     raise UserError(
                         f"waited {limit_s:g} s (launch.join_timeout_s) for {self._awaited()}, and "
-                        f"they did not come; {fix}"
+                        "they did not come",
+                        fix,
                     )
                 text = f"{self._awaited()}, up to {limit_s:g} s; {fix}"
                 if waited_s > PATIENCE_S and text != shown and self._joined is None:
@@ -163,7 +164,8 @@ class Machines(OneMachine):
                 elif number == 0:
                     raise UserError(
                         f"port {port} of this machine is in use and its launch.node_rank is 0, "
-                        "so it holds the rendezvous; give launch.rdzv_endpoint another port"
+                        "so it holds the rendezvous",
+                        "give launch.rdzv_endpoint another port",
                     )
             self._link = Link(socket.create_connection((host, port), PROBE_S))
         except OSError as error:  # not there yet: try again

@@ -57,7 +57,8 @@ def validate_scores(outputs: Tensor, targets: Tensor) -> None:
     if (outputs.shape[0], *outputs.shape[2:]) != tuple(targets.shape):
         raise UserError(
             f"outputs {tuple(outputs.shape)} have no scores of classes for targets "
-            f"{tuple(targets.shape)}; return (batch, classes, ...) for targets (batch, ...)"
+            f"{tuple(targets.shape)}",
+            "return (batch, classes, ...) for targets (batch, ...)",
         )
 
 

@@ -98,8 +98,8 @@ class Evaluation:
         for name, metric in self._metrics.items():
             if outputs is None:
                 raise UserError(
-                    f"metrics.{name} needs the outputs of the model, and train.step returns none; "
-                    "return StepOutput(loss_sum, count, outputs=OUTPUTS, targets=TARGETS)"
+                    f"metrics.{name} needs the outputs of the model, and train.step returns none",
+                    "return StepOutput(loss_sum, count, outputs=OUTPUTS, targets=TARGETS)",
                 )
             batch = f"outputs {shape_of(outputs)} with targets {shape_of(targets)}"
             with _named(name, metric, f"cannot take {batch}"):
@@ -208,8 +208,8 @@ def _fresh(metric: Metric, device: torch.device) -> Any:
         return clone
     if not hasattr(metric, "merge"):
         raise UserError(
-            "it has no merge(self, other), which combines the metrics of two ranks; write it, "
-            'or merge = summed("hits", "count") with ddp_runner.summed'
+            "it has no merge(self, other), which combines the metrics of two ranks",
+            'write it, or merge = summed("hits", "count") with ddp_runner.summed',
         )
     return _unpacked(packed(metric), device)
 
@@ -240,8 +240,8 @@ def _merge(metric: Any, states: Sequence[dict[str, Any]]) -> None:
     """
     if any(state.keys() != states[0].keys() for state in states):
         raise UserError(
-            "it adds states with its first batch, so a rank without samples lacks them; set "
-            "the arguments that it infers from that batch, such as num_classes"
+            "it adds states with its first batch, so a rank without samples lacks them",
+            "set the arguments that it infers from that batch, such as num_classes",
         )
     for name, reduction in metric._reductions.items():
         values = [state[name] for state in states]

@@ -43,8 +43,8 @@ def try_metrics(
             raise UserError(
                 f"{title(name, metric)} depends on the number of ranks: {key} is "
                 f"{whole.get(key, math.nan):.6g} in one object and {parts.get(key, math.nan):.6g} "
-                "merged from several; correct its merge(self, other), which must add everything "
-                "in the other"
+                "merged from several",
+                "correct its merge(self, other), which must add everything in the other",
             )
     return names, undetermined
 

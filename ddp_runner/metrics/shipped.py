@@ -106,7 +106,8 @@ class MAE(_Mean):
         if outputs.shape != targets.shape:  # torch would broadcast them
             raise UserError(
                 f"a regression metric needs outputs and targets of the same shape, not "
-                f"{tuple(outputs.shape)} and {tuple(targets.shape)}; choose a dataset that fits"
+                f"{tuple(outputs.shape)} and {tuple(targets.shape)}",
+                "choose a dataset that fits",
             )
         dtype = sum_dtype(outputs.device)
         self.total += self._loss(outputs.to(dtype) - targets.to(dtype)).sum()

@@ -70,12 +70,12 @@ class OwnRecords(Records):
         numbers = dict[str, float]()
         for name, value in values.items():
             if name in LINE_FIELDS:
-                raise UserError(f"run.log: {name} is a field of each line; give another name")
+                raise UserError(f"run.log: {name} is a field of each line", "give another name")
             try:
                 numbers[name] = number(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UserError(
-                    f"run.log: {name} is {shape_of(value)}, not a single number; reduce it first"
+                    f"run.log: {name} is {shape_of(value)}, not a single number", "reduce it first"
                 ) from error
         if step != self._metrics_step:  # a checkpoint keeps only the metrics of its own step
             self._metrics, self._metrics_step = {}, step
@@ -90,8 +90,8 @@ class OwnRecords(Records):
             image = image[None]
         if image.ndim != 3 or image.shape[0] not in (1, 3):
             raise UserError(
-                f"run.log_image: {name} is {shape_of(image)}; give (3 or 1, height, width) or "
-                "(height, width)"
+                f"run.log_image: {name} is {shape_of(image)}",
+                "give (3 or 1, height, width) or (height, width)",
             )
         if image.is_floating_point():
             image = image.detach().clamp(0, 1).mul(255).round()

@@ -35,7 +35,8 @@ def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status
     if session.mode.engine is not local_engine:
         raise UserError(
             f"parallelism={config.parallelism.get('name')} computes the steps of a run, and a "
-            "loop of your own computes its own steps; write parallelism=ddp"
+            "loop of your own computes its own steps",
+            "write parallelism=ddp",
         )
     function = find(config.task, key="task", allowed=config.allowed_targets)
     arguments = {
@@ -65,7 +66,7 @@ def validate_arguments(
     """
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters or parameters[0].kind == parameters[0].KEYWORD_ONLY:
-        raise UserError(f"task ({target}) takes no run; write def {function.__name__}(run, …)")
+        raise UserError(f"task ({target}) takes no run", f"write def {function.__name__}(run, …)")
     accepted = keywords(function) - {parameters[0].name}
     for key in arguments:
         if not accepted & {key, ANY}:
@@ -74,7 +75,7 @@ def validate_arguments(
         name = parameter.name
         is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not is_variadic and name not in arguments:
-            raise UserError(f"{target} needs loop.{name}; add +loop.{name}=VALUE")
+            raise UserError(f"{target} needs loop.{name}", f"add +loop.{name}=VALUE")
 
 
 @contextmanager

@@ -36,7 +36,8 @@ def open_loader(
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UserError(
                 f"run.loader takes a dataset with __len__ and __getitem__, and {name} got a "
-                f"{type(dataset).__name__}; give a map-style torch.utils.data.Dataset"
+                f"{type(dataset).__name__}",
+                "give a map-style torch.utils.data.Dataset",
             )
         split = LoaderSplit(name, dataset, **options)
     validate_num_samples(type(dataset).__name__, len(split), ranks=layout.num_shares)
@@ -53,7 +54,8 @@ def open_loader(
         raise UserError(
             f"{len(split)} samples in batches of {batches.global_size} leave {num_last} for the "
             f"last batch, too few for {layout.num_shares} ranks, and in this mode a forward waits "
-            "for all ranks; choose another global_size for this loader"
+            "for all ranks",
+            "choose another global_size for this loader",
         )
     return Loader(batches, device, shuffle=shuffle)
 

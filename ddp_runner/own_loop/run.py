@@ -154,7 +154,7 @@ class Run:
             UserError: an object has no state or was made before ``wrap``, or no checkpoint fits.
         """
         if self._records is not None:
-            raise UserError("run.restore was called twice; call it once, with everything to save")
+            raise UserError("run.restore was called twice", "call it once, with everything to save")
         for loader in self._loaders:
             loader.rewind()
         self._objects = {name: bare(value) for name, value in objects.items()}
@@ -207,7 +207,9 @@ class Run:
             UserError: ``restore`` got no objects, or a parameter is not finite.
         """
         if not self._objects:
-            raise UserError("run.save has nothing to save; name it in run.restore(NAME=OBJECT, …)")
+            raise UserError(
+                "run.save has nothing to save", "name it in run.restore(NAME=OBJECT, …)"
+            )
         records = self._at(step)
         content, metrics = partial(self._saver.snapshot, step), records.metrics_of(step)
         records.save(content, step=step, metrics=metrics)
@@ -242,8 +244,9 @@ class Run:
         """Return the records, and set the loop's step if given."""
         if self._records is None:  # log may run on a single rank, restore is a collective
             raise UserError(
-                "the loop began without run.restore; call it before the loop, with the objects to "
-                "save, as in step = run.restore(model=model), or with nothing"
+                "the loop began without run.restore",
+                "call it before the loop, with the objects to "
+                "save, as in step = run.restore(model=model), or with nothing",
             )
         self._step = self._step if step is None else step
         return self._records

@@ -75,14 +75,15 @@ def validate_objects(objects: Mapping[str, Any]) -> None:
         has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
         if not has_state and not isinstance(value, dict):
             raise UserError(
-                f"{name}, a {type(value).__name__}, has no state_dict and load_state_dict; give "
-                "run.restore an object with both, or plain values in a dict, which it updates"
+                f"{name}, a {type(value).__name__}, has no state_dict and load_state_dict",
+                "give run.restore an object with both, or plain values in a dict, which it updates",
             )
         groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
         if any(hasattr(parameter, REPLACED) for group in groups for parameter in group["params"]):
             raise UserError(
                 f"{name} was made before run.wrap, which replaced the module's parameters by "
-                "shards, so it would train nothing; make it after run.wrap"
+                "shards, so it would train nothing",
+                "make it after run.wrap",
             )
 
 

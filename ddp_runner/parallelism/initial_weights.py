@@ -26,17 +26,20 @@ def build_by_modules(build: Callable[[], nn.Module]) -> nn.Module:
     if not hasattr(module, "init_weights"):
         raise UserError(
             "model.meta_init=true needs a model with the method init_weights(module), which fills "
-            "a module's parameters; add it, or write model.meta_init=false"
+            "a module's parameters",
+            "add it, or write model.meta_init=false",
         )
     if names := [name for name, _ in module.named_buffers()]:
         raise UserError(
             "model.meta_init=true builds a model without values, and nothing fills its buffers "
-            f"({listed(names)}); compute them in its forward, or write model.meta_init=false"
+            f"({listed(names)})",
+            "compute them in its forward, or write model.meta_init=false",
         )
     if len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.parameters())):
         raise UserError(
             "model.meta_init=true builds a model without values, and a parameter that two modules "
-            "share would become two; use it in one module's forward, or write model.meta_init=false"
+            "share would become two",
+            "use it in one module's forward, or write model.meta_init=false",
         )
     if torch.get_default_device().type != "meta":
         module.to_empty(device="cpu")
@@ -69,7 +72,8 @@ def initialise(model: nn.Module) -> None:
         if empty := [key for key, parameter in whole.items() if parameter.isnan().any()]:
             raise UserError(
                 f"init_weights of the model leaves {listed(empty)} of {name or 'the model'} "
-                "without values; fill them"
+                "without values",
+                "fill them",
             )
         for key, shard in shards.items():
             if shard not in done:

@@ -112,7 +112,8 @@ class Mesh:
         if self.return_memory and not return_freed_memory():
             raise UserError(
                 "parallelism.return_memory=true needs glibc, the C library of most Linux systems, "
-                "and this machine has another; leave it out"
+                "and this machine has another",
+                "leave it out",
             )
         mesh = self._mesh(devices[0])
         with torch.device("meta" if self.meta_init else "cpu"):
@@ -206,8 +207,8 @@ def _validate_ties(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
             if block is not block_of.get(part) and not _is_scalar(parameter):
                 raise UserError(
                     f"model.blocks puts {other_name} and {name}, which are one parameter, into "
-                    "different groups, and FSDP2 gathers it with one of them; leave their blocks "
-                    "out of model.blocks, or write parallelism=ddp"
+                    "different groups, and FSDP2 gathers it with one of them",
+                    "leave their blocks out of model.blocks, or write parallelism=ddp",
                 )
 
 

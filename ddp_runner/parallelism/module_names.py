@@ -25,8 +25,8 @@ def matched(module: nn.Module, pattern: str, *, key: str) -> dict[str, nn.Module
     if not matches:
         nearest = difflib.get_close_matches(pattern, names, cutoff=0.0)
         raise UserError(
-            f"{key} ({pattern}) matches no module of the model; the nearest are "
-            f"{', '.join(nearest) or 'none: it has no modules'}"
+            f"{key} ({pattern}) matches no module of the model",
+            f"the nearest are {', '.join(nearest) or 'none: it has no modules'}",
         )
     return matches
 

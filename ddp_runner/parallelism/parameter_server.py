@@ -218,8 +218,8 @@ class Server(Engine):
 def _validate_gradients(module: nn.Module) -> None:
     if any(p.grad is not None and p.grad.is_sparse for p in module.parameters()):
         raise UserError(
-            "parallelism=ps cannot push sparse gradients; leave out sparse=True in the model, or "
-            "write parallelism=ddp"
+            "parallelism=ps cannot push sparse gradients",
+            "leave out sparse=True in the model, or write parallelism=ddp",
         )
 
 

@@ -47,8 +47,8 @@ def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: ob
     if isinstance(optimizer, torch.optim.Adafactor):
         raise UserError(
             f"optimizer={keys.get('name')} ({keys['_target_']}) takes norms in place, which torch "
-            f"cannot do for parameters that parallelism={parallelism} splits; write "
-            "optimizer=adamw, or parallelism=ddp"
+            f"cannot do for parameters that parallelism={parallelism} splits",
+            "write optimizer=adamw, or parallelism=ddp",
         )
     if all(map(is_shard, parameters)):
         return
@@ -56,7 +56,8 @@ def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: ob
         if any(group.get(key) for group in optimizer.param_groups):
             raise UserError(
                 f"optimizer.{key}=true steps all parameters in one call, which torch cannot do "
-                f"under parallelism={parallelism}, which splits only some; leave it out"
+                f"under parallelism={parallelism}, which splits only some",
+                "leave it out",
             )
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None:  # torch's default, which is true on a GPU

@@ -38,8 +38,8 @@ def split_layers(
     """
     if not plan:
         raise UserError(
-            "parallelism.tensor_parallel_size needs a model that says how its layers are split; "
-            "write model.tensor_parallel={PATTERN:colwise}, or parallelism=fsdp"
+            "parallelism.tensor_parallel_size needs a model that says how its layers are split",
+            "write model.tensor_parallel={PATTERN:colwise}, or parallelism=fsdp",
         )
     styles, numbers = _styles(is_sequence_split=is_sequence_split), _RankNumbers(mesh)
     module.register_forward_pre_hook(numbers.begin)
@@ -102,14 +102,16 @@ def _validate_layer(name: str, layer: nn.Module, word: str, *, size: int) -> Non
     if not isinstance(layer, nn.Linear | nn.Embedding):
         raise UserError(
             f"model.tensor_parallel ({name}: {word}) needs a linear layer or an embedding, and "
-            f"{name} is a {type(layer).__name__}; leave it out"
+            f"{name} is a {type(layer).__name__}",
+            "leave it out",
         )
     weight = layer.weight
     if weight.shape[axis] % size:
         sides = ("outputs", "inputs")
         raise UserError(
             f"{name} has {weight.shape[axis]} {sides[axis]}, which {size} ranks cannot split into "
-            "equal parts; choose a parallelism.tensor_parallel_size that divides it"
+            "equal parts",
+            "choose a parallelism.tensor_parallel_size that divides it",
         )
 
 
@@ -119,8 +121,8 @@ def _validate_ties(names: Iterable[Sequence[str]]) -> None:
         if len(tied) > 1:
             raise UserError(
                 f"model.tensor_parallel splits {tied[0]}, which is one parameter with {tied[1]}, "
-                "and torch would make them two; leave both layers out of it, or write "
-                "parallelism=fsdp"
+                "and torch would make them two",
+                "leave both layers out of it, or write parallelism=fsdp",
             )
 
 
@@ -165,7 +167,8 @@ class _Split(ParallelStyle):
             if output.shape[1] % mesh.size():
                 raise UserError(
                     f"parallelism.sequence_parallel=true splits sequences of {output.shape[1]} "
-                    f"over {mesh.size()} ranks; choose a length that they divide"
+                    f"over {mesh.size()} ranks",
+                    "choose a length that they divide",
                 )
             return _redistribute(output, mesh, WHOLE, SPLIT).to_local()
 

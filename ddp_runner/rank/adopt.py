@@ -30,12 +30,12 @@ def with_config_of_rank_zero(job: Job) -> Job:
         has_run = next((name for name, lacks_run in machines if not lacks_run), None)
         if has_run is None:
             count = len({name for name, _ in machines})
-            fix = f"not a run folder on any of the {count} machines; name the folder of a run"
+            where, fix = f"not a run folder on any of the {count} machines", "name a run's folder"
         else:
-            fix = f"on {has_run}, and {host} has rank 0; copy it to {host}"
+            where, fix = f"on {has_run}, and {host} has rank 0", f"copy it to {host}"
             if job.wire is not None:  # only our launcher can move rank 0 to another machine
                 fix += f", or give {has_run} launch.node_rank=0"
-        raise UserError(f"resume={job.config.resume} is {fix}")
+        raise UserError(f"resume={job.config.resume} is {where}", fix)
     shared = from_rank_zero(lambda: asdict(job.secrets.written(job.config)))
     if not job.lacks_run:
         return job
@@ -49,7 +49,7 @@ def with_config_of_rank_zero(job: Job) -> Job:
     if adopted.backend.name != job.config.backend.name:
         raise UserError(
             f"the run uses backend={adopted.backend.name}, but {socket.gethostname()}, which lacks "
-            f"the run folder, joined with {job.config.backend.name}; add "
-            f"backend={adopted.backend.name} to the command"
+            f"the run folder, joined with {job.config.backend.name}",
+            f"add backend={adopted.backend.name} to the command",
         )
     return replace(job, config=adopted, secrets=secrets)

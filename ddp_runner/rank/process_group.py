@@ -47,7 +47,8 @@ def process_group(
     if backend.name == "mpi" and not dist.is_mpi_available():
         raise UserError(
             "backend=mpi needs a torch built with MPI, and this torch is not (PyPI's wheels never "
-            "are); write backend=gloo, or build torch from source with an MPI library"
+            "are)",
+            "write backend=gloo, or build torch from source with an MPI library",
         )
     validate_rendezvous(env, init_method=init_method, backend=backend.name)
     if backend.name != "mpi":
@@ -82,8 +83,8 @@ def process_group(
             raise
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "of this machine")
         raise UserError(
-            f"the network interface {interface} (GLOO_SOCKET_IFNAME) has no address; "
-            f"bring it up (ip link set {interface} up), or set another interface"
+            f"the network interface {interface} (GLOO_SOCKET_IFNAME) has no address",
+            f"bring it up (ip link set {interface} up), or set another interface",
         ) from error
     _groups_until_exit.append(dist.group.WORLD)
     yield
@@ -112,8 +113,9 @@ def _validate_host(env: DistEnv, init_method: str | None) -> None:
             return
     error = UserError(
         f"RANK and WORLD_SIZE describe {env.world_size} ranks on one machine, but {host}, where "
-        "they meet, is another; on several machines set LOCAL_RANK and LOCAL_WORLD_SIZE too, on a "
-        "single machine let the ranks meet at 127.0.0.1"
+        "they meet, is another",
+        "on several machines set LOCAL_RANK and LOCAL_WORLD_SIZE too, on a "
+        "single machine let the ranks meet at 127.0.0.1",
     )
     if not prints_errors():  # rank 0, on another machine, has no error to print
         print_line(f"error: {error}", stream=sys.stderr)
@@ -196,8 +198,8 @@ def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta)
     except OSError as error:
         listener.close()
         raise UserError(
-            f"rank 0 cannot listen on port {port} ({error.strerror}), where the ranks meet; give "
-            "every rank another port, in MASTER_PORT or launch.init_method"
+            f"rank 0 cannot listen on port {port} ({error.strerror}), where the ranks meet",
+            "give every rank another port, in MASTER_PORT or launch.init_method",
         ) from error
     return connect(is_master=True, master_listen_fd=listener.detach())
 

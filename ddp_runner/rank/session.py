@@ -177,8 +177,8 @@ def note_start(session: Session, *, step: int) -> None:
     if len(last_starts) == 3 and len({steps[n] for n in last_starts}) == 1:
         raise UserError(
             f"three restarts in a row made no progress beyond step {step}, so the cause will not "
-            f"go away; cause of the first: {causes[last_starts[0] - 1]}; see also logs/ in the run "
-            "folder"
+            f"go away. The first failed because {causes[last_starts[0] - 1]}",
+            "see also logs/ in the run folder",
         )
 
 

@@ -27,7 +27,7 @@ class Grid:
         self._batches = [[list(words) for words in product(*axes.values())]]
         self.numbers = count()  # of the batch's jobs
         if not self._batches[0]:
-            raise UserError("the sweep has no jobs: a range is empty; write range(3) or 1,2")
+            raise UserError("the sweep has no jobs: a range is empty", "write range(3) or 1,2")
 
     def ask(self) -> list[list[str]]:
         """Return the words of each job of the next batch; an empty list at the end."""

@@ -74,8 +74,8 @@ def validate_sweep(config: Config, hardware: Hardware) -> None:
     sweep, launch = config.sweep, config.launch
     if launch.nnodes > 1:
         raise UserError(
-            f"launch.nnodes ({launch.nnodes}) must be 1 in a sweep on this machine; "
-            "write hydra/launcher=slurm, or start each job with its own command, without -m"
+            f"launch.nnodes ({launch.nnodes}) must be 1 in a sweep on this machine",
+            "write hydra/launcher=slurm, or start each job with its own command, without -m",
         )
     slots, on_gpus = sweep.parallel_jobs, hardware.num_gpus and config.backend.device != "cpu"
     if slots < 1:
@@ -85,30 +85,36 @@ def validate_sweep(config: Config, hardware: Hardware) -> None:
     if launch.init_method is not None:
         raise UserError(
             f"sweep.parallel_jobs ({slots}) would let several jobs meet at the same address, "
-            f"launch.init_method ({launch.init_method}); leave one of the two keys out"
+            f"launch.init_method ({launch.init_method})",
+            "leave one of the two keys out",
         )
     if sweep.calibrate:
         raise UserError(
             f"sweep.calibrate measures all_reduce, and sweep.parallel_jobs ({slots}) would disturb "
-            "it; leave one of the two keys out"
+            "it",
+            "leave one of the two keys out",
         )
     if sys.platform != "linux":
         raise UserError(
             f"sweep.parallel_jobs ({slots}) gives each job its own cores, which only works on "
-            "Linux; leave it out"
+            "Linux",
+            "leave it out",
         )
     if slots > hardware.num_cores:
         raise UserError(
             f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_cores} cores that this "
-            f"process may use; write {hardware.num_cores} or fewer"
+            "process may use",
+            f"write {hardware.num_cores} or fewer",
         )
     if on_gpus and slots > hardware.num_gpus:
         raise UserError(
             f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_gpus} GPUs that its "
-            f"jobs use; write {hardware.num_gpus} or fewer, or backend.device=cpu"
+            "jobs use",
+            f"write {hardware.num_gpus} or fewer, or backend.device=cpu",
         )
     if on_gpus and hardware.kind not in VISIBLE:
         raise UserError(
             f"sweep.parallel_jobs ({slots}) can share {' and '.join(VISIBLE)} devices, not "
-            f"{hardware.kind}; leave it out, or write backend.device=cpu"
+            f"{hardware.kind}",
+            "leave it out, or write backend.device=cpu",
         )

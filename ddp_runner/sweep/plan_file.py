@@ -75,8 +75,8 @@ def read_plan(folder: Path) -> Plan:
         return Plan(command, {job.job_id: job for job in jobs}, fields["is_open"] is True)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # any content
         raise UserError(
-            f"{path} is damaged or of another version ({error}); "
-            "delete it: the runs stay in their folders"
+            f"{path} is damaged or of another version ({error})",
+            "delete it: the runs stay in their folders",
         ) from error
 
 

@@ -164,8 +164,9 @@ class Planner:
             shown = RunDir(shown_path(run)).resume_argument
             raise UserError(
                 f"{shown} continues one run in its own folder, and several jobs of this sweep "
-                "would resume it; to start each job from its weights, choose the run's groups and "
-                f"write ++model.weights={shown_path(run)} in place of resume"
+                "would resume it",
+                "to start each job from its weights, choose the run's groups and "
+                f"write ++model.weights={shown_path(run)} in place of resume",
             )
         self._resumed.add(run.resolve())
 

@@ -178,12 +178,12 @@ def _is_search(common: DictConfig) -> bool:
         return False
     if target != f"{Search.__module__}.{Search.__name__}":
         raise UserError(
-            f"hydra/sweeper: {target} is of another package; write hydra/sweeper=optuna for a "
-            "search, or leave hydra/sweeper out"
+            f"hydra/sweeper: {target} is of another package",
+            "write hydra/sweeper=optuna for a search, or leave hydra/sweeper out",
         )
     if common.sweep.objective is None:
         raise UserError(
-            "sweep.objective is null, and a search needs the metric to optimize; "
-            "write sweep.objective=eval/accuracy"
+            "sweep.objective is null, and a search needs the metric to optimize",
+            "write sweep.objective=eval/accuracy",
         )
     return True

@@ -57,8 +57,8 @@ class Search:
             import optuna
         except ImportError as error:
             raise UserError(
-                f"hydra/sweeper=optuna needs Optuna ({one_line(error)}); "
-                "pip install 'ddp-runner[optuna]'"
+                f"hydra/sweeper=optuna needs Optuna ({one_line(error)})",
+                "pip install 'ddp-runner[optuna]'",
             ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._node, self._folder = optuna, node, folder
@@ -107,14 +107,15 @@ class Search:
         except Exception as error:  # each storage has its own classes
             reason = one_line(getattr(error, "orig", error))  # a database error without its SQL
             raise UserError(
-                f"hydra.sweeper: Optuna cannot open the study ({reason}); repair its storage, or "
-                "give another hydra.sweep.dir or hydra.sweeper.storage"
+                f"hydra.sweeper: Optuna cannot open the study ({reason})",
+                "repair its storage, or give another hydra.sweep.dir or hydra.sweeper.storage",
             ) from error
         actual = (earlier or study).direction.name.lower()
         if actual != wanted:
             raise UserError(
                 f"this search would {wanted} {self._objective}, and the study {name} is to "
-                f"{actual} its metric; give another hydra.sweep.dir or hydra.sweeper.study_name"
+                f"{actual} its metric",
+                "give another hydra.sweep.dir or hydra.sweeper.study_name",
             )
         return study
 
@@ -172,7 +173,7 @@ class Search:
         completed = self._study.get_trials(deepcopy=False, states=[self._states.COMPLETE])
         if not completed:
             raise UserError(
-                "the search has no best job, because no job was completed; see the errors above"
+                "the search has no best job, because no job was completed", "see the errors above"
             )
         best = self._study.best_trial
         parse = OverridesParser.create().parse_override  # reads a text as its job reads it

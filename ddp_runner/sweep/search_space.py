@@ -19,16 +19,16 @@ def search_distribution(override: Override, distributions: Any) -> Any:
         low: Any = value.start
         high: Any = value.end
         if low > high:
-            raise UserError(f"{line}: the lower end comes first; write interval({high},{low})")
+            raise UserError(f"{line}: the lower end comes first", f"write interval({high},{low})")
         if value.tags - {"log"}:
-            raise UserError(f"{line}: a search only knows the tag log; write interval(LOW,HIGH)")
+            raise UserError(f"{line}: a search only knows the tag log", "write interval(LOW,HIGH)")
         if value.tags and low <= 0:
-            raise UserError(f"{line}: a log scale needs a lower end above 0; replace {low}")
+            raise UserError(f"{line}: a log scale needs a lower end above 0", f"replace {low}")
         is_integer = isinstance(low, int) and isinstance(high, int)
         kind = distributions.IntDistribution if is_integer else distributions.FloatDistribution
         return kind(low, high, log=bool(value.tags))
     if not (texts := list(override.sweep_string_iterator())):
-        raise UserError(f"{line}: the range is empty; write range(LOW,HIGH)")
+        raise UserError(f"{line}: the range is empty", "write range(LOW,HIGH)")
     if isinstance(value, RangeSweep) and not value.shuffle and len(texts) > 1 and value.step > 0:
         if isinstance(value.start, int) and isinstance(value.step, int):
             return distributions.IntDistribution(int(texts[0]), int(texts[-1]), step=value.step)
@@ -54,13 +54,14 @@ def search_direction(objective: str, chosen: str | None) -> Any:
         meant = nearest(objective, MONITORS, cutoff=0.7)
         hint = f"did you mean sweep.objective={meant}? For a metric of your own, " if meant else ""
         raise UserError(
-            f"sweep.objective={objective} does not say which value is best; {hint}write "
-            "hydra.sweeper.direction=maximize or minimize"
+            f"sweep.objective={objective} does not say which value is best",
+            f"{hint}write hydra.sweeper.direction=maximize or minimize",
         )
     if chosen and known and chosen != known and objective in LISTED:
         raise UserError(
             f"sweep.objective={objective} with hydra.sweeper.direction={chosen} would keep the "
-            "worst trial; leave hydra.sweeper.direction out"
+            "worst trial",
+            "leave hydra.sweeper.direction out",
         )
     return chosen or known
 
@@ -71,7 +72,8 @@ def grid_values(key: str, space: Any) -> list[Any]:
         return list(space.choices)
     if space.step is None:
         raise UserError(
-            f"{key} is an interval, and hydra/sweeper/sampler=grid takes values; write choice(...)"
+            f"{key} is an interval, and hydra/sweeper/sampler=grid takes values",
+            "write choice(...)",
         )
     count = round((space.high - space.low) / space.step) + 1
     return [space.low + index * space.step for index in range(count)]

@@ -91,7 +91,7 @@ def survey(paths: Sequence[Path]) -> tuple[list[RunStatus], list[SweepStatus]]:
             runs.setdefault(folder.resolve(), RunStatus(folder, UNREADABLE, reason=reason))
         elif folder == path:
             raise UserError(
-                f"{path} is not a folder; give the folder of a run, of a sweep, or of all outputs"
+                f"{path} is not a folder", "give the folder of a run, of a sweep, or of all outputs"
             ) from error
 
     for path in paths:

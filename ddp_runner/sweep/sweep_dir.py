@@ -31,7 +31,7 @@ def sweep_dir(composed: DictConfig, words: Sequence[str]) -> Iterator[tuple[Path
     """
     named = composed.hydra.sweep.dir
     if not named:
-        raise UserError("hydra.sweep.dir is empty; write hydra.sweep.dir=FOLDER, or leave it out")
+        raise UserError("hydra.sweep.dir is empty", "write hydra.sweep.dir=FOLDER, or leave it out")
     folder, earlier = None if named == AUTO else Path(named), None
     new = sweep_folder(composed.name)
     if folder is None:

@@ -142,8 +142,8 @@ class MetricFiles:
         """
         if not IMAGE_NAME.fullmatch(name):
             raise UserError(
-                f"{name!r} cannot name a picture; use letters, digits, -, _ and ., with / between "
-                "names"
+                f"{name!r} cannot name a picture",
+                "use letters, digits, -, _ and ., with / between names",
             )
         if step == self._logged_at and f"image {name}" in self._logged:
             return

@@ -111,12 +111,12 @@ class RunDir:
             for path in (Path(folder, name) for name in [*subfolders, *names]):
                 if path.is_symlink():
                     raise UserError(
-                        f"{path} is a link to {path.readlink()}, and the run would write to it; "
-                        "replace the link with its files, or delete it"
+                        f"{path} is a link to {path.readlink()}, and the run would write to it",
+                        "replace the link with its files, or delete it",
                     )
                 if not (path.is_file() or path.is_dir()) and path.exists():
                     raise UserError(
-                        f"{path} is neither a file nor a folder, so no run wrote it; delete it"
+                        f"{path} is neither a file nor a folder, so no run wrote it", "delete it"
                     )
 
     def ensure_writable(self) -> None:
@@ -126,7 +126,7 @@ class RunDir:
             UserError: the folder is not writable, or its disk is nearly full.
         """
         if not os.access(self, os.W_OK):
-            raise UserError(f"the run folder {self} is not writable; give hydra.run.dir=FOLDER")
+            raise UserError(f"the run folder {self} is not writable", "give hydra.run.dir=FOLDER")
         ensure_space(self.path, existing=self.path)
 
     def discard_unused(self) -> None:
@@ -184,8 +184,8 @@ def _yaml_of(section: tuple[str, Any]) -> str:
 def _reject_unreadable(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):  # removed by the process that runs there
         raise UserError(
-            f"{error.filename} cannot be read ({error.strerror}), and the run would write to it; "
-            "make it readable, or give another folder"
+            f"{error.filename} cannot be read ({error.strerror}), and the run would write to it",
+            "make it readable, or give another folder",
         ) from error
 
 
@@ -202,8 +202,8 @@ def keep_files(run_dir: Path, files: Mapping[str, bytes]) -> None:
             replace_file(path, content)
         elif path.read_bytes() != content:
             raise UserError(
-                f"{path} differs from the current dataset's file, so the run trained on other "
-                "data; resume with the original data, or start a new run"
+                f"{path} differs from the current dataset's file, so the run trained on other data",
+                "resume with the original data, or start a new run",
             )
 
 
@@ -212,6 +212,6 @@ def ensure_space(path: Path, *, existing: Path) -> None:
     free_mib = shutil.disk_usage(existing).free // 2**20
     if free_mib < MIN_FREE_MIB:
         raise UserError(
-            f"{free_mib} MiB are free for the run folder {path}, and a run needs {MIN_FREE_MIB}; "
-            "free some, or give hydra.run.dir=FOLDER on another disk"
+            f"{free_mib} MiB are free for the run folder {path}, and a run needs {MIN_FREE_MIB}",
+            "free some, or give hydra.run.dir=FOLDER on another disk",
         )

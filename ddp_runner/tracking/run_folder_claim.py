@@ -176,13 +176,14 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
     earlier_work = _record(run_dir).get("work_hash") if config.resume == AUTO else None
     if earlier_work is None and run_dir.record.exists():
         raise UserError(
-            f"{run_dir} already holds a run; give another folder, or {run_dir.resume_argument}"
+            f"{run_dir} already holds a run", f"give another folder, or {run_dir.resume_argument}"
         )
     if earlier_work not in (None, work_hash(config)):
         keys = listed(changed_keys(config, run_dir)) or "values from the environment"
         raise UserError(
             f"{run_dir} holds a run whose config differs ({keys}), and resume=auto only continues "
-            "a run with the same config; give another hydra.run.dir"
+            "a run with the same config",
+            "give another hydra.run.dir",
         )
 
 

@@ -120,9 +120,9 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); restore or delete it") from error
+        raise UserError(f"{path} is not valid JSON ({error})", "restore or delete it") from error
     if not isinstance(fields, dict):
-        raise UserError(f"{path} does not hold a JSON object; restore or delete it")
+        raise UserError(f"{path} does not hold a JSON object", "restore or delete it")
     return fields
 
 
@@ -192,7 +192,8 @@ def begin_session(
         write_run_record(run_dir, sessions=sessions, finished_at=finished_at, **fields)
     except (LookupError, TypeError, AttributeError) as error:  # anyone may have edited the file
         raise UserError(
-            f"{Path(run_dir, RUN_RECORD)} has invalid times ({typed(error)}); restore or delete it"
+            f"{Path(run_dir, RUN_RECORD)} has invalid times ({typed(error)})",
+            "restore or delete it",
         ) from error
 
 

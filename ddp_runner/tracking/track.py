@@ -78,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     run_dir, name = RunDir(options.run.absolute()), options.name
     if "loaded" not in read_run_record(run_dir):
-        raise UserError(f"{run_dir} has no metrics to send: it never began; name another run")
+        raise UserError(f"{run_dir} has no metrics to send: it never began", "name another run")
     run_dir.validate_content()
     settings = _settings(run_dir, name, options.keys)
     allowed = [package_of(settings["_target_"])]
@@ -110,7 +110,7 @@ def _settings(run_dir: RunDir, name: str, words: Sequence[str]) -> dict[str, Any
     try:
         keys: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)), resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"{' '.join(words)}: {one_line(error)}; write KEY=VALUE") from error
+        raise UserError(f"{' '.join(words)}: {one_line(error)}", "write KEY=VALUE") from error
     path = CONFIG_DIR / "trackers" / f"{name}.yaml"
     is_ours = re.fullmatch(r"\w+", name) and path.is_file()
     shipped: Any = OmegaConf.to_container(OmegaConf.load(path)) if is_ours else {}
@@ -124,11 +124,12 @@ def _settings(run_dir: RunDir, name: str, words: Sequence[str]) -> dict[str, Any
     if missing:
         raise UserError(
             f"{run_dir} was sent to trackers.{name} with keys that this command does not name, and "
-            f"keys from a run folder are not trusted; add {shlex.join(missing)}, or other values"
+            "keys from a run folder are not trusted",
+            f"add {shlex.join(missing)}, or other values",
         )
     settings = {key: value for key, value in {**defaults, **keys}.items() if key != "wait_s"}
     if "_target_" not in settings:
-        raise UserError(f"{name} is not a known tracker; add _target_=PACKAGE.MODULE.CLASS")
+        raise UserError(f"{name} is not a known tracker", "add _target_=PACKAGE.MODULE.CLASS")
     validate_trackers(Config(trackers={name: settings}))
     return settings
 

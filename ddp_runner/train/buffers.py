@@ -39,8 +39,8 @@ def find_changing(state: TrainState) -> None:
     elif unsent := sorted(name for name in changed if not name.startswith("model.")):
         raise UserError(
             f"{step_of(work.config)} changes {', '.join(unsent)}, and parallelism="
-            f"{work.config.parallelism.get('name')} only sends the model's buffers; register "
-            "them in the model, or write parallelism=ddp"
+            f"{work.config.parallelism.get('name')} only sends the model's buffers",
+            "register them in the model, or write parallelism=ddp",
         )
 
 
@@ -90,8 +90,8 @@ def _changed(state: TrainState, owners: Owners) -> set[str]:
             if shape != other:
                 raise UserError(
                     f"the buffer {name} is {shape} for {NUM_FIRST} samples and {other} for "
-                    f"{NUM_FIRST + 1}, and ranks and checkpoints need the same shape; keep what "
-                    "depends on the batch in a plain attribute"
+                    f"{NUM_FIRST + 1}, and ranks and checkpoints need the same shape",
+                    "keep what depends on the batch in a plain attribute",
                 )
         return {
             name

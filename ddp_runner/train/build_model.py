@@ -34,7 +34,8 @@ def build_module(work: Work, *, weights: Weights | None) -> nn.Module:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
             f"model={config.model.get('name')} has no parameter that requires a gradient, so there "
-            "is nothing to train; unfreeze some, or choose another model"
+            "is nothing to train",
+            "unfreeze some, or choose another model",
         )
     if config.model.get("weights") is not None:
         load_weights(module, weights)
@@ -52,8 +53,8 @@ def _checkpoint_blocks(module: nn.Module, config: RunConfig) -> None:
     if not patterns:
         raise UserError(
             f"train.activation_checkpointing=true computes the blocks of a model twice, and "
-            f"model={config.model.get('name')} names none; write +model.blocks=[PATTERN], such as "
-            "[layers.*], or leave it out"
+            f"model={config.model.get('name')} names none",
+            "write +model.blocks=[PATTERN], such as [layers.*], or leave it out",
         )
     for block in blocks_of(module, patterns):
         # Set on the instance: a wrapper module would change the parameters' names.

@@ -98,7 +98,8 @@ def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None])
         if layout.by_number:
             raise UserError(
                 f"parallelism={config.parallelism.get('name')} gives out batches by number, and "
-                f"dataset={dataset.name} is a stream without numbers; write parallelism=ddp"
+                f"dataset={dataset.name} is a stream without numbers",
+                "write parallelism=ddp",
             )
         return StreamBatches(split=split, group=work.data_group, mark=mark, **common)
     assert isinstance(split, NumberedSplit)

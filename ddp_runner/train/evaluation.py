@@ -126,7 +126,7 @@ class EvalTotals:
         loss, count = sum_over_ranks([self._loss.item(), self._count.item()], group=group)
         if not count:  # an empty stream
             raise UserError(
-                f"dataset={self._work.dataset.name} has no eval samples; give at least 1"
+                f"dataset={self._work.dataset.name} has no eval samples", "give at least 1"
             )
         results = {"eval/loss": loss / count}
         # A rank without a batch does not know the names.

@@ -92,9 +92,7 @@ def warnings_of(trial: Trial, state: TrainState) -> list[str]:
     if _is_ordinary(state):
         name, loss, fix = loss_of(config), loss_of(config), sum_form(config)
     if trial.kind == "mean":
-        raise UserError(
-            f"{name} returns a mean over the samples, not a sum ({trial.detail}); {fix}"
-        )
+        raise UserError(f"{name} returns a mean over the samples, not a sum ({trial.detail})", fix)
     if trial.kind == "other":
         warnings.append(
             f"{loss} is not a sum over the samples ({trial.detail}), so the steps depend "
@@ -133,7 +131,8 @@ def try_evaluation(state: TrainState) -> KnownMetrics:
         name = duplicates[0]
         raise UserError(
             f"{step_of(work.config)} returns the scalar {name.removeprefix('eval/')}, and "
-            f"{name} is another metric of the run; rename the scalar"
+            f"{name} is another metric of the run",
+            "rename the scalar",
         )
     names |= configured | scalars | {f"train/{name}" for name in state.scalars or ()}
     return KnownMetrics(names, unknown, directions(work.metrics))
@@ -173,7 +172,8 @@ def _ensure_same_layers(state: TrainState) -> None:
         raise UserError(
             f"{model_of(config)} uses {listed(sorted(occasional))} for some samples only, and "
             f"parallelism={config.parallelism.get('name')} gathers a layer on all ranks "
-            "together; write parallelism=ddp parallelism.find_unused_parameters=true"
+            "together",
+            "write parallelism=ddp parallelism.find_unused_parameters=true",
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddp_runner.data.splits import NUM_FIRST
 from ddp_runner.distributed import sum_over_ranks
-from ddp_runner.errors import UserError, typed
+from ddp_runner.errors import typed
 from ddp_runner.parallelism.module_names import blocks_of
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.rank_log import log_to_file
@@ -43,15 +43,15 @@ def flops_per_sample(state: TrainState) -> float:
     Computes ``state.sample``; restores all but the gradients. Collective if the model is split.
 
     Raises:
-        UserError: no rank computes a whole sample, or the step has no products.
+        ValueError: no rank computes a whole sample, or the step has no products.
     """
     from torch.utils.flop_counter import FlopCounterMode  # takes 0.1 s
 
     work, module = state.work, state.module
     if not work.layout.computes or isinstance(state.model, nn.DataParallel):
-        raise UserError("other devices compute this rank's gradients")
+        raise ValueError("other devices compute this rank's gradients")
     if work.layout.model_ranks > 1:
-        raise UserError("each rank computes a part of a sample")
+        raise ValueError("each rank computes a part of a sample")
     formulas = {torch.ops.aten.convolution_backward: _convolution_backward}
     assert state.sample is not None
     with (
@@ -68,7 +68,7 @@ def flops_per_sample(state: TrainState) -> float:
             parameters = [value for value in module.parameters() if value.requires_grad]
             torch.autograd.grad(loss, parameters, allow_unused=True)
     if not (flops := counter.get_total_flops()):
-        raise UserError("the step multiplies nothing")
+        raise ValueError("the step multiplies nothing")
     return float(flops / NUM_FIRST)
 
 

@@ -171,8 +171,8 @@ def backward(state: TrainState, batch: StepBatch) -> Sums:
             step = forward(work, state.model, micro_batch)
             if not step.loss_sum.requires_grad:
                 raise UserError(
-                    "the loss of a batch depends on no parameter of the model; compute it, and the "
-                    "model's outputs, without no_grad, detach or item"
+                    "the loss of a batch depends on no parameter of the model",
+                    "compute it, and the model's outputs, without no_grad, detach or item",
                 )
             share = micro_batch.weight / batch.global_count
             loss = step.loss_sum * share

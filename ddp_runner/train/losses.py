@@ -31,8 +31,8 @@ def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.shape[:-1] != targets.shape:
         raise UserError(
             f"token_cross_entropy needs logits (batch, length, vocabulary) and targets (batch, "
-            f"length), not {tuple(outputs.shape)} and {tuple(targets.shape)}; choose a dataset or "
-            "a loss that fits the model"
+            f"length), not {tuple(outputs.shape)} and {tuple(targets.shape)}",
+            "choose a dataset or a loss that fits the model",
         )
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
 
@@ -55,6 +55,7 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.shape != targets.shape:
         raise UserError(
             f"mse needs outputs and targets of the same shape, not {tuple(outputs.shape)} and "
-            f"{tuple(targets.shape)}; choose a dataset or a loss that fits the model"
+            f"{tuple(targets.shape)}",
+            "choose a dataset or a loss that fits the model",
         )
     return F.mse_loss(outputs, targets, reduction="sum") / math.prod(outputs.shape[1:])

@@ -39,8 +39,8 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     if next(iter(inspect.signature(factory).parameters), None) == MODULE:
         if params.groups or params.no_decay:
             raise UserError(
-                f"{name} takes the model and makes its own groups; leave out params.groups and "
-                "params.no_decay"
+                f"{name} takes the model and makes its own groups",
+                "leave out params.groups and params.no_decay",
             )
         argument = module
     elif params == ParamsConfig():
@@ -53,8 +53,8 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
             f"{name} computes the loss several times in a step, by a closure, and a run computes "
-            "it once; write a loop of your own, as in docs/your_own_loop.md#lbfgs, or "
-            "optimizer=adamw"
+            "it once",
+            "write a loop of your own, as in docs/your_own_loop.md#lbfgs, or optimizer=adamw",
         )
     return optimizer
 
@@ -85,7 +85,7 @@ def _validate_groups(config: RunConfig, optimizer: Optimizer, name: str) -> None
         if key not in optimizer.defaults:
             similar = nearest(key, optimizer.defaults)
             hint = f"did you mean {similar}?" if similar else "leave it out"
-            raise UserError(f"{path}: {name} has no {key}; {hint}")
+            raise UserError(f"{path}: {name} has no {key}", f"{hint}")
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
@@ -130,7 +130,8 @@ def parameter_groups(
         if not chosen:
             raise UserError(
                 f"params.groups.{index}.match ({group['match']}) gets no parameter: all that it "
-                "matches are frozen or in an earlier group; move the group up, or leave it out"
+                "matches are frozen or in an earlier group",
+                "move the group up, or leave it out",
             )
         result.append({"params": chosen, **settings})
     result.append({"params": list(remaining.values())})
@@ -157,7 +158,7 @@ def _matches(module: nn.Module, pattern: str, *, key: str) -> dict[int, nn.Param
     if not matches:
         similar = difflib.get_close_matches(pattern, [name for name, _ in named], cutoff=0.0)
         raise UserError(
-            f"{key} ({pattern}) matches no parameter of the model; the nearest are "
-            f"{', '.join(similar)}"
+            f"{key} ({pattern}) matches no parameter of the model",
+            f"the nearest are {', '.join(similar)}",
         )
     return matches

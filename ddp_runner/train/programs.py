@@ -84,8 +84,8 @@ def export_programs(
             reason = typed(error.__cause__ or error)[:MAX_REASON]
             raise UserError(
                 f"checkpoint.export={name}: torch cannot make a program of "
-                f"model={config.model.get('name')} ({reason}); leave it out, or change the "
-                "model: model.safetensors has the weights"
+                f"model={config.model.get('name')} ({reason})",
+                "leave it out, or change the model: model.safetensors has the weights",
             ) from error
     return written
 
@@ -107,7 +107,8 @@ def _model_arguments(
     if not calls:
         raise UserError(
             "checkpoint.export: the training step calls parts of the model, not the model itself, "
-            "so there is no single program to export; leave it out"
+            "so there is no single program to export",
+            "leave it out",
         )
     copy = partial(torch.clone, memory_format=torch.contiguous_format)
     args, kwargs = tree_map_only(Tensor, copy, calls[0])

@@ -53,7 +53,8 @@ def agreed_samples(dataset: Dataset) -> Samples:
         raise UserError(
             f"the training inputs of dataset={dataset.name} are {shape_of(train)}, the evaluation "
             f"inputs are {shape_of(evaluation)}, and only uint8 is normalised by dataset.mean and "
-            "dataset.std; let the transforms of both return uint8, or both floats, normalised"
+            "dataset.std",
+            "let the transforms of both return uint8, or both floats, normalised",
         )
     return samples
 
@@ -125,7 +126,7 @@ class RunData:
             if saved["seed"] != now["seed"]:
                 seed = saved["seed"]
                 fix = f"the seed was {seed} and is {now['seed']} now; write seed={seed}"
-            raise UserError(f"the data changed: {'; '.join(changes)}; {fix}, or start a new run")
+            raise UserError(f"the data changed: {'; '.join(changes)}", f"{fix}, or start a new run")
 
     def _differs(self, saved: Mapping[str, Any]) -> bool:
         """Return whether the same number of samples has other content."""

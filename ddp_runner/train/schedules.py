@@ -81,7 +81,8 @@ def build_schedule(
         fix = "write train.max_steps" if {*unknown} & {*TOTAL_STEPS} else "write scheduler=cosine"
         raise UserError(
             f"scheduler={settings.get('name')} needs {' and '.join(unknown)}, which is unknown for "
-            f"a stream such as dataset={config.dataset.get('name')}; {fix}"
+            f"a stream such as dataset={config.dataset.get('name')}",
+            fix,
         )
     if monitor is not None and "monitor" in accepted:  # a parameter of the scheduler itself
         offered["monitor"], monitor = monitor, None
@@ -95,7 +96,8 @@ def build_schedule(
     if monitor is not None:
         raise UserError(
             f"scheduler.monitor ({monitor}): {type(scheduler).__name__} counts steps and takes no "
-            "metric; leave it out"
+            "metric",
+            "leave it out",
         )
     return Schedule(scheduler)
 
@@ -122,7 +124,8 @@ def cosine(
     if not 0 <= warmup_steps <= total_steps:
         raise UserError(
             f"scheduler.warmup_steps ({warmup_steps}) must be from 0 to the run's total steps "
-            f"({total_steps}); shorten the warm-up or train longer"
+            f"({total_steps})",
+            "shorten the warm-up or train longer",
         )
 
     def factor(step: int) -> float:
@@ -155,7 +158,7 @@ def step(
         UserError: ``every_epochs`` is not positive.
     """
     if every_epochs < 1:
-        raise UserError(f"scheduler.every_epochs ({every_epochs}) must be 1 or more; use 1")
+        raise UserError(f"scheduler.every_epochs ({every_epochs}) must be 1 or more", "use 1")
     period = every_epochs * steps_per_epoch
     return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps) * gamma ** (step // period))
 

@@ -76,8 +76,8 @@ def supervised(
     labels = first_tensor(expected)
     if labels is None:
         raise UserError(
-            f"the targets of the dataset's batches are {shape_of(expected)}; return tensors, or "
-            "write a training step of your own: train.step=my_package.step"
+            f"the targets of the dataset's batches are {shape_of(expected)}",
+            "return tensors, or write a training step of your own: train.step=my_package.step",
         )
     ignored = _ignore_index(loss)
     num_counted = len(labels) if count == "samples" else labels.ne(ignored).sum()

@@ -83,8 +83,8 @@ def ensure_tried(name: str, state: TrainState) -> None:
     if state.scalars is not None and name not in state.scalars:
         raise UserError(
             f"{step_of(state.work.config)} returned the scalar {name} for a batch, but not for the "
-            "two samples of the trial; return the same names for each batch, with 0 where there "
-            "is nothing to count"
+            "two samples of the trial",
+            "return the same names for each batch, with 0 where there is nothing to count",
         )
 
 
@@ -101,8 +101,9 @@ def global_loss(state: TrainState, sums: Sums) -> float:
 def _finite_loss(loss: float, state: TrainState) -> float:
     if not math.isfinite(loss):
         raise UserError(
-            f"train/loss became {loss} by step {state.step}; that step was not saved: start "
+            f"train/loss became {loss} by step {state.step}",
+            "that step was not saved: start "
             "again with a smaller optimizer.lr or train.clip_norm=1.0, or resume from a checkpoint "
-            "with a small loss"
+            "with a small loss",
         )
     return loss

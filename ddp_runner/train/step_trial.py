@@ -63,15 +63,15 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
     if not isinstance(outputs, Tensor):
         keys = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else ""
         raise UserError(
-            f"{model} returns a {type(outputs).__name__}{keys}, not a tensor; write a "
-            "train.step of your own, or return only the outputs"
+            f"{model} returns a {type(outputs).__name__}{keys}, not a tensor",
+            "write a train.step of your own, or return only the outputs",
         )
     classes, pixels = dataset.num_classes, targets.shape[1:]  # of a segmentation, else empty
     if classes and (outputs.ndim < 2 or outputs.shape[1] < classes or outputs.shape[2:] != pixels):
         raise UserError(
             f"{model} returns {tuple(outputs.shape)} for {len(targets)} samples of "
-            f"dataset={dataset.name} with {classes} classes; return a score for each class: "
-            f"{(len(targets), classes, *pixels)}"
+            f"dataset={dataset.name} with {classes} classes",
+            f"return a score for each class: {(len(targets), classes, *pixels)}",
         )
     loss = cast("partial[StepOutput]", state.work.step_fn).keywords["loss"]
     outputs = outputs.detach().requires_grad_(outputs.is_floating_point() or outputs.is_complex())
@@ -86,13 +86,13 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
         twice = loss(torch.cat([outputs] * 2), torch.cat([targets] * 2)) if is_batch else None
     if not isinstance(once, Tensor) or once.numel() != 1:
         raise UserError(
-            f"{name} returns {shape_of(once)}, not a single number; it must be the sum over the "
-            f"samples: {sum_form(config)}"
+            f"{name} returns {shape_of(once)}, not a single number",
+            f"it must be the sum over the samples: {sum_form(config)}",
         )
     if not once.requires_grad:
         raise UserError(
-            f"{name} returns a number that depends on no output of {model}; compute it without "
-            "no_grad, detach or item, from floating-point outputs"
+            f"{name} returns a number that depends on no output of {model}",
+            "compute it without no_grad, detach or item, from floating-point outputs",
         )
     if twice is None:
         return Trial(once.item(), 2 * once.item(), "sum")
@@ -117,13 +117,14 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
     (count, _, count_twice) = (float(step.count) for step in steps)
     if config.batch.count == "samples" and count != NUM_FIRST:
         raise UserError(
-            f"{name} returns count={count:g} for {NUM_FIRST} samples; write batch.count=tokens "
-            "if it counts something else, or return the number of samples"
+            f"{name} returns count={count:g} for {NUM_FIRST} samples",
+            "write batch.count=tokens if it counts something else, or return the number of samples",
         )
     if count_twice != 2 * count:
         raise UserError(
             f"{name} returns count={count:g} for {NUM_FIRST} samples and {count_twice:g} for the "
-            "same samples twice; return a count that adds up"
+            "same samples twice",
+            "return a count that adds up",
         )
     once, other_seed, twice = (step.loss_sum.item() for step in steps)
     trial = _compared(once, twice, state, step.loss_sum.dtype)
@@ -139,26 +140,26 @@ def try_step(state: TrainState, batch: MicroBatch) -> Trial:
 def _validate_step(step: object, name: str) -> None:
     if not isinstance(step, StepOutput):
         raise UserError(
-            f"{name} returns a {type(step).__name__}; return a "
-            "ddp_runner.StepOutput(loss_sum, count)"
+            f"{name} returns a {type(step).__name__}",
+            "return a ddp_runner.StepOutput(loss_sum, count)",
         )
     loss = step.loss_sum
     if not isinstance(loss, Tensor) or loss.ndim:
         raise UserError(
-            f"{name} returns {shape_of(loss)} as loss_sum; return a tensor without dims, the sum "
-            "over the samples or tokens"
+            f"{name} returns {shape_of(loss)} as loss_sum",
+            "return a tensor without dims, the sum over the samples or tokens",
         )
     for key, value in step.scalars.items():
         if not isinstance(value, Tensor) or value.numel() != 1 or key == "loss":
             raise UserError(
-                f"{name} returns {shape_of(value)} as the scalar {key}; return a tensor of a "
-                "single number, under another name than loss"
+                f"{name} returns {shape_of(value)} as the scalar {key}",
+                "return a tensor of a single number, under another name than loss",
             )
     if not loss.requires_grad:
         raise UserError(
-            f"{name} returns a loss_sum that depends on no parameter in evaluation mode; "
+            f"{name} returns a loss_sum that depends on no parameter in evaluation mode",
             "compute it with the step's model, without no_grad, detach or item, and put parts that "
-            "need training mode between model.train() and model.eval(): see docs/your_own_step.md"
+            "need training mode between model.train() and model.eval(): see docs/your_own_step.md",
         )
 
 

@@ -34,18 +34,20 @@ def torch_errors(state: TrainState, name: str, *, dense: str) -> Iterator[None]:
             indices = map(int, unused[1].split())
             unused_names = listed([names[index] for index in indices if index < len(names)])
             raise UserError(
-                f"the loss does not depend on {unused_names}, and DDP waits for those gradients; "
+                f"the loss does not depend on {unused_names}, and DDP waits for those gradients",
                 "write parallelism.find_unused_parameters=true, or remove the parameters from the "
-                "model"
+                "model",
             ) from error
         if isinstance(error, RuntimeError) and SPARSE.search(reason):
             raise UserError(
                 f"{name} does not support this model's gradients, some of which are sparse "
-                f"({typed(error)[:MAX_REASON]}); leave out sparse=True in it, or write {dense}"
+                f"({typed(error)[:MAX_REASON]})",
+                f"leave out sparse=True in it, or write {dense}",
             ) from error
         if reason.startswith(PAST_END):
             raise UserError(
-                f"{type(state.schedule.scheduler).__name__}: {one_line(error)}; set its steps to "
-                "all steps of the run, or start a new run: a resumed run keeps its schedule"
+                f"{type(state.schedule.scheduler).__name__}: {one_line(error)}",
+                "set its steps to "
+                "all steps of the run, or start a new run: a resumed run keeps its schedule",
             ) from error
         raise

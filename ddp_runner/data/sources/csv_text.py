@@ -67,7 +67,7 @@ class CsvText:
             )
         if len(self.delimiter) != 1 or self.delimiter in '\r\n"':
             raise UserError(
-                f"dataset.delimiter ({self.delimiter!r}) must be one character; use , or ;"
+                f"dataset.delimiter ({self.delimiter!r}) must be one character", "use , or ;"
             )
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
@@ -142,15 +142,15 @@ class CsvText:
         for column in (self.text, self.label):
             if column not in header:
                 raise UserError(
-                    f"{path} has the columns {', '.join(header)} and not {column}; name two in "
-                    "dataset.text and dataset.label"
+                    f"{path} has the columns {', '.join(header)} and not {column}",
+                    "name two in dataset.text and dataset.label",
                 )
         indices = [header.index(column) for column in (self.text, self.label)]
         for line, fields in records:
             if len(fields) > len(header):
                 raise UserError(
-                    f"{path}, line {line} has {len(fields)} columns, the first line {len(header)}; "
-                    f"quote a text that contains {self.delimiter}"
+                    f"{path}, line {line} has {len(fields)} columns, the first line {len(header)}",
+                    f"quote a text that contains {self.delimiter}",
                 )
             text, value = ("".join(fields[index : index + 1]).strip() for index in indices)
             if not text or not value:
@@ -160,10 +160,11 @@ class CsvText:
             else:
                 raise UserError(
                     f"{path}, line {line}, column {self.label}: {value[:40]} is not a class from 0 "
-                    f"to {self.num_classes - 1}; correct it, or increase dataset.num_classes"
+                    f"to {self.num_classes - 1}",
+                    "correct it, or increase dataset.num_classes",
                 )
         if not rows:
-            raise UserError(f"{path} has no row with both {self.text} and {self.label}; add some")
+            raise UserError(f"{path} has no row with both {self.text} and {self.label}", "add some")
         return rows, num_dropped
 
     def dataset(self, tensors: Mapping[str, Tensor]) -> Dataset:
@@ -212,7 +213,7 @@ def _records(content: str, delimiter: str, path: Path) -> list[tuple[int, list[s
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
-            f"{path}, line {line}: {error}; close its quotes, and double the quotes inside a text"
+            f"{path}, line {line}: {error}", "close its quotes, and double the quotes inside a text"
         ) from error
     finally:
         csv.field_size_limit(limit)
@@ -231,13 +232,13 @@ def _decoded(path: Path, encoding: str) -> str:
     except (LookupError, UnicodeError) as error:
         if isinstance(error, LookupError):
             raise UserError(
-                f"dataset.encoding ({encoding}) is not a text encoding; use utf-8 or gb18030"
+                f"dataset.encoding ({encoding}) is not a text encoding", "use utf-8 or gb18030"
             ) from error
         number = 1 + data.count(b"\n", 0, getattr(error, "start", 0))  # some errors have no start
         raise UserError(
-            f"{path}, line {number}: not {encoding}; save the file as utf-8, or name its encoding, "
-            "as in dataset.encoding=gb18030"
+            f"{path}, line {number}: not {encoding}",
+            "save the file as utf-8, or name its encoding, as in dataset.encoding=gb18030",
         ) from error
     if not content.strip():
-        raise UserError(f"{path} is empty; name its columns in the first line")
+        raise UserError(f"{path} is empty", "name its columns in the first line")
     return content

@@ -40,7 +40,8 @@ class HFDataset(TorchDataset):
         if self.streaming and self.eval_split is None:
             raise UserError(
                 "dataset.eval_split=null splits off a part of the training samples, and the length "
-                "of a stream is unknown; name a split in dataset.eval_split"
+                "of a stream is unknown",
+                "name a split in dataset.eval_split",
             )
         train = self._load(self.train_split, data_root)
         return train, self.eval_split and self._load(self.eval_split, data_root)
@@ -52,7 +53,8 @@ class HFDataset(TorchDataset):
         if not (is_local or path in FORMATS or "/" in path):
             raise UserError(
                 f"dataset.path ({path}) is neither a folder under {data_root.absolute()} nor a "
-                f"format ({', '.join(FORMATS)}); give one, or a name on the hub such as user/name"
+                f"format ({', '.join(FORMATS)})",
+                "give one, or a name on the hub such as user/name",
             )
         try:
             if is_local and any((folder / name).is_file() for name in SAVED):
@@ -74,14 +76,15 @@ class HFDataset(TorchDataset):
             is_wrapper = isinstance(error, datasets.exceptions.DatasetGenerationError)
             reason = error.__cause__ if is_wrapper and error.__cause__ else error
             raise UserError(
-                f"dataset.path={path}: the split {split} cannot be loaded ({typed(reason)}){hint}; "
-                "correct the path, data_files or the split"
+                f"dataset.path={path}: the split {split} cannot be loaded ({typed(reason)}){hint}",
+                "correct the path, data_files or the split",
             ) from error
         columns, existing = self.columns, rows.column_names
         if missing := set(columns or ()) - set(existing or columns or ()):
             raise UserError(
                 f"dataset.columns: {path} has no column {', '.join(sorted(missing))}, only "
-                f"{', '.join(existing)}; choose from these"
+                f"{', '.join(existing)}",
+                "choose from these",
             )
         rows = rows if columns is None else rows.select_columns(list(columns))
         return rows.with_format(self.format)
@@ -93,7 +96,8 @@ def _library() -> Any:
     if tuple(map(int, datasets.__version__.split(".")[:2])) < FIRST_VERSION:
         raise UserError(
             f"dataset=hf_dataset needs datasets {'.'.join(map(str, FIRST_VERSION))} or later, not "
-            f'{datasets.__version__}; write pip install "ddp-runner[hf]"'
+            f"{datasets.__version__}",
+            'write pip install "ddp-runner[hf]"',
         )
     datasets.disable_progress_bars()
     return datasets
@@ -104,14 +108,15 @@ def _saved(saved: Any, split: str, *, path: str) -> Any:
     if isinstance(saved, Mapping):
         if split not in saved:
             raise UserError(
-                f"dataset.path={path} has no split {split}, only {', '.join(saved)}; write them in "
-                "dataset.train_split and dataset.eval_split"
+                f"dataset.path={path} has no split {split}, only {', '.join(saved)}",
+                "write them in dataset.train_split and dataset.eval_split",
             )
         return saved[split]
     if split != (only := str(saved.split or "train")):
         raise UserError(
-            f"dataset.path={path} holds one split; write dataset.eval_split=null, which splits off "
-            f"a part of it, and dataset.train_split={only}"
+            f"dataset.path={path} holds one split",
+            "write dataset.eval_split=null, which splits off "
+            f"a part of it, and dataset.train_split={only}",
         )
     return saved
 

@@ -39,14 +39,15 @@ def require_at_least(source: TensorSource, **least: int) -> None:
     for name, smallest in least.items():
         if getattr(source, name) < smallest:
             raise UserError(
-                f"dataset.{name} ({getattr(source, name)}) must be at least {smallest}; increase it"
+                f"dataset.{name} ({getattr(source, name)}) must be at least {smallest}",
+                "increase it",
             )
 
 
 def require_eval_fraction(fraction: float) -> None:
     """Raise a UserError if the fraction is not between 0 and 1."""
     if not 0 < fraction < 1:
-        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1; use 0.1")
+        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1", "use 0.1")
 
 
 def shuffled_split(
@@ -61,7 +62,8 @@ def shuffled_split(
     if not 0 < num_eval < num_samples:
         raise UserError(
             f"dataset.eval_fraction ({eval_fraction}) of the {num_samples} {noun} in {origin} "
-            f"leaves a split empty; use 0.5, or add {noun}"
+            "leaves a split empty",
+            f"use 0.5, or add {noun}",
         )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(num_samples, generator=generator).tolist()
@@ -142,19 +144,22 @@ def prepared(split: Split, room: float) -> list[Tensor]:
     if draws:
         raise UserError(
             f"the {split.name} samples draw random numbers, and prepared they would be the same in "
-            f"each epoch; {DO_NOT_PREPARE}, or draw them in dataset.augmentation"
+            "each epoch",
+            f"{DO_NOT_PREPARE}, or draw them in dataset.augmentation",
         )
     is_pair = isinstance(first, list | tuple) and len(first) == 2
     if not is_pair or not all(isinstance(part, Tensor) for part in first):
         raise UserError(
             f"a {split.name} sample becomes a batch of type {type(first).__name__}, and only pairs "
-            f"of tensors (input, target) can be prepared; {DO_NOT_PREPARE}"
+            "of tensors (input, target) can be prepared",
+            f"{DO_NOT_PREPARE}",
         )
     needed = sum(part.nbytes for part in first) * len(split)
     if needed > room:
         raise UserError(
             f"the {len(split):,} {split.name} samples take {needed / 2**30:.1f} GiB, and half of "
-            f"the memory leaves {room / 2**30:.1f} GiB; {DO_NOT_PREPARE}, or make them smaller"
+            f"the memory leaves {room / 2**30:.1f} GiB",
+            f"{DO_NOT_PREPARE}, or make them smaller",
         )
     tensors = [torch.empty((len(split), *part.shape[1:]), dtype=part.dtype) for part in first]
     starts = range(0, len(split), PREPARED_AT_ONCE)
@@ -164,7 +169,8 @@ def prepared(split: Split, room: float) -> list[Tensor]:
             if (part.shape[1:], part.dtype) != (tensor.shape[1:], tensor.dtype):
                 raise UserError(
                     f"the {split.name} samples from {start} on are {shape_of(part[0])}, and the "
-                    f"first {shape_of(tensor[0])}; give all of them one shape, or {DO_NOT_PREPARE}"
+                    f"first {shape_of(tensor[0])}",
+                    f"give all of them one shape, or {DO_NOT_PREPARE}",
                 )
             tensor[start : start + len(part)] = part
     return tensors

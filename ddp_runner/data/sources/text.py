@@ -46,8 +46,8 @@ class Text:
         paths = [self.path] if isinstance(self.path, str | None) else self.path
         if not paths or not all(path is None or (isinstance(path, str) and path) for path in paths):
             raise UserError(
-                f"dataset.path ({self.path}) must be a file, or a list of files; write "
-                "dataset.path=my.txt"
+                f"dataset.path ({self.path}) must be a file, or a list of files",
+                "write dataset.path=my.txt",
             )
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
@@ -89,8 +89,8 @@ class Text:
             encoded = tokenizer.encode(part)
             if len(encoded) < 2:
                 raise UserError(
-                    f"the {split} split of dataset={self.name} has {len(encoded)} tokens; give a "
-                    "longer text, or change dataset.eval_fraction"
+                    f"the {split} split of dataset={self.name} has {len(encoded)} tokens",
+                    "give a longer text, or change dataset.eval_fraction",
                 )
             encoded = encoded.astype(np.uint16 if is_short else np.int32)
             tokens = torch.from_numpy(encoded.view(np.int16) if is_short else encoded)
@@ -131,7 +131,8 @@ class Text:
             num_tokens = len(split.tokens)
             raise UserError(
                 f"the {name} split of dataset={self.name} has {num_tokens} tokens, too few for "
-                f"dataset.sequence_length={self.sequence_length}; use {num_tokens - 1} or less"
+                f"dataset.sequence_length={self.sequence_length}",
+                f"use {num_tokens - 1} or less",
             )
         return split
 
@@ -160,6 +161,6 @@ def _read_file(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not UTF-8 (byte {error.start} is {error.object[error.start]:#04x}); save "
-            "it as UTF-8"
+            f"{path} is not UTF-8 (byte {error.start} is {error.object[error.start]:#04x})",
+            "save it as UTF-8",
         ) from error

@@ -78,8 +78,8 @@ class TorchDataset:
         for key in ("transform", "collate_fn"):
             if (function := getattr(self, key)) is not None and not callable(function):
                 raise UserError(
-                    f"dataset.{key} ({function}) cannot be called; write "
-                    f"dataset.{key}={{_target_:my_package.{key},_partial_:true}}"
+                    f"dataset.{key} ({function}) cannot be called",
+                    f"write dataset.{key}={{_target_:my_package.{key},_partial_:true}}",
                 )
 
     def open(self, data_root: Path) -> Dataset | None:
@@ -95,8 +95,9 @@ class TorchDataset:
         if self.eval_fraction is not None and is_part and first_batch(rest)[1]:
             raise UserError(
                 "the training samples draw random numbers, so the part that dataset.eval_fraction "
-                "evaluates would differ each time; name other samples in dataset.eval or "
-                "dataset.eval_split, and draw in dataset.train alone"
+                "evaluates would differ each time",
+                "name other samples in dataset.eval or "
+                "dataset.eval_split, and draw in dataset.train alone",
             )
         digest = None if self.folder is None else f"files:{'-'.join(self._digests(data_root))}"
         return replace(with_facts(self, train, rest), digest=digest)
@@ -166,13 +167,14 @@ class TorchDataset:
             if buffer:
                 raise UserError(
                     f"dataset.shuffle_buffer ({buffer}) is for streams, and dataset.{name} is a "
-                    f"{kind} with __len__, which each epoch shuffles anyway; leave it out"
+                    f"{kind} with __len__, which each epoch shuffles anyway",
+                    "leave it out",
                 )
             return LoaderSplit(name, dataset, persistent_workers=self.persistent_workers, **loading)
         if not isinstance(dataset, Iterable):
             raise UserError(
-                f"dataset.{name} is a {kind}, which lacks __len__ or __getitem__; add both, or "
-                "__iter__ for a stream"
+                f"dataset.{name} is a {kind}, which lacks __len__ or __getitem__",
+                "add both, or __iter__ for a stream",
             )
         return StreamSplit(name, dataset, shuffle_buffer=buffer, **loading)
 
@@ -193,20 +195,23 @@ class TorchDataset:
         if len(classes) == 2 and all(classes) and (only := classes[0] ^ classes[1]):
             raise UserError(
                 f"the classes of dataset.train and dataset.eval differ: {', '.join(sorted(only))} "
-                "is in only one of them; give both the same classes"
+                "is in only one of them",
+                "give both the same classes",
             )
         for names in filter(None, classes):
             if self.num_classes not in (None, len(names)):
                 raise UserError(
                     f"dataset={self.name} has {len(names)} classes, and dataset.num_classes is "
-                    f"{self.num_classes}; write dataset.num_classes={len(names)}"
+                    f"{self.num_classes}",
+                    f"write dataset.num_classes={len(names)}",
                 )
         if self.eval_fraction is None or rest is not None:
             return {"train": train, "eval": rest}
         if isinstance(train, IterableDataset) or not hasattr(train, "__len__"):
             raise UserError(
                 f"dataset.train is a {type(train).__name__}, which dataset.eval_fraction cannot "
-                "split; name a dataset in dataset.eval"
+                "split",
+                "name a dataset in dataset.eval",
             )
         parts = shuffled_split(
             len(train), self.eval_fraction, seed=self.split_seed, noun="samples", origin=self.name

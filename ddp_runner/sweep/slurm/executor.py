@@ -50,25 +50,28 @@ class Slurm:
         if slots != 1:
             raise UserError(
                 f"sweep.parallel_jobs ({slots}) shares one machine among jobs, and Slurm runs all "
-                "jobs that fit; to limit them, write hydra.launcher.array_parallelism=N"
+                "jobs that fit",
+                "to limit them, write hydra.launcher.array_parallelism=N",
             )
         if address is not None:
             raise UserError(
                 f"launch.init_method ({address}) is one address for all jobs of a sweep, and Slurm "
-                "runs them at the same time; leave it out"
+                "runs them at the same time",
+                "leave it out",
             )
         if searches and not self._settings.submit:
             raise UserError(
                 "hydra.launcher.submit=false leaves the jobs to you, and a search needs their "
-                "results to choose the next jobs; leave it out"
+                "results to choose the next jobs",
+                "leave it out",
             )
 
     def hardware_of(self, config: Config) -> JobHardware:
         """Return a node of the partition, and the environment in which srun starts rank 0."""
         if config.resume not in (None, AUTO):
             raise UserError(
-                f"hydra/launcher=slurm submits new runs, and resume={config.resume} continues one; "
-                "write an sbatch script for each run, as in docs/clusters.md"
+                f"hydra/launcher=slurm submits new runs, and resume={config.resume} continues one",
+                "write an sbatch script for each run, as in docs/clusters.md",
             )
         validate_values(config)
         layout = job_layout(config, self._node, self._settings)
@@ -107,8 +110,8 @@ class Slurm:
             self._locks.enter_context(locked(self._folder / LOCK, wait_s=READER_S))
         except TimeoutError:
             raise UserError(
-                f"another command submits the jobs of {shown_path(self._folder)}; wait for it, or "
-                "end it with Ctrl-C: its jobs continue"
+                f"another command submits the jobs of {shown_path(self._folder)}",
+                "wait for it, or end it with Ctrl-C: its jobs continue",
             ) from None
         self._is_locked = True
 
@@ -129,7 +132,8 @@ class Slurm:
             if run_dir.is_held is not False:
                 raise UserError(
                     f"{shown_path(run_dir.path)} is in use by a process outside of this sweep's "
-                    "queue; wait for it to end"
+                    "queue",
+                    "wait for it to end",
                 )
             new.append(job)
         folder, settings = self._folder, self._settings

@@ -49,8 +49,8 @@ def run_slurm(*command: str, environ: Mapping[str, str] | None = None, fix: str 
     """
     if shutil.which(command[0]) is None:
         raise UserError(
-            f"hydra/launcher=slurm needs Slurm's commands and {command[0]} is not installed; start "
-            "the sweep where sinfo works, such as on a login node"
+            f"hydra/launcher=slurm needs Slurm's commands and {command[0]} is not installed",
+            "start the sweep where sinfo works, such as on a login node",
         )
     try:
         process = subprocess.run(
@@ -63,7 +63,7 @@ def run_slurm(*command: str, environ: Mapping[str, str] | None = None, fix: str 
             env=environ,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"{command[0]} did not answer within {LIMIT_S:g} s; try again") from None
+        raise UserError(f"{command[0]} did not answer within {LIMIT_S:g} s", "try again") from None
     if process.returncode:
         reason = " ".join(process.stderr.split()) or f"exit code {process.returncode}"
         raise UserError(f"{command[0]} failed: {reason}{fix}")
@@ -97,8 +97,8 @@ def submitted_as(run_dir: Path) -> str | None:
     name = path.read_text(encoding="utf-8", errors="replace")
     if not NAME.fullmatch(name):
         raise UserError(
-            f"{path} is damaged and does not name a job of Slurm; remove it after all jobs of this "
-            "sweep have left squeue"
+            f"{path} is damaged and does not name a job of Slurm",
+            "remove it after all jobs of this sweep have left squeue",
         )
     return name
 

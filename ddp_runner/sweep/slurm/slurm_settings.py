@@ -57,7 +57,8 @@ def slurm_settings(launcher: DictConfig) -> SlurmSettings | None:
     if target != OURS:
         raise UserError(
             f"hydra/launcher: {target} is of another package, and a sweep needs "
-            "hydra/launcher=ddp_runner or hydra/launcher=slurm; leave hydra/launcher out"
+            "hydra/launcher=ddp_runner or hydra/launcher=slurm",
+            "leave hydra/launcher out",
         )
     try:
         merged = OmegaConf.merge(OmegaConf.structured(SlurmSettings), values)
@@ -77,7 +78,7 @@ def slurm_settings(launcher: DictConfig) -> SlurmSettings | None:
     for key in settings.additional_parameters:
         if key.replace("-", "_") in SWEEP_OPTIONS:
             raise UserError(
-                f"hydra.launcher.additional_parameters.{key} is set by the sweep; leave it out"
+                f"hydra.launcher.additional_parameters.{key} is set by the sweep", "leave it out"
             )
     return settings
 
@@ -104,7 +105,7 @@ def _nodes(partition: str | None) -> list[tuple[int, int]]:
     if not nodes:
         label = f"partition {partition}" if partition else "default partition"
         raise UserError(
-            f"Slurm has no {label}; write hydra.launcher.partition=NAME, with a name from sinfo"
+            f"Slurm has no {label}", "write hydra.launcher.partition=NAME, with a name from sinfo"
         )
     return nodes
 
@@ -133,16 +134,16 @@ def job_layout(config: Config, node: Hardware, settings: SlurmSettings) -> NodeL
     if num_ranks % num_nodes:
         below = num_ranks // num_nodes * num_nodes
         raise UserError(
-            f"world_size ({num_ranks}) does not divide among {num_nodes} nodes of {most} ranks; "
-            f"write {below} or {below + num_nodes}, or give launch.nproc_per_node"
+            f"world_size ({num_ranks}) does not divide among {num_nodes} nodes of {most} ranks",
+            f"write {below} or {below + num_nodes}, or give launch.nproc_per_node",
         )
     layout = NodeLayout(num_nodes, num_ranks // num_nodes)
     cores = layout.ranks_per_node * rank_cores(config, node, settings)
     if cores > node.num_cores:
         raise UserError(
             f"{layout.ranks_per_node} ranks on a node take {cores} cores and a node has "
-            f"{node.num_cores}; write a smaller launch.nproc_per_node or "
-            "hydra.launcher.cpus_per_task"
+            f"{node.num_cores}",
+            "write a smaller launch.nproc_per_node or hydra.launcher.cpus_per_task",
         )
     return layout
 

@@ -69,7 +69,7 @@ class WandB:
         with os_errors(f"{named} cannot be created", fix=WRITABLE):
             folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.R_OK | os.W_OK):
-            raise UserError(f"{named} cannot be read and written; {WRITABLE}")
+            raise UserError(f"{named} cannot be read and written", f"{WRITABLE}")
         is_offline = (self._options["mode"] or defaults.mode) == "offline"
         settings = self._wandb.Settings(
             init_timeout=self._timeout_s, login_timeout=self._timeout_s, console="off", silent=True
