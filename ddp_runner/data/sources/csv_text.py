@@ -67,7 +67,8 @@ class CsvText:
             )
         if len(self.delimiter) != 1 or self.delimiter in '\r\n"':
             raise UserError(
-                f"dataset.delimiter ({self.delimiter!r}) must be one character", "use , or ;"
+                f"dataset.delimiter ({self.delimiter!r}) must be one character",
+                "use a comma, a semicolon or a tab",
             )
 
     def fingerprint(self, data_root: Path) -> dict[str, object]:
