@@ -41,6 +41,20 @@ def os_errors(rule: str, *, fix: str = "free space or make the folder writable")
         raise UserError(f"{rule} ({error.strerror or error})", fix) from error
 
 
+@contextmanager
+def any_error(rule: str, fix: str | None = None) -> Iterator[None]:
+    """Turn any exception of the block, which runs foreign code or reads foreign data, into a rule.
+
+    A ``UserError`` passes unchanged.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # libraries and users raise any type
+        raise UserError(f"{rule} ({typed(error)})", fix) from error
+
+
 def os_sentence(error: OSError) -> str:
     """Return the line to print, with a fix, for an OSError that no other code handles."""
     reason = error.strerror or str(error) or type(error).__name__

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, any_error
 from ddp_runner.files import file_sha256, json_safe, read_file
 
 FORMAT_VERSION = 3
@@ -44,15 +44,11 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         UserError: the manifest is missing, damaged or of another format.
     """
-    try:
+    with any_error(f"checkpoint {path} is damaged: {MANIFEST} is not a manifest"):
         fields = json.loads(read_file(path / MANIFEST))
         version = _whole_number(fields["format_version"])
         if version == FORMAT_VERSION:
             return _manifest(fields)
-    except Exception as error:  # damaged bytes raise anything: OverflowError, RecursionError, …
-        raise UserError(
-            f"checkpoint {path} is damaged: expected a manifest in {MANIFEST}, found {error!r}"
-        ) from error
     raise UserError(
         f"checkpoint {path} has format version {version}, this program reads {FORMAT_VERSION}",
         "resume it with the program that wrote it",

@@ -154,7 +154,7 @@ def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
     try:
         verify(path)
     except UserError as error:
-        raise UserError(f"{error}", "use another checkpoint") from error
+        raise UserError(str(error), "use another checkpoint") from error
     named, fix = f"checkpoint {path}", "use a checkpoint that this program wrote"
     state: dict[str, Any] = load_plain_data(path / STATE, named=named, fix=fix, is_mapped=is_mapped)
     return state

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.manifest import MANIFEST, read_manifest
@@ -25,7 +24,7 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.sections import Asked
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.distributed import sum_over_ranks
-from ddp_runner.errors import UserError, os_errors
+from ddp_runner.errors import UserError, any_error, os_errors
 from ddp_runner.files import file_sha256, is_missing, read_yaml
 from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import send_module
@@ -209,14 +208,10 @@ def load_weights(module: nn.Module, weights: Weights | None) -> None:
 
 def _settings(config: Path) -> CheckpointConfig:
     """Return the checkpoint settings of a run's frozen config, which may be of any version."""
-    try:
+    rule = f"{config} does not say which checkpoint is best"
+    with any_error(rule, "write model.weights=RUN/checkpoints/step-XXXXXXXX"):
         section = read_yaml(config)["checkpoint"]
         return CheckpointConfig(monitor=section["monitor"], mode=section["mode"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{config} does not say which checkpoint is best ({type(error).__name__})",
-            "write model.weights=RUN/checkpoints/step-XXXXXXXX",
-        ) from error
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:

@@ -175,7 +175,7 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
         hint = f"keys have no dashes: write {match}={value}" if match else "see --help"
         if (dashed := option.replace("_", "-").partition("=")[0]) in ("--config-dir", "--help"):
             hint = f"write {dashed}"
-        raise UserError(f"{option} is not an option", f"{hint}")
+        raise UserError(f"{option} is not an option", hint)
 
 
 def with_known_config(

@@ -46,7 +46,7 @@ def parse_options(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     """
 
     def fail(reason: str) -> NoReturn:
-        raise UserError(f"{reason}", "see --help")
+        raise UserError(str(reason), "see --help")
 
     parser = get_args_parser()
     vars(parser)["error"] = fail  # argparse's own prints Hydra's usage, without the keys

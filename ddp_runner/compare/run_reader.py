@@ -71,7 +71,7 @@ def tagged(runs: Sequence[RecordedRun], tags: Sequence[str]) -> list[RecordedRun
     if tags and not chosen:
         all_tags = sorted({tag for run in runs for tag in run.tags})
         hint = f"the runs have {listed(all_tags) or 'no tags'}"
-        raise UserError(f"--tag ({', '.join(tags)}): no run has all of these tags", f"{hint}")
+        raise UserError(f"--tag ({', '.join(tags)}): no run has all of these tags", hint)
     return chosen
 
 

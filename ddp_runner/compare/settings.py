@@ -77,7 +77,7 @@ def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
     named = {title_of(key): key for key in keys} | {key: key for key in keys}
     if over not in named:
         hint = f"did you mean {meant}?" if (meant := nearest(over, named)) else "see run.json"
-        raise UserError(f"--over ({over}) is not a key of these runs", f"{hint}")
+        raise UserError(f"--over ({over}) is not a key of these runs", hint)
 
     def pattern(key: str) -> list[int]:
         return _numbered(repr(setting.get(key)) for setting in settings)

@@ -13,7 +13,7 @@ from ddp_runner.config.identity import is_inside
 from ddp_runner.config.schema import RUNNER_KEYS, runner_keys
 from ddp_runner.config.signatures import ANY, unknown_key
 from ddp_runner.config.targets import TORCH, validate_name
-from ddp_runner.errors import UserError, nearest, one_line, typed
+from ddp_runner.errors import UserError, any_error, nearest, one_line
 
 
 def make(
@@ -135,16 +135,12 @@ def _import(name: str, *, key: str) -> Any:
         if hasattr(owner, part):
             owner = getattr(owner, part)
         elif owner is None or (hasattr(owner, "__path__") and find_spec(path) is not None):
-            try:
+            with any_error(f"{key} ({name}) cannot be imported", "fix it, or name another"):
                 owner = import_module(path)
-            except Exception as error:  # the user's module may raise anything
-                raise UserError(
-                    f"{key} ({name}) cannot be imported ({typed(error)})", "fix it, or name another"
-                ) from error
         else:
             match = nearest(part, dir(owner))
             hint = f"did you mean {parent}.{match}?" if match else "name another"
-            raise UserError(f"{key} ({name}) does not exist", f"{hint}")
+            raise UserError(f"{key} ({name}) does not exist", hint)
     return owner
 
 
@@ -202,7 +198,7 @@ def _report_errors(
         if isinstance(error, UserError):
             raise
         hint = hint if isinstance(error, TypeError) else "change its keys, or name another"
-        raise UserError(f"{label} cannot be built: {one_line(error)}", f"{hint}") from error
+        raise UserError(f"{label} cannot be built: {one_line(error)}", hint) from error
     if kind is None or isinstance(built, kind):
         return built
     is_partial = isinstance(built, functools.partial)

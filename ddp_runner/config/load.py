@@ -17,7 +17,7 @@ from omegaconf.resolvers import oc
 from ddp_runner.config.fields import walk
 from ddp_runner.config.schema import RUNNER_KEYS, Config
 from ddp_runner.config.secrets import KeyPath, Secrets, set_value, walk_texts
-from ddp_runner.errors import UserError, nearest, one_line, os_errors
+from ddp_runner.errors import UserError, any_error, nearest, os_errors
 from ddp_runner.files import is_missing, yaml_text
 
 MIN_SECRET_LENGTH = 4  # shorter values are common words or numbers: not hidden in messages
@@ -51,7 +51,7 @@ def _validate_keys(raw: DictConfig, kind: type[Any], prefix: str = "") -> None:
             hint = f"see --help for all keys, and put your own under user, as in user.{key}"
             if match := nearest(key, types):
                 hint = f"did you mean {prefix}{match}?"
-            raise UserError(f"{prefix}{key} is not a key of the config", f"{hint}")
+            raise UserError(f"{prefix}{key} is not a key of the config", hint)
         if is_dataclass(types[key]) and OmegaConf.is_interpolation(raw, key):
             raise UserError(
                 f"{prefix}{key} is a section, and an interpolation cannot replace all its keys",
@@ -106,7 +106,8 @@ def frozen_config(path: Path) -> DictConfig:
     Raises:
         UserError: the file is damaged, or cannot be read.
     """
-    try:
+    rule, fix = f"{path} is damaged or of another version", "restore it, or start a new run"
+    with any_error(rule, fix):
         with os_errors(f"{path} cannot be read", fix="name the folder of a run that you may read"):
             text = yaml_text(path).strip()
         if text.startswith("---") and not text.endswith("..."):
@@ -119,13 +120,6 @@ def frozen_config(path: Path) -> DictConfig:
         for group in RUNNER_KEYS:
             if "_target_" not in plain[group]:
                 raise ValueError(f"it ends before {group}")
-    except Exception as error:  # PyYAML raises errors of any kind for odd tags
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"{path} is damaged or of another version ({one_line(error)})",
-            "restore it, or start a new run",
-        ) from error
     return frozen
 
 

@@ -41,7 +41,7 @@ def unknown_key(key: str, group: str, *, target: Any, known: Set[str]) -> UserEr
     names = sorted(known)
     match = nearest(key, names, cutoff=CLOSE)
     hint = f"did you mean {group}.{match}?" if match else f"it has {', '.join(names) or 'none'}"
-    return UserError(f"{group}.{key} is not a keyword of {target}", f"{hint}")
+    return UserError(f"{group}.{key} is not a keyword of {target}", hint)
 
 
 def source_keywords(name: str) -> Keywords | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddp_runner.errors import UserError, typed
+from ddp_runner.errors import UserError, any_error
 
 
 def upright(path: str, *, channels: int = 3) -> Any:
@@ -20,15 +20,13 @@ def upright(path: str, *, channels: int = 3) -> Any:
 
     if channels not in (1, 3):
         raise UserError(f"dataset.channels ({channels}) must be 1 (grey) or 3 (colours)")
-    try:
-        with Image.open(path) as picture:
-            if picture.mode[0] in "IF":
-                raise ValueError(f"mode {picture.mode}: more than 8 bits per channel")
-            return ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
-    except Exception as error:  # PIL raises any kind for damaged bytes
-        raise UserError(
-            f"{path} cannot be read as a picture ({typed(error)})", "replace or remove it"
-        ) from error
+    with (
+        any_error(f"{path} cannot be read as a picture", "replace or remove it"),
+        Image.open(path) as picture,
+    ):
+        if picture.mode[0] in "IF":
+            raise ValueError(f"mode {picture.mode}: more than 8 bits per channel")
+        return ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
 
 
 def fitted(picture: Any, *, height: int, width: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_runner.data.splits import EpochShare
 from ddp_runner.data.workers import LoadFailure, load_failure
-from ddp_runner.errors import UserError, typed
+from ddp_runner.errors import UserError, any_error, typed
 from ddp_runner.files import leaves
 from ddp_runner.seeds import derive, seed_generators
 
@@ -52,13 +52,12 @@ class Readers(IterableDataset[Loaded | LoadFailure]):
             # torch has no public name for this; checked with 2.11 to 2.15.
             torch.utils.data._utils.worker._worker_info = None
             return _Reader(self, self.dataset, number + worker.id)
-        try:  # each epoch begins with the dataset as it was built; a worker has a copy anyway
+        # Each epoch begins with the dataset as it was built; a worker has a copy anyway.
+        with any_error(
+            f"the {self.name} dataset cannot be copied for an epoch",  # it has an open file
+            "open its files in __iter__, or write dataset.num_workers=1",
+        ):
             dataset = copy.deepcopy(self.dataset)
-        except Exception as error:  # for example an open file
-            raise UserError(
-                f"the {self.name} dataset cannot be copied for an epoch ({typed(error)})",
-                "open its files in __iter__, or write dataset.num_workers=1",
-            ) from error
         return _Reader(self, dataset, number)
 
 

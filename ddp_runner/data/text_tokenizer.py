@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from ddp_runner.data.tokenizer import (
     TOKENIZER_FILE,
     load_tokenizer,
-    tokenizer_errors,
     tokenizer_file,
     validate_installed,
 )
-from ddp_runner.errors import os_errors
+from ddp_runner.errors import any_error, os_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -155,7 +154,7 @@ def load_text_tokenizer(folder: Path) -> TextTokenizer:
     if path.name == TOKENIZER_FILE:
         with os_errors(f"{path} cannot be read", fix="make it readable"):
             text = path.read_bytes()
-        with tokenizer_errors(path):
+        with any_error(f"{path} is not a tokenizer file", "restore it"):
             content = json.loads(text).get(OWN)
             if content is not None:
                 is_bytes = content["vocabulary"] == BYTES

@@ -5,12 +5,11 @@ The library: https://huggingface.co/docs/tokenizers
 
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.errors import UserError, typed
+from ddp_runner.errors import UserError, any_error
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -90,7 +89,7 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
     from tokenizers import Tokenizer, models
 
     path = tokenizer_file(folder)
-    with tokenizer_errors(path):
+    with any_error(f"{path} is not a tokenizer file", "restore it"):
         if path.name != VOCABULARY_FILE:
             tokenizer = Tokenizer.from_file(str(path))
             tokenizer.no_padding()
@@ -100,16 +99,6 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
         settings = json.loads(settings_path.read_bytes()) if settings_path.exists() else {}
         model = models.WordPiece.from_file(str(path), unk_token=UNKNOWN)
         return _bracketed(_wordpiece(model, lowercase=settings.get("do_lower_case", True)))
-
-
-@contextmanager
-def tokenizer_errors(path: Path) -> Iterator[None]:
-    """Turn any error of the block into a UserError: the file is damaged."""
-    try:
-        yield
-    except Exception as error:  # the library raises nothing more specific
-        reason = typed(error)
-        raise UserError(f"{path} is not a tokenizer file ({reason})", "restore it") from error
 
 
 def padding_id(tokenizer: "Tokenizer", *, folder: str | None) -> int:

@@ -35,7 +35,7 @@ def read_objective(run_dir: Path, standing: Standing, *, name: str) -> float | s
     if name not in metrics:
         meant = nearest(name, metrics, cutoff=0.0)
         hint = f"write sweep.objective={meant}" if meant else "it has no metrics"
-        raise UserError(f"sweep.objective ({name}) is not a metric of {run_dir.name}", f"{hint}")
+        raise UserError(f"sweep.objective ({name}) is not a metric of {run_dir.name}", hint)
     if not is_finite(metrics[name]):
         return f"{run_dir.name}: {name} is not a finite number"
     return float(metrics[name])

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from ddp_runner.errors import UserError, os_errors, typed
+from ddp_runner.errors import UserError, any_error, os_errors, typed
 from ddp_runner.files import json_safe, read_file, replace_file
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
@@ -117,10 +117,8 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
         return {}
     with os_errors(f"{path} cannot be read", fix="name the folder of a run"):
         content = read_file(path)
-    try:
+    with any_error(f"{path} is not valid JSON", "restore or delete it"):
         fields = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error})", "restore or delete it") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} does not hold a JSON object", "restore or delete it")
     return fields

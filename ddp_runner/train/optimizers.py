@@ -85,7 +85,7 @@ def _validate_groups(config: RunConfig, optimizer: Optimizer, name: str) -> None
         if key not in optimizer.defaults:
             similar = nearest(key, optimizer.defaults)
             hint = f"did you mean {similar}?" if similar else "leave it out"
-            raise UserError(f"{path}: {name} has no {key}", f"{hint}")
+            raise UserError(f"{path}: {name} has no {key}", hint)
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
