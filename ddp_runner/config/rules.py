@@ -222,7 +222,7 @@ def _validate_init_method(config: Config, env: DistEnv | None) -> None:
     if method is None:
         return
     is_shared = env is not None or launch.nnodes > 1  # else file://NAME is in the run folder
-    if not method.startswith(("tcp://", "file:///" if is_shared else "file://")):
+    if not re.match(rf"tcp://.+:\d+$|file://{'/' if is_shared else ''}", method):
         raise UserError(
             f"launch.init_method ({method}) must be tcp://HOST:PORT, or file:///PATH in a folder "
             "that all machines share"

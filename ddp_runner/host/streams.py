@@ -27,7 +27,10 @@ def line_width(stream: TextIO) -> int:
     """
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return 0
-    size = os.get_terminal_size(stream.fileno())
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except OSError:  # its window has just been closed
+        return 0
     # Some terminals wrap after a full last column.
     return max(0, size.columns - 1) if size.lines > 0 else 0
 

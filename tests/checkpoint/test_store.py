@@ -295,13 +295,13 @@ def change_checksum(checkpoint: Path) -> str:
 def drop_manifest(checkpoint: Path) -> str:
     """Delete the manifest."""
     (checkpoint / MANIFEST).unlink()
-    return f"{MANIFEST} is not a manifest (FileNotFoundError"
+    return r"is not a manifest \(FileNotFoundError"
 
 
 def break_manifest(checkpoint: Path) -> str:
     """Truncate the manifest."""
     os.truncate(checkpoint / MANIFEST, 40)
-    return f"{MANIFEST} is not a manifest (JSONDecodeError"
+    return r"is not a manifest \(JSONDecodeError"
 
 
 def drop_state(checkpoint: Path) -> str:
@@ -326,7 +326,7 @@ def change_step(checkpoint: Path) -> str:
 def nest_manifest(checkpoint: Path) -> str:
     """Nest the manifest deeper than Python can read."""
     (checkpoint / MANIFEST).write_text("[" * 100_000)
-    return f"{MANIFEST} is not a manifest (RecursionError"
+    return r"is not a manifest \(RecursionError"
 
 
 @pytest.mark.parametrize(

@@ -43,4 +43,4 @@ def test_a_server_needs_a_trainer() -> None:
 )
 def test_what_would_fail_later_is_invalid(word: str) -> None:
     """In one line, before a rank starts."""
-    assert "must be a text" in config_error(word) or "begins with none" in config_error(word)
+    assert "must be a text" in config_error(word) or "must not begin with" in config_error(word)

@@ -99,7 +99,7 @@ def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: 
          "metrics.accuracy: eval/accuracy is a metric of every evaluation; give yours another "
          "name, such as metrics.own_accuracy"),
         (("+metrics.my-own._target_=ddp_runner.metrics.shipped.MAE",),
-         "metrics.my-own: the name of a metric is letters, digits and _, as in metrics.mine"),
+         "metrics.my-own: a metric is named by letters, digits and _, like metrics.mine"),
         (("+metrics.mine._target_=ddp_runner.metrics.shipped.RNSE",),
          "did you mean ddp_runner.metrics.shipped.RMSE?"),
         (("metrics=aoc",), "metrics=aoc does not exist; did you mean auc?"),

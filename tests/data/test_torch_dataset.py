@@ -234,11 +234,11 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
             {"eval_fraction": 0.1, "eval": "null"},
             "dataset.train is a Stream, which dataset.eval_fr",
         ),
-        ("Numbers", {"eval_fraction": 0.1}, r"there is a dataset.eval; write dataset.eval=null"),
+        ("Numbers", {"eval_fraction": 0.1}, r"dataset.eval is set; write dataset.eval=null"),
         (
             "Numbers",
             {"folder": "null"},
-            "needs dataset.folder, to see when its files change; name the",
+            "needs dataset.folder to notice changed files; name the",
         ),
         ("Numbers", {"eval_fraction": 1.5, "eval": "null"}, r"\(1.5\) must be between 0 and 1"),
         ("Numbers", {"eval": "null"}, "dataset.eval has no _target_"),

@@ -236,7 +236,7 @@ def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
     for attempt in range(last):
         start(attempt)
         earlier.append((steps[attempt], f"cause {attempt}"))
-    message = rf"no progress beyond step {steps[-1]}, .* of them: cause {first};"
+    message = rf"no progress beyond step {steps[-1]}, .* failed because cause {first};"
     with pytest.raises(UserError, match=message):
         start(last)
     allowed = config.launch.max_restarts

@@ -389,7 +389,7 @@ def csv_files(draw: st.DrawFn) -> tuple[bytes, str]:
     return draw(faulty(content)), encoding
 
 
-@given(csv_files(), st.sampled_from([",", ";", "\t", " ", "1", '"', "好", "a"]))
+@given(csv_files(), st.sampled_from([",", ";", "\t", " ", "1", "好", "a"]))
 @examples(300)
 def test_a_csv_file_gives_texts_and_classes_or_is_rejected(
     file: tuple[bytes, str], delimiter: str
