@@ -99,13 +99,13 @@ FAULTY_CSV: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "bad_label": (
         lambda path: write_rows(path, [*ROWS, ("yes", "i j")]),
-        ", line 6, column label: yes is not a class from 0 to 1; correct it, or give "
-        "dataset.num_classes",
+        ", line 6, column label: yes is not a class from 0 to 1; correct it, or "
+        "increase dataset.num_classes",
     ),
     "another_encoding": (
         lambda path: write_rows(path, ROWS, encoding="latin-1"),
         ", line 4: not utf-8; save the file as utf-8, or name its encoding, as in "
-        "dataset.encoding=gb18030 or utf-16",
+        "dataset.encoding=gb18030",
     ),
     "empty_rows_alone": (
         lambda path: write_rows(path, [HEADER, (), (1, ""), ("", "a")]),

@@ -71,7 +71,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
     nothing = run_function(source, *KEYS, folder=tmp_path / "nothing").run_dir
     (nothing / "checkpoints").mkdir(exist_ok=True)
     line = error_line(run_command(*KEYS, f"model.weights={nothing}", folder=tmp_path))
-    assert line.endswith("of these weights; call run.export in its loop")
+    assert line.endswith("with these weights; call run.export in its loop")
 
 
 UNSAVED = """

@@ -97,7 +97,7 @@ def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) ->
         assert error["sentence"].startswith(sentence), (fault, error)
         assert (fields["status"], fields["restarts"]) == ("failed", restarts), fault
     assert "no stack could be read" in record(runs["suspended"])["error"]["sentence"]
-    first = "cause of the first: rank 1 was killed by SIGKILL"
+    first = "first failed because rank 1 was killed by SIGKILL"
     assert first in record(runs["again"])["error"]["sentence"]
     assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.glob("child-*"))
     assert len(list(tmp_path.glob("child-*"))) == 2
