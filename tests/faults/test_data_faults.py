@@ -156,7 +156,7 @@ CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "tensors_gone": (
         lambda folder: (folder / "tensors.pt").unlink(),
-        "tensors.pt: No such file or directory",
+        "manifest.json or tensors.pt cannot be read",
     ),
 }
 
