@@ -3,6 +3,7 @@
 import difflib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 MOST_NAMES = 3  # a message lists at most this many
 # In the errors of gloo, NCCL and the store when another rank is gone or late.
-PEER_SIGNS = ("gloo", "NCCL", "Connection", "store", "pair closure")
+PEER_SIGNS = re.compile(r"gloo|NCCL|\bConnection\b|(?<![a-z])[Ss]tore|pair closure")
 
 
 def printable(line: str) -> str:
@@ -96,7 +97,7 @@ def typed(error: BaseException) -> str:
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether a collective failed because another rank is gone or late."""
     from_torch = type(error).__module__.startswith("torch.distributed")
-    has_sign = from_torch or any(sign in str(error) for sign in PEER_SIGNS)
+    has_sign = from_torch or PEER_SIGNS.search(str(error)) is not None
     return has_sign and isinstance(error, RuntimeError)
 
 

@@ -1,4 +1,4 @@
-"""A rank's work: opens its session and runs the task. Only this module knows all tasks."""
+"""The entry point of a rank: opens its session and runs the task. Knows all tasks."""
 
 import os
 import signal

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ddp_runner
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, is_lost_peer
 
 FILES = sorted(Path(ddp_runner.__file__).parent.rglob("*.py"))
 # Word orders and idioms of another language. A genitive in front: "Of the batch ...".
@@ -66,3 +66,17 @@ def test_the_english_is_plain(folder: str) -> None:
         if re.search(FOREIGN, line)
     ]
     assert not lines
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:41", True),
+        ("wait timeout after 1000ms, keys: /default_pg/0//store_based_barrier_key", True),
+        ("could not restore the tokenizer", False),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_a_lost_peer_is_told_from_an_error_of_the_users_own(text: str, is_lost: bool) -> None:
+    """The launcher names the rank that failed first, not the ranks that lost it."""
+    assert is_lost_peer(RuntimeError(text)) is is_lost

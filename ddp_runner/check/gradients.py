@@ -24,7 +24,7 @@ from ddp_runner.parallelism.single import Single
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_model import one_process_model
 from ddp_runner.train.clipping import scale_gradients
-from ddp_runner.train.loop import backward, seed_step, token_factor
+from ddp_runner.train.loop import accumulate_gradients, seed_step, token_factor
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step import StepOutput
 
@@ -95,7 +95,7 @@ def _backward(state: TrainState, batch: StepBatch) -> Sums:
     state.model.train(_has_whole_layers(state))
     state.module.zero_grad(set_to_none=True)
     seed_step(state)
-    return backward(state, batch)
+    return accumulate_gradients(state, batch)
 
 
 def _has_whole_layers(state: TrainState) -> bool:

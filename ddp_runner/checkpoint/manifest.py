@@ -44,7 +44,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         UserError: the manifest is missing, damaged or of another format.
     """
-    with any_error(f"checkpoint {path} is damaged: {MANIFEST} is not a manifest"):
+    with any_error(f"checkpoint {path} is damaged: {MANIFEST}"):
         fields = json.loads(read_file(path / MANIFEST))
         version = _whole_number(fields["format_version"])
         if version == FORMAT_VERSION:

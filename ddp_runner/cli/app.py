@@ -38,7 +38,7 @@ from ddp_runner.tracking.run_folder_claim import claim_run, claimed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line, by default this process's; exit with a code that the README lists."""
+    """Run a command line, by default this process's; exit with a code of docs/launching.md."""
     started_at = time.time()
     warnings: list[str] = []  # about stdout and stderr
     keep_streams(warnings.append)

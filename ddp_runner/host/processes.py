@@ -95,7 +95,7 @@ def end_after_launcher() -> NoReturn:
 def answering(
     signals: Iterable[int], handler: Callable[[int, FrameType | None], Any] | signal.Handlers
 ) -> Iterator[None]:
-    """Answer the signals by this handler while the block lasts."""
+    """Handle these signals with `handler` inside the block."""
     before = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield

@@ -181,7 +181,8 @@ def failed(job: Job, failure: Failure, folders: Sequence[Path]) -> Outcome:
     print_error(failure.sentence)
     if failure.kind == "user":
         return Outcome(Status.FAILED, EXIT_USER_ERROR, folder, failure)
-    print(failure.traceback, file=sys.stderr, flush=True)
+    if failure.traceback:
+        print(failure.traceback, file=sys.stderr, flush=True)
     return Outcome(Status.FAILED, EXIT_FAILED, folder, failure)
 
 

@@ -109,10 +109,10 @@ class RunLogger:
         """Write a picture (height, width, 3) to the run folder and to TensorBoard."""
         self._files.log_image(name, pixels, step=step)
 
-    def first_loss(self, loss: float, *, teaches: bool) -> None:
-        """Keep the first batch's loss for a warning at the end; warn now unless it `teaches`."""
+    def first_loss(self, loss: float, *, has_gradient: bool) -> None:
+        """Keep the first batch's loss for the end of the run; warn if every gradient is zero."""
         write_run_record(self._run_dir, first_loss=json_safe(loss))
-        if not teaches:
+        if not has_gradient:
             text = (
                 f"all gradients of the first batch are exactly 0 (loss {loss:.4g}), so the model "
                 "does not learn; check that the loss depends on the model's outputs"

@@ -3,7 +3,7 @@
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Engine, Sums
-from ddp_runner.train.loop import backward
+from ddp_runner.train.loop import accumulate_gradients
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.torch_errors import torch_errors
 
@@ -20,7 +20,7 @@ class LocalEngine(Engine):
         """
         mode = f"parallelism={state.work.config.parallelism.get('name')}"
         with torch_errors(state, mode, dense="parallelism=ddp"):
-            return backward(state, batch)
+            return accumulate_gradients(state, batch)
 
 
 def engage(state: TrainState) -> Status | None:

@@ -55,7 +55,7 @@ def train(
     work, progress, batches, timer = state.work, state.progress, state.batches, state.timer
     config, checkpoint = work.config.train, work.config.checkpoint
     early_stop = early_stop_of(work.config.early_stop, work.metrics)
-    ranks_by_training = not (checkpoint.monitor or "eval/").startswith("eval/")
+    monitors_training = not (checkpoint.monitor or "eval/").startswith("eval/")
     vote = StopVote(work.group)
 
     def is_over() -> bool:
@@ -96,8 +96,8 @@ def train(
         if progress.step == 1:
             _log_first_loss(state, sums, logger)
         is_last = is_over()
-        is_ranked = ranks_by_training and checkpoint_is_due()
-        if is_last or is_ranked or progress.step % config.log_every_steps == 0:
+        needs_monitor = monitors_training and checkpoint_is_due()
+        if is_last or needs_monitor or progress.step % config.log_every_steps == 0:
             progress.metrics |= step_metrics(state, sums, lr=lr)
             ensure_monitored(work.config, progress.metrics, part="train")
             logger.log(progress.metrics, step=progress.step, epoch=batches.epoch_number)
@@ -118,7 +118,7 @@ def _log_first_loss(state: TrainState, sums: Sums, logger: Logger) -> None:
     (loss,) = sum_over_ranks([sums.loss.item()], group=work.data_group)
     is_nonzero = has_gradient(state.module.parameters())
     (num_nonzero,) = sum_over_ranks([is_nonzero], group=work.group)
-    logger.first_loss(loss, teaches=num_nonzero > 0)
+    logger.first_loss(loss, has_gradient=num_nonzero > 0)
 
 
 def train_step(state: TrainState, batch: StepBatch) -> Sums:
@@ -153,7 +153,7 @@ def seed_step(state: TrainState) -> None:
     seed_all(state.work.config.seed, "step", state.step, state.work.layout.share)
 
 
-def backward(state: TrainState, batch: StepBatch) -> Sums:
+def accumulate_gradients(state: TrainState, batch: StepBatch) -> Sums:
     """Accumulate the gradients of the micro-batches, and return the sums of their losses.
 
     If tokens are counted, gradients and sums have yet to be multiplied by ``token_factor``.

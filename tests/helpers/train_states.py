@@ -79,7 +79,7 @@ class Trace:
         """Record a line as metrics.jsonl has it: NaN becomes None, which compares equal."""
         self.lines.append({"step": step, **json_safe(metrics)})
 
-    def first_loss(self, loss: float, *, teaches: bool) -> None:
+    def first_loss(self, loss: float, *, has_gradient: bool) -> None:
         """Do nothing."""
 
     def exported(self, step: int, metrics: Mapping[str, float | None]) -> None:

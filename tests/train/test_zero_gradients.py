@@ -46,7 +46,7 @@ def taught(env: DistEnv, configs: list[Config]) -> list[list[bool]]:
     for config in configs:
         with patch.object(Trace, "first_loss") as first_loss:
             assert not run_loop(env, config, max_steps=2).error
-        found.append([call.kwargs["teaches"] for call in first_loss.call_args_list])
+        found.append([call.kwargs["has_gradient"] for call in first_loss.call_args_list])
     return found
 
 
