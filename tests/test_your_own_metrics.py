@@ -90,7 +90,7 @@ def test_a_comparison_knows_which_end_is_best(ends: list[CommandResult]) -> None
     ("changes", "sentence"),
     [
         (("checkpoint.monitor=eval/largest",),
-         "checkpoint.monitor=eval/largest with checkpoint.mode=max takes the worst for"),
+         "checkpoint.monitor=eval/largest with checkpoint.mode=max keeps the worst value, not"),
         (("checkpoint.monitor=eval/largest_of_all", "checkpoint.mode=min"),
          "checkpoint.monitor (eval/largest_of_all) must be one of eval/loss, "),
         (("model=convnet",), "metrics.rmse (RMSE): a regression metric needs outputs and"),

@@ -15,7 +15,7 @@ from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.trees import shape_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
-from ddp_runner.parallelism.shards import is_shard, like, own_part, whole
+from ddp_runner.parallelism.shards import is_shard, own_part, shard_like, whole
 
 ABSENT = ("none", "")  # stands for a tensor that a rank does not have
 
@@ -60,7 +60,7 @@ def differences(
         return whole(present[name]) if name in gathered_names else own_part(present[name])
 
     def wanted(name: str) -> Tensor | None:
-        return None if expected is None else own_part(like(expected[name], present[name]))
+        return None if expected is None else own_part(shard_like(expected[name], present[name]))
 
     by_rank = gather_objects(
         {

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from ddp_runner.errors import UserError, is_lost_peer, listed, typed
-from ddp_runner.parallelism.shards import is_shard, like
+from ddp_runner.parallelism.shards import is_shard, shard_like
 
 SCHEDULED = {"lr", "momentum", "betas"}  # keys of parameter groups that schedulers change
 
@@ -216,7 +216,7 @@ def _copied(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if is_shard(parameter) and value.shape == parameter.shape:
-        return like(value, parameter).clone()
+        return shard_like(value, parameter).clone()
     return value.clone()
 
 

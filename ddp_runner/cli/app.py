@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # A rank of torchrun other than 0 soon writes to its log.
     stderr, descriptor = sys.stderr, os.dup(2) if "TORCHELASTIC_RUN_ID" in os.environ else 2
     for signum in handled_signals():
-        # Before any worker there is nothing to save.
+        # No rank has started yet, so there is nothing to save.
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
     words = sys.argv[1:] if arguments is None else arguments
     arguments = ["verbose=true" if word == "-v" else word for word in words]

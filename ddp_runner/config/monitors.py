@@ -58,8 +58,8 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
         if monitor in choices or own_loop or (known and is_unknown):
             if None not in (mode, best) and mode != best:
                 raise UserError(
-                    f"{group}.monitor={monitor} with {group}.mode={mode} takes the worst for the "
-                    "best",
+                    f"{group}.monitor={monitor} with {group}.mode={mode} keeps the worst value, "
+                    "not the best",
                     f"write {group}.mode={best}",
                 )
         elif not is_unknown:

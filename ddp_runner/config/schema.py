@@ -44,9 +44,9 @@ RUNNER_KEYS: Mapping[str, Mapping[str, type | None]] = {
 }
 LIST_GROUPS = ("metrics", "trackers")  # groups with any number of options
 
-# The rules of keys that are not in the schema.
+# The rules of keys in an option's YAML, which are not in the schema.
 GROUP_KEYS: Mapping[str, Rule] = {
-    # Other numbers of our own classes and torch's schedulers must not be negative.
+    # Exceptions: numbers of our own classes and of torch's schedulers must be 0 or greater.
     **dict.fromkeys(("dataset.mean", "scheduler.last_epoch"), Rule()),
     "trackers.wandb.mode": Rule(choices=(None, "online", "offline")),
     **dict.fromkeys(

@@ -74,7 +74,7 @@ def whole(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).full_tensor() if is_shard(tensor) else tensor
 
 
-def laid_out_as(value: Tensor, reference: Tensor) -> Tensor:
+def redistribute_like(value: Tensor, reference: Tensor) -> Tensor:
     """Return a tensor split as the reference is. Collective if its layout changes."""
     if not is_shard(reference):
         return value
@@ -111,7 +111,7 @@ def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
     return full
 
 
-def like(value: Tensor, reference: Tensor) -> Tensor:
+def shard_like(value: Tensor, reference: Tensor) -> Tensor:
     """Return a whole tensor split as the reference is."""
     if not is_shard(reference) or is_shard(value):
         return value
@@ -127,7 +127,7 @@ def like(value: Tensor, reference: Tensor) -> Tensor:
 @torch.no_grad()
 def copy_shard(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor, or this rank's part of it, into the target."""
-    own_part(target).copy_(own_part(like(value, target)))
+    own_part(target).copy_(own_part(shard_like(value, target)))
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     if has_shards(module):
         shards = module.state_dict()
         state = {
-            key: like(value, shards[key]) if key in shards else value
+            key: shard_like(value, shards[key]) if key in shards else value
             for key, value in state.items()
         }
     module.load_state_dict(state)

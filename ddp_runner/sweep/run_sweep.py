@@ -178,7 +178,7 @@ def _is_search(common: DictConfig) -> bool:
         return False
     if target != f"{Search.__module__}.{Search.__name__}":
         raise UserError(
-            f"hydra/sweeper: {target} is of another package",
+            f"hydra/sweeper ({target}) is not supported",
             "write hydra/sweeper=optuna for a search, or leave hydra/sweeper out",
         )
     if common.sweep.objective is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.parallelism.shards import laid_out_as, own_part, whole
+from ddp_runner.parallelism.shards import own_part, redistribute_like, whole
 from ddp_runner.train.state import TrainState
 
 SMALLEST_NORM = 1e-6  # torch's; a norm of 0 would divide by 0
@@ -56,7 +56,7 @@ def clip_values(parameters: Iterable[nn.Parameter], limit: float) -> None:
         if parameter.grad is None:
             continue
         # Under sequence parallelism a rank has only summands of a norm layer's gradient.
-        grad = laid_out_as(parameter.grad, parameter)
+        grad = redistribute_like(parameter.grad, parameter)
         if grad.is_sparse:  # an index may occur several times, with summands
             grad = grad.coalesce()
         parameter.grad = grad

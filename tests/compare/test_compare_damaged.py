@@ -88,7 +88,7 @@ def test_without_a_run_to_compare_only_the_reasons_are_left(tmp_path: Path) -> N
         ("run.json", b'{"status": "comp', "not valid JSON"),
         ("run.json", b"\xff\xfe", "not valid JSON"),
         ("run.json", b"[]", "does not hold a JSON object"),
-        ("run.json", b"[" * 100_000, r"not valid JSON \(maximum recursion"),
+        ("run.json", b"[" * 100_000, r"not valid JSON \(RecursionError"),
         (".hydra/config.yaml", None, r"config.yaml cannot be read \(No such file"),
         (".hydra/config.yaml", b"a: [", "config.yaml cannot be read"),
         (".hydra/config.yaml", b"- list", "it is not a mapping"),

@@ -30,7 +30,7 @@ from ddp_runner.errors import UserError
          "early_stop.monitor=eval/loss needs evaluations and train.eval_every_epochs is 0; write "
          "train.eval_every_epochs=1"),
         ("early_stop.monitor=eval/f1 early_stop.mode=min",
-         "early_stop.monitor=eval/f1 with early_stop.mode=min takes the worst for the "
+         "early_stop.monitor=eval/f1 with early_stop.mode=min keeps the worst value, not the "
          "best; write early_stop.mode=max"),
         ("early_stop.mode=least", "early_stop.mode (least) must be one of null, max, min"),
         ("early_stop.patience=0", "early_stop.patience (0) must be greater than 0"),

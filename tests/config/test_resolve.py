@@ -121,8 +121,8 @@ INVALID = [
      "scheduler.monitor (train/loss) must be one of eval/accuracy, eval/loss, eval/f1, "
      "eval/precision, eval/recall; did you mean eval/loss?"),
     ("scheduler=plateau scheduler.monitor=eval/f1",
-     "scheduler.monitor=eval/f1 with scheduler.mode=min takes the worst for the best; write "
-     "scheduler.mode=max"),
+     "scheduler.monitor=eval/f1 with scheduler.mode=min keeps the worst value, not the best; "
+     "write scheduler.mode=max"),
     ("scheduler=plateau train.eval_every_epochs=0",
      "scheduler.monitor=eval/loss needs evaluations and train.eval_every_epochs is 0; write "
      "train.eval_every_epochs=1"),
@@ -175,8 +175,8 @@ INVALID = [
        f"parallelism={mode} does not give; write ddp or fsdp")
       for mode in ("ps", "tp")),
     (f"{MINE} checkpoint.monitor=d/loss",
-     "checkpoint.monitor=d/loss with checkpoint.mode=max takes the worst for the best; write "
-     "checkpoint.mode=min"),
+     "checkpoint.monitor=d/loss with checkpoint.mode=max keeps the worst value, not the best; "
+     "write checkpoint.mode=min"),
     ("train.precision=int8", "train.precision (int8) must be one of fp32, tf32, bf16, fp16"),
     ("train.precision=fp61",
      "train.precision (fp61) must be one of fp32, tf32, bf16, fp16; did you mean fp16?"),

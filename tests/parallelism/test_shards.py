@@ -20,7 +20,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.parallelism import mesh
 from ddp_runner.parallelism.initial_weights import build_by_modules
 from ddp_runner.parallelism.module_names import matched
-from ddp_runner.parallelism.shards import gathered, is_shard, like, own_part, whole
+from ddp_runner.parallelism.shards import gathered, is_shard, own_part, shard_like, whole
 from ddp_runner.train.step import StepOutput
 
 GPT = ("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2")
@@ -101,7 +101,7 @@ def held(env: DistEnv, config: Config) -> tuple[int, int, bool]:
     parameters = list(module.parameters())
     own = sum(own_part(one).numel() for one in parameters)
     state = gathered(module.state_dict(), keep=True)
-    again = {name: like(state[name], one) for name, one in module.state_dict().items()}
+    again = {name: shard_like(state[name], one) for name, one in module.state_dict().items()}
     is_same = all(
         torch.equal(own_part(again[name]), own_part(one))
         for name, one in module.state_dict().items()

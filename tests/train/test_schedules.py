@@ -220,7 +220,7 @@ def test_our_schedules_follow_their_formula(
 
 
 def error_message(env: DistEnv, config: Config) -> str:
-    """Return the sentence with which a config is refused as its objects are built."""
+    """Return the sentence with which a config is rejected as its objects are built."""
     with pytest.raises(UserError) as rejected:
         build(env, config)
     return str(rejected.value)
