@@ -104,7 +104,11 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 @cache  # the jobs of a sweep repeat their names
 def _module_keywords(source: Path, word: str, name: str) -> Keywords | None:
-    """Return the keywords of a module's `word`; None: a class that defines no constructor."""
+    """Return the keywords of a module's `word`; None: a class that defines no constructor.
+
+    The word of a base class may be dotted, as in torch.optim.SGD.
+    """
+    first, *rest = word.split(".")
     defined = set[str]()
     for node in _statements(ast.parse(source.read_bytes()).body):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -114,14 +118,19 @@ def _module_keywords(source: Path, word: str, name: str) -> Keywords | None:
                     return _function_keywords(node)
                 return _class_keywords(source, node, name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = {(alias.asname or alias.name): alias.name for alias in node.names}
-            defined |= names.keys()
-            if word in names and isinstance(node, ast.ImportFrom):
-                return _name_keywords(f"{_imported_module(node, source, name)}.{names[word]}")
+            is_from, module = False, ""
+            if isinstance(node, ast.ImportFrom):
+                is_from, module = True, f"{_imported_module(node, source, name)}."
+            for alias in node.names:
+                bound = alias.asname or (alias.name if is_from else alias.name.split(".")[0])
+                defined.add(bound)
+                if bound == first and (is_from or rest):
+                    origin = alias.name if is_from or alias.asname else bound
+                    return _name_keywords(".".join([f"{module}{origin}", *rest]))
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 defined |= {item.id for item in ast.walk(target) if isinstance(item, ast.Name)}
-    if word in defined or defined & {"*", "__getattr__"}:
+    if first in defined or defined & {"*", "__getattr__"}:
         raise _UnknownError  # it is computed
     match = nearest(word, defined)
     module = name.rpartition(".")[0]

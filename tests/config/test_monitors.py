@@ -43,7 +43,7 @@ def test_own_metrics_may_be_monitored(overrides: tuple[str, ...]) -> None:
         (("sweep.objective=eval/loss", "train.eval_every_epochs=0"),
          "sweep.objective=eval/loss needs evaluations"),
         ((METRICS, "sweep.objective=eval/topk"), "did you mean eval/top_k?"),
-        (("checkpoint.monitor=eval/loss",), "the worst for the best; write checkpoint.mode=min"),
+        (("checkpoint.monitor=eval/loss",), "not the best; write checkpoint.mode=min"),
         (("checkpoint.monitor=eval/f1", "checkpoint.mode=min"), "write checkpoint.mode=max"),
     ],
 )  # fmt: skip
@@ -65,8 +65,8 @@ KNOWN = KnownMetrics(
     ("monitor", "mode", "sentence"),
     [
         ("eval/mae", "min", None),
-        ("eval/mae", "max", "checkpoint.monitor=eval/mae with checkpoint.mode=max takes the "
-         "worst for the best; write checkpoint.mode=min"),
+        ("eval/mae", "max", "checkpoint.monitor=eval/mae with checkpoint.mode=max keeps the "
+         "worst value, not the best; write checkpoint.mode=min"),
         ("eval/recall_cat", "max", None),
         ("eval/recall_cat", "min", "write checkpoint.mode=max"),
         ("eval/recall_dog", "max", "checkpoint.monitor (eval/recall_dog) must be one of eval/loss, "

@@ -103,6 +103,27 @@ def test_the_source_says_which_keywords_there_are(name: str, package: str) -> No
     assert package not in sys.modules
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\nclass Mine(torch.optim.SGD): ...",
+        "import torch.optim as optimizers\nclass Mine(optimizers.SGD): ...",
+        "from torch import optim\nclass Mine(optim.SGD): ...",
+        "from torch import optim as o\nclass Mine(o.SGD): ...",
+        "from torch.optim import SGD\nclass Mine(SGD): ...",
+    ],
+)
+def test_a_base_class_may_be_named_through_its_module(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The most usual way to write an optimizer or a model of one's own."""
+    (tmp_path / "mine_by_base.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    keywords = source_keywords("mine_by_base.Mine")
+    assert keywords is not None
+    assert {"params", "lr", "momentum"} <= {*keywords}
+
+
 def test_the_source_says_which_kind_a_key_has(package: str, tmp_path: Path) -> None:
     """A plain one, which may be null; those of a dataclass's bases, which it may change."""
     (tmp_path / "shapes" / "parts" / "kinds.py").write_text(
