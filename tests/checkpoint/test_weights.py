@@ -305,7 +305,7 @@ INVALID = {
     "that tells which is best; write checkpoint.monitor=eval/accuracy",
     "checkpoint.monitor=eval/f2": f"checkpoint.monitor (eval/f2) must be one of "
     f"{', '.join(MONITORS)}; did you mean eval/f1?",
-    "checkpoint.monitor=eval/loss": "checkpoint.monitor=eval/loss with checkpoint.mode=max takes "
+    "checkpoint.monitor=eval/loss": "checkpoint.monitor=eval/loss with checkpoint.mode=max keeps "
     "the worst value, not the best; write checkpoint.mode=min",
     "checkpoint.monitor=eval/f1 train.eval_every_epochs=0": "checkpoint.monitor=eval/f1 needs "
     "evaluations and train.eval_every_epochs is 0; write train.eval_every_epochs=1",
