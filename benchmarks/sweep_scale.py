@@ -35,7 +35,7 @@ from ddp_runner.sweep.plan_file import read_plan
 from ddp_runner.sweep.survey import survey
 from ddp_runner.sweep.sweep_dir import unfinished_sweep
 from ddp_runner.sweep.sweep_table import sweep_table
-from ddp_runner.tracking.run_record import begin_session, end_session
+from ddp_runner.tracking.run_record import end_session, record_session_start
 
 METRICS = {"eval/accuracy": 0.97, "train/loss": 0.2, "perf/samples_per_s": 4267.0}
 # compose: by Hydra; plan: resolve, validate and freeze; run: locks and run.json; table: of
@@ -61,7 +61,7 @@ class Instant(Local):
 def _complete(job: Job) -> Outcome:
     """Leave the run.json that a run of a second would leave."""
     assert job.run_dir is not None
-    begin_session(job.run_dir, started_at=job.started_at, status=Status.RUNNING)
+    record_session_start(job.run_dir, started_at=job.started_at, status=Status.RUNNING)
     end_session(job.run_dir, status=Status.COMPLETED, metrics=METRICS)
     return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
 

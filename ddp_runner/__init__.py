@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ddp_runner.inference.notebook import load, load_tokenizer, read_runs
     from ddp_runner.metrics.metric import summed
     from ddp_runner.own_loop.run import Run
-    from ddp_runner.parallelism.mode import Engine, Layout, Mode, local_engine, unwrapped
+    from ddp_runner.parallelism.mode import Engine, Layout, Mode, local_engine, no_wrapper
     from ddp_runner.train.step import StepOutput
 
 __version__ = "0.1.0"
@@ -27,16 +27,16 @@ __all__ = [
     "load",
     "load_tokenizer",
     "local_engine",
+    "no_wrapper",
     "read_runs",
     "summed",
-    "unwrapped",
 ]
 _HOMES = {
     "dist_env": ("DistEnv",),
     "inference.notebook": ("load", "load_tokenizer", "read_runs"),
     "metrics.metric": ("summed",),
     "own_loop.run": ("Run",),
-    "parallelism.mode": ("Engine", "Layout", "Mode", "local_engine", "unwrapped"),
+    "parallelism.mode": ("Engine", "Layout", "Mode", "local_engine", "no_wrapper"),
     "train.step": ("StepOutput",),
 }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ddp_runner.errors import counted, duration, exit_with, printable
 from ddp_runner.files import json_safe
-from ddp_runner.host.streams import line_width, wrapped
+from ddp_runner.host.streams import line_width, wrap_lines
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
 from ddp_runner.sweep.survey import RunStatus, SweepStatus, survey
 from ddp_runner.tracking.alive import LOST
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps(json_safe(content), indent=1))
     else:
         for line in _lines(shown, shown_sweeps, num_hidden=len(runs) - len(shown), is_all=args.all):
-            print(wrapped(line, line_width(sys.stdout) or WIDTH))
+            print(wrap_lines(line, line_width(sys.stdout) or WIDTH))
     return EXIT_FAILED if any(run.is_missing for run in runs) else EXIT_COMPLETED
 
 

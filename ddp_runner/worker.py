@@ -33,7 +33,7 @@ TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
 }
 
 
-def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
+def run_task(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
     """Run the job's task as one rank; `env` is read from the environment if None. Collective.
 
     Returns:
@@ -57,7 +57,7 @@ def work(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
 
 def run_under_launcher(job: Job, env: DistEnv) -> NoReturn:
     """Run a rank that torchrun, Slurm or mpirun started, and end the process."""
-    result = record(work)(job, env) or {"status": Status.COMPLETED}  # None after sys.exit(0)
+    result = record(run_task)(job, env) or {"status": Status.COMPLETED}  # None after sys.exit(0)
     sys.stdout.flush()
     sys.stderr.flush()
     # Skip the interpreter's shutdown: it sometimes aborts in gloo's threads while a peer's

@@ -28,7 +28,7 @@ from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import has_shards
-from ddp_runner.rank.session import Session, note_start
+from ddp_runner.rank.session import Session, report_start
 from ddp_runner.tracking.run_record import end_session, forget_earlier_sessions, write_run_record
 from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.build_state import build_session_state
@@ -43,7 +43,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
         UserError: a check failed. All ranks raise, after all verdicts are logged.
     """
     config, env, log = session.config, session.env, session.log
-    note_start(session, step=0)
+    report_start(session, step=0)
     if env.is_rank_zero:
         forget_earlier_sessions(session.run_dir)
     if config.train.compile:

@@ -34,7 +34,7 @@ from ddp_runner.launch.mistakes import is_noted, note_mistake
 from ddp_runner.sweep.planner import SweepCommand
 from ddp_runner.sweep.run_sweep import run_sweep
 from ddp_runner.tracking.provenance import git_revision, versions
-from ddp_runner.tracking.run_folder_claim import claim_run, claimed
+from ddp_runner.tracking.run_folder_claim import claim_run, with_run_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -128,7 +128,7 @@ def _run(
     with ExitStack() as held:
         launch_ids = list(filter(None, [launch_id()]))
         run_dir, size = claim_run(job, launch_ids=launch_ids, held=held)
-        return launch(claimed(job, run_dir, size)).exit_code
+        return launch(with_run_folder(job, run_dir, size)).exit_code
 
 
 def _named_folder(composed: DictConfig, job: Job) -> Path | None:

@@ -14,8 +14,8 @@ from ddp_runner.collectives.operations import OPERATIONS, Variant
 from ddp_runner.config.sections import OPS, CollectivesConfig
 from ddp_runner.distributed import gather_objects
 from ddp_runner.job import Status
-from ddp_runner.rank.records import log_start, task_logger
-from ddp_runner.rank.session import Session, note_start
+from ddp_runner.rank.records import log_facts, task_logger
+from ddp_runner.rank.session import Session, report_start
 from ddp_runner.tracking.start_block import gpu_names, ranks_on_nodes
 
 DEFAULT_REDUCE_OPS = ("sum", "mean", "max")
@@ -33,7 +33,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
     """
     job, device, backend = session.job, session.devices[0], session.config.backend.name
     config = session.config.collectives
-    note_start(session, step=0)
+    report_start(session, step=0)
     sizes = message_sizes(config)
     facts = {
         "collectives": f"{backend}, {ranks_on_nodes(session.env)}",
@@ -41,7 +41,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
         "messages": f"{', '.join(f'{size:,}' for size in sizes)} bytes",
         "calls": f"{config.steps} timed of each, after {config.warmup_steps} to warm up",
     }
-    log_start(session, facts, explains=True)
+    log_facts(session, facts, explains=True)
     absent, messages = dict[Variant, str](), list[tuple[Variant, int]]()
     for variant in variants(config):
         reason = unsupported_reason(variant, device=device, backend=backend)

@@ -16,7 +16,7 @@ from ddp_runner.compare.recorded_run import Target
 from ddp_runner.compare.run_reader import read_runs, tagged
 from ddp_runner.errors import UserError, exit_with, os_errors
 from ddp_runner.files import replace_file
-from ddp_runner.host.streams import wrapped
+from ddp_runner.host.streams import wrap_lines
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> None:
     for line in listing(run_remarks(comparison), width=width) if args.format == "csv" else ():
         print(line, file=sys.stderr)
     for line in written:
-        print(wrapped(line, width), file=sys.stderr)
+        print(wrap_lines(line, width), file=sys.stderr)
 
 
 def write_all(comparison: Comparison, folder: Path, *, paths: Sequence[Path]) -> list[str]:

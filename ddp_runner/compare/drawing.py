@@ -83,7 +83,7 @@ def new_figure(
     return figure, list(figure.subplots(1, num_panels, squeeze=False)[0])
 
 
-def wrapped(name: str) -> str:
+def in_short_lines(name: str) -> str:
     """Return a name in short lines."""
     return "\n".join(textwrap.fill(cut(line, MAX_LABEL), LABEL_WIDTH) for line in name.splitlines())
 
@@ -105,7 +105,7 @@ def draw_lines(
             [*points],
             [*points.values()],
             color=COLOURS[index],
-            label=wrapped(name),
+            label=in_short_lines(name),
             marker=MARKERS[index] if len(points) <= MAX_MARKED else None,
             linewidth=2.0 + thicker,
             markersize=6 + thicker,

@@ -19,7 +19,7 @@ from ddp_runner.compare.speedup import Prediction
 from ddp_runner.compare.table import Column, Table, cut, digits
 from ddp_runner.errors import counted, listed, printable
 from ddp_runner.files import in_csv, in_markdown, json_safe
-from ddp_runner.host.streams import line_width, wrapped
+from ddp_runner.host.streams import line_width, wrap_lines
 from ddp_runner.tracking.run_dir import RunDir
 
 WIDTH = 120  # characters, without a terminal
@@ -42,7 +42,7 @@ def as_text(comparison: Comparison) -> str:
     """
     shown = results_table(comparison)
     width = width_of(sys.stdout)
-    lines = [wrapped(printable(shown.name), width), *map(printable, _blocks(shown, width=width))]
+    lines = [wrap_lines(printable(shown.name), width), *map(printable, _blocks(shown, width=width))]
     return "\n".join([*lines, *listing(remarks(comparison, shown), width=width)])
 
 
@@ -50,7 +50,7 @@ def listing(remarks: Iterable[Remark], *, width: int) -> Iterator[str]:
     """Yield the lines of lists of remarks, with an empty line before each list."""
     for title, sentences in remarks:
         yield from ("", f"{title}:")
-        yield from (wrapped(printable(f"  {sentence}"), width) for sentence in sentences)
+        yield from (wrap_lines(printable(f"  {sentence}"), width) for sentence in sentences)
 
 
 def width_of(stream: TextIO) -> int:

@@ -15,8 +15,8 @@ from ddp_runner.compare.drawing import (
     Points,
     draw_bars,
     draw_lines,
+    in_short_lines,
     new_figure,
-    wrapped,
 )
 from ddp_runner.compare.parity import LOSS
 from ddp_runner.compare.settings import BATCH_SIZES, labels
@@ -188,7 +188,7 @@ def _step_parts(comparison: Comparison) -> "Figure | str":
             rest = max(0.0, (whole.mean if whole else 0.0) - sum(parts.values()))
             predictions = [scaling.predicted for scaling in row.scalings.values()]
             predicted = next((step.parts_ms for step in predictions if step), None)
-            bars.append((wrapped(row.label), {**parts, REST: rest}, predicted))
+            bars.append((in_short_lines(row.label), {**parts, REST: rest}, predicted))
     if not bars:
         return "no run has measured the parts of its step time (perf/*_ms)"
     bars = sorted(bars, key=lambda bar: sum(bar[1].values()))[:MAX_BARS]

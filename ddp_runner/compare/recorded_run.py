@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ddp_runner.compare.settings import Setting
-from ddp_runner.config.identity import counts, is_inside, only_used
+from ddp_runner.config.identity import affects_results, is_inside, only_used
 from ddp_runner.metric_names import is_lower_better
 
 # No measurement is larger, and sums and squares of smaller numbers stay finite.
@@ -137,7 +137,7 @@ class RecordedRun:
 def _is_of_setting(key: str) -> bool:
     """Return whether runs that differ in this key have different settings."""
     # A row averages over seeds, and a metric changes neither the work nor its speed.
-    return counts(key) and not is_inside(key, ("seed", "name", "metrics"))
+    return affects_results(key) and not is_inside(key, ("seed", "name", "metrics"))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, RunConfig, has_ow
 from ddp_runner.config.training import TrainConfig
 
 # Keys and groups that do not change the results, so a run may resume with other values.
-UNCOUNTED = (
+NEUTRAL_KEYS = (
     *("resume", "data_root", "verbose", "tags", "notes", "allowed_targets", "train.profile"),
     *("launch", "sweep", "trackers"),
 )
@@ -21,7 +21,7 @@ UNCOUNTED = (
 _REQUIRED = re.compile(
     rf"(?:{'|'.join(RUNNER_KEYS)}|(?:{'|'.join(LIST_GROUPS)})\.[^.]+)\.requires(?:\.|$)"
 )
-OF_RANKS = ("world_size", "batch.global_size", "batch.per_rank")  # they depend on the ranks
+RANK_KEYS = ("world_size", "batch.global_size", "batch.per_rank")  # they depend on the ranks
 
 
 def is_inside(name: str, owners: Iterable[str]) -> bool:
@@ -30,9 +30,9 @@ def is_inside(name: str, owners: Iterable[str]) -> bool:
 
 
 @lru_cache(maxsize=10_000)  # the jobs of a sweep repeat their keys
-def counts(key: str) -> bool:
-    """Return whether a dotted key belongs to the identity of a run."""
-    return not (is_inside(key, UNCOUNTED) or _REQUIRED.match(key))
+def affects_results(key: str) -> bool:
+    """Return whether a dotted key can change the results of a run, so it is in its identity."""
+    return not (is_inside(key, NEUTRAL_KEYS) or _REQUIRED.match(key))
 
 
 def config_hash(config: RunConfig) -> str:
@@ -46,7 +46,7 @@ def work_hash(config: RunConfig) -> str:
     The batch sizes do not count: each follows from the other and the number of ranks, and a resumed
     run keeps its own global batch.
     """
-    return digest({key: value for key, value in flatten(config).items() if key not in OF_RANKS})
+    return digest({key: value for key, value in flatten(config).items() if key not in RANK_KEYS})
 
 
 def digest(values: Any) -> str:
@@ -55,8 +55,8 @@ def digest(values: Any) -> str:
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
-    """Return the dotted keys that count, with their values."""
-    return {key: value for key, value in leaves(plain(config)) if counts(key)}
+    """Return the dotted keys that affect the results, with their values."""
+    return {key: value for key, value in leaves(plain(config)) if affects_results(key)}
 
 
 def leaves(

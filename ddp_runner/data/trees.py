@@ -74,7 +74,7 @@ def shape_of(tree: Any) -> str:
 
 
 @contextmanager
-def taking(subject: str, tree: Any, *, fix: str) -> Iterator[None]:
+def shapes_on_failure(subject: str, tree: Any, *, fix: str) -> Iterator[None]:
     """Raise a UserError with the tree's shapes if the block, which computes on it, fails.
 
     Running out of memory, or losing another rank in a collective, is not the tree's fault.

@@ -50,7 +50,7 @@ def shortened(text: str, width: int) -> str:
     return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
 
 
-def wrapped(text: str, width: int) -> str:
+def wrap_lines(text: str, width: int) -> str:
     """Return the text with lines longer than `width` broken between words; 0: unchanged.
 
     The rest of a broken line is indented like the text after the line's label.

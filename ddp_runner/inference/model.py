@@ -19,7 +19,7 @@ from ddp_runner.config.sections import Asked, validate_weights
 from ddp_runner.config.targets import validate_targets
 from ddp_runner.data.load_dataset import build_dataset
 from ddp_runner.data.splits import Split
-from ddp_runner.data.trees import inputs_of, taking
+from ddp_runner.data.trees import inputs_of, shapes_on_failure
 from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.files import is_missing
@@ -30,7 +30,7 @@ from ddp_runner.inference.run_files import (
     validate_kept_files,
 )
 from ddp_runner.parallelism.shards import send_module
-from ddp_runner.rank.session import Session, note_start
+from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
@@ -84,7 +84,7 @@ def open_model(session: Session) -> TrainedModel | None:
     Raises:
         UserError: the weights or the data are unusable, or do not fit the model.
     """
-    note_start(session, step=0)
+    report_start(session, step=0)
     config, run = session.config, session.config.inference.run
     assert run is not None
     run_dir, on_rank_zero = RunDir(Path(run)), list[Weights]()
@@ -98,7 +98,7 @@ def open_model(session: Session) -> TrainedModel | None:
     weights, logged, arguments = from_rank_zero(read_run)
     dataset = build_dataset(config, log=session.log)
     work = build_work(config, session.env, session.mode, devices=session.devices, dataset=dataset)
-    if not work.layout.in_loop:
+    if not work.layout.runs_loop:
         return None
     seed_all(config.seed)  # makes buffers equal that no file keeps
     module = place_model(config, session.mode, arguments, session.devices)
@@ -116,7 +116,7 @@ def open_model(session: Session) -> TrainedModel | None:
         batch = split.first(seed=config.seed)
         with (
             torch.no_grad(),
-            taking(fault, inputs_of(batch.data), fix=fix),
+            shapes_on_failure(fault, inputs_of(batch.data), fix=fix),
         ):
             forward(work, module.eval(), batch)
     return TrainedModel(work, module, splits, run_dir, weights, logged)

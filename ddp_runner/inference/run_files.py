@@ -9,7 +9,7 @@ from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
 from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import is_missing, read_file
-from ddp_runner.rank.records import log_start, task_logger
+from ddp_runner.rank.records import log_facts, task_logger
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
@@ -102,7 +102,7 @@ def open_logger(
             "data": data,
             **placement(config, session.env, session.devices),
         }
-        log_start(session, facts, notes=notes)
+        log_facts(session, facts, notes=notes)
         fields = RunFields(
             of_run=str(run_dir),
             weights_step=weights.step,

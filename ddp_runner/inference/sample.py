@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ddp_runner.config.sections import InferenceConfig
 from ddp_runner.data.text_tokenizer import Characters, TextTokenizer
-from ddp_runner.data.trees import shape_of, taking
+from ddp_runner.data.trees import shape_of, shapes_on_failure
 from ddp_runner.errors import UserError, printable
 from ddp_runner.files import replace_file
 from ddp_runner.inference.model import load_model
 from ddp_runner.inference.run_files import kept_tokenizer, open_logger
 from ddp_runner.job import Status
-from ddp_runner.rank.session import Session, note_start
+from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import derive
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import shown_path
@@ -37,7 +37,7 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
         UserError: the run has no tokenizer or no language model, its weights are unusable, or the
             prompt has no tokens.
     """
-    note_start(session, step=0)
+    report_start(session, step=0)
     config, settings, device = session.config, session.config.inference, session.devices[0]
     assert settings.run is not None
     run_dir = RunDir(Path(settings.run))
@@ -147,7 +147,7 @@ def choose(
 def _next_logits(model: nn.Module, tokens: Tensor, vocab_size: int) -> Tensor:
     """Return the logits after the last token, float64 (vocab_size,), on the CPU."""
     fix = "task=sample takes a language model, such as model=gpt"
-    with taking("the model cannot take tokens,", tokens, fix=fix):
+    with shapes_on_failure("the model cannot take tokens,", tokens, fix=fix):
         outputs = model(tokens)
     expected = (*tokens.shape, vocab_size)
     fits = isinstance(outputs, Tensor) and outputs.shape[:-1] == tokens.shape

@@ -105,7 +105,7 @@ class OneMachine:
         """Return whether all ranks of the run ended well; None: wait. This machine's have."""
         return True
 
-    def first_failure(self, failure: Failure) -> Failure:
+    def agree_on_failure(self, failure: Failure) -> Failure:
         """Return the run's first failure, given the first failure on this machine."""
         return failure
 

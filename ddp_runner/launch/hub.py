@@ -198,7 +198,7 @@ class Hub:
             and now < self._failed_at + (SILENT_S if machine.link.is_silent() else self._longest_s)
             for machine in machines
         ):
-            self._send_to_attempt("verdict", asdict(first_failure(group, machines)))
+            self._send_to_attempt("verdict", asdict(run_failure(group, machines)))
             self._group = None
 
 
@@ -216,7 +216,7 @@ def typed_fields(value: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str
     return fields
 
 
-def first_failure(group: Group, machines: Sequence[Machine]) -> Failure:
+def run_failure(group: Group, machines: Sequence[Machine]) -> Failure:
     """Return the first failure; its kind is ``machine`` if a machine was lost."""
     failures = {
         index: machine.failure

@@ -35,7 +35,7 @@ from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.ranks import Ranks
 from ddp_runner.launch.stop_requests import StopRequests, mark_ended
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_folder_claim import begin_run
+from ddp_runner.tracking.run_folder_claim import prepare_run_folder
 from ddp_runner.tracking.run_record import (
     RunError,
     fail_session,
@@ -60,7 +60,7 @@ def launch(job: Job) -> Outcome:
     if is_alone:
         if is_over(job):
             return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
-        begin_run(job)
+        prepare_run_folder(job)
     stop = StopRequests(running=lambda: folders, is_quiet=job.slot is not None)
     stop.may_save = not is_alone  # the first signal is a request, also while the machines meet
     try:
@@ -133,14 +133,14 @@ def run_ranks(job: Job, stop: StopRequests, trackers: ExitStack, folders: list[P
             failure = ranks.run(group.environs(job), machines)
             if failure is None:
                 break
-            failure = machines.first_failure(failure)
+            failure = machines.agree_on_failure(failure)
             is_last = len(job.earlier) >= job.config.launch.max_restarts
             if failure.kind == "user" or failure.rank < 0 or is_last:
                 return failed(job, failure, folders)
             job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
     received, run_dir = stop.received or signal.SIGTERM, folders[-1] if folders else None
     if group is None:  # stopped while it waited for other machines
-        stop.say(is_training=False)
+        stop.announce(is_training=False)
         if run_dir is not None:  # from an earlier attempt
             mark_ended(run_dir)
         return Outcome(Status.PREEMPTED, 128 + received, run_dir)

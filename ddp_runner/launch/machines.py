@@ -101,7 +101,7 @@ class Machines(OneMachine):
         limit_s = self._job.config.backend.timeout_s + ENDING_S
         return True if self._is_over or time.monotonic() > self._ended_at + limit_s else None
 
-    def first_failure(self, failure: Failure) -> Failure:
+    def agree_on_failure(self, failure: Failure) -> Failure:
         """Send this machine's first failure to the hub; return the run's first failure.
 
         Its kind is ``machine`` if a machine was lost. Its rank is then the first of that machine,

@@ -36,8 +36,8 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
     return Failure(rank, kind, sentence, cut("".join(traceback.format_exception(error))))
 
 
-def run_rank(job: Job, work: str, environ: dict[str, str], pipe: Connection) -> NoReturn:
-    """Run `work` as one rank and send its result or failure; in a child of the fork server."""
+def run_rank(job: Job, run_task: str, environ: dict[str, str], pipe: Connection) -> NoReturn:
+    """Run `run_task` as one rank and send its result or failure; in a child of the fork server."""
     os.environ.update(environ)
     ignore_stop_signals()  # Ctrl-C reaches every process of a terminal; the launcher decides
     if sys.platform == "linux":
@@ -50,7 +50,9 @@ def run_rank(job: Job, work: str, environ: dict[str, str], pipe: Connection) -> 
             raise UserError(f"torch cannot be imported: {reason}")
         from ddp_runner.rank.numa import bound_to_cores  # imports torch, as the server has
 
-        bound = bound_to_cores(pkgutil.resolve_name(work), int(environ["LOCAL_RANK"]), job.config)
+        bound = bound_to_cores(
+            pkgutil.resolve_name(run_task), int(environ["LOCAL_RANK"]), job.config
+        )
         message = ("result", bound(replace(job, wire=wire)))
     except BaseException as error:  # sys.exit in a model ends a rank just as an error does
         failure = failure_of(error, rank=rank)

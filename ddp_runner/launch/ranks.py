@@ -44,16 +44,16 @@ class Ranks:
     Args:
         job: has its temporary folder, and the ends of earlier attempts.
         stop: the user's requests to stop the run.
-        claimed: called with the run folder once a rank has claimed it.
+        on_claim: called with the run folder once a rank has claimed it.
     """
 
     # By name: importing it takes seconds, and the launcher does not use it.
-    work = "ddp_runner.worker:work"
+    run_task = "ddp_runner.worker:run_task"
 
-    def __init__(self, job: Job, stop: StopRequests, claimed: Callable[[Path], object]) -> None:
+    def __init__(self, job: Job, stop: StopRequests, on_claim: Callable[[Path], object]) -> None:
         self.first_step: int | None = None  # of the training loop; None: it never began
         self.results: dict[int, Any] = {}
-        self._job, self._stop, self._claimed = job, stop, claimed
+        self._job, self._stop, self._on_claim = job, stop, on_claim
         self._earlier_children = children()  # such as the fork server: not to be killed
         self._processes: dict[int, ForkServerProcess] = {}
         self._pipes: dict[int, Connection] = {}
@@ -110,7 +110,9 @@ class Ranks:
     def _fork(self, environ: Mapping[str, str]) -> bool:
         """Start a rank; return whether the fork server was there to do it."""
         pipe, theirs = Pipe()
-        process = ForkServerProcess(target=run_rank, args=(self._job, self.work, environ, theirs))
+        process = ForkServerProcess(
+            target=run_rank, args=(self._job, self.run_task, environ, theirs)
+        )
         try:
             process.start()  # waits until the server has imported torch
         except (EOFError, OSError):  # the server was killed
@@ -169,7 +171,7 @@ class Ranks:
     def _take(self, rank: int, word: str, *rest: Any) -> None:
         match word, *rest:
             case "claimed", folder:
-                self._claimed(folder)
+                self._on_claim(folder)
             case "began", step:
                 self.first_step = step
             case ["ready"]:
@@ -194,7 +196,7 @@ class Ranks:
             self._has_sent_stop = True
             for rank in self._processes:
                 self._send(rank, "stop")
-            self._stop.say(is_training=self._is_training)
+            self._stop.announce(is_training=self._is_training)
         now, limit_s = time.monotonic(), self._job.config.launch.shutdown_timeout_s
         if self._saving is not None:
             self._saved_at = now

@@ -13,7 +13,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.own_loop.run import Run, finish
 from ddp_runner.parallelism.mode import local_engine
-from ddp_runner.rank.records import log_start
+from ddp_runner.rank.records import log_facts
 from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.start_block import placement, shown_path
@@ -47,7 +47,7 @@ def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status
     shown = session.job.secrets.written(config).loop
     call = f"{config.task}({', '.join(f'{key}={value}' for key, value in shown.items())})"
     facts = {"task": call, **placement(config, session.env, session.devices)}
-    log_start(session, facts, explains=True)
+    log_facts(session, facts, explains=True)
     seed_all(config.seed)  # all ranks build equal modules
     with ExitStack() as stack:
         run = Run(session, stop_requested=stop_requested, stack=stack)

@@ -19,7 +19,7 @@ from ddp_runner.own_loop.loop_log import OwnRecords, number
 from ddp_runner.own_loop.rank_batches import Loader, open_loader
 from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, mark_replaced
 from ddp_runner.parallelism.shards import gathered
-from ddp_runner.rank.session import Session, note_start
+from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.optimizers import optimizer_of
 
@@ -165,7 +165,7 @@ class Run:
         step = checkpoint and checkpoint.step
         self._step = step or 0
         seed_all(self.seed, "own loop", self._step, self._layout.share)
-        note_start(session, step=self._step)
+        report_start(session, step=self._step)
         self._records = OwnRecords(
             session, uses=self._uses, loaders=self._loaders, resume_step=step, stack=self._stack
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_runner.parallelism.mode import local_engine, no_context, one_share_each, place_on_first
+from ddp_runner.parallelism.mode import local_engine, null_context, one_share_each, place_on_first
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class DataParallelMode:
     layout = staticmethod(one_share_each)
     engine = staticmethod(local_engine)
     place = staticmethod(place_on_first)
-    no_sync = staticmethod(no_context)  # backward itself sums the replicas' gradients
+    no_sync = staticmethod(null_context)  # backward itself sums the replicas' gradients
 
     def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
         """Return the model; each forward makes a replica on every visible GPU."""

@@ -24,7 +24,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.freed_memory import return_freed_memory
 from ddp_runner.parallelism.initial_weights import initialise
-from ddp_runner.parallelism.mode import Layout, local_engine, unwrapped
+from ddp_runner.parallelism.mode import Layout, local_engine, no_wrapper
 from ddp_runner.parallelism.module_names import blocks_of
 from ddp_runner.parallelism.tensor_parallel import split_layers
 
@@ -85,7 +85,7 @@ class Mesh:
     meta_init: bool
     blocks: Sequence[str]
     plan: Mapping[str, str]
-    wrap = staticmethod(unwrapped)  # ``place`` splits the model
+    wrap = staticmethod(no_wrapper)  # ``place`` splits the model
     engine = staticmethod(local_engine)
 
     def layout(self, env: DistEnv) -> Layout:

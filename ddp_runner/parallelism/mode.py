@@ -24,16 +24,16 @@ class Layout:
     share: int  # index of its part of each global batch, from 0
     num_shares: int  # parts of a global batch; their gradients are averaged
     env: DistEnv  # its rank among the loop's ranks; outside the loop, among all ranks
-    in_loop: bool = True  # runs the training loop, evaluates and saves
-    computes: bool = True  # runs forward and backward of its share
+    runs_loop: bool = True  # runs the training loop, evaluates and saves
+    computes_batches: bool = True  # runs forward and backward of its share
     model_ranks: int = 1  # neighbouring ranks that compute a share together
     # A forward waits for the other ranks, so all must evaluate the same number of batches.
     forward_is_collective: bool = False
 
     @property
-    def by_number(self) -> bool:
+    def sends_batch_numbers(self) -> bool:
         """Whether ranks outside the loop compute its batches, which they get by their numbers."""
-        return not (self.in_loop and self.computes)
+        return not (self.runs_loop and self.computes_batches)
 
     @property
     def eval_share(self) -> tuple[int, int]:
@@ -121,12 +121,12 @@ def place_on_first(build: Callable[..., nn.Module], devices: Sequence[torch.devi
     return build().to(devices[0])
 
 
-def unwrapped(module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
+def no_wrapper(module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
     """Return the module unchanged."""
     return module
 
 
-def no_context(model: nn.Module) -> AbstractContextManager[None]:
+def null_context(model: nn.Module) -> AbstractContextManager[None]:
     """Return an empty context: the mode's backward never reduces over ranks."""
     return nullcontext()
 

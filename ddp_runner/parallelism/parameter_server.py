@@ -26,7 +26,14 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
-from ddp_runner.parallelism.mode import Engine, Layout, Sums, no_context, place_on_first, unwrapped
+from ddp_runner.parallelism.mode import (
+    Engine,
+    Layout,
+    Sums,
+    no_wrapper,
+    null_context,
+    place_on_first,
+)
 from ddp_runner.seeds import seed_all
 
 SERVER = 0
@@ -45,23 +52,23 @@ class ParameterServer:
     name: str
     mode: str
     place = staticmethod(place_on_first)
-    wrap = staticmethod(unwrapped)  # the parameters come with each batch
-    no_sync = staticmethod(no_context)  # a trainer sends gradients after its last micro-batch
+    wrap = staticmethod(no_wrapper)  # the parameters come with each batch
+    no_sync = staticmethod(null_context)  # a trainer sends gradients after its last micro-batch
 
     def layout(self, env: DistEnv) -> Layout:
         """Return the server's or a trainer's part; in async a trainer computes global batches."""
         num_shares = env.world_size - 1 if self.mode == "sync" else 1
         if env.rank == SERVER:
             alone = replace(env, world_size=1, local_world_size=1)
-            return Layout(0, num_shares, alone, computes=False)
-        return Layout((env.rank - 1) % num_shares, num_shares, env, in_loop=False)
+            return Layout(0, num_shares, alone, computes_batches=False)
+        return Layout((env.rank - 1) % num_shares, num_shares, env, runs_loop=False)
 
     def engine(self, state: Any, local: Engine) -> "Server | Trainer":
         """Return the server, or a trainer. Collective: every rank must call."""
         seconds = state.work.config.backend.timeout_s
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         assert isinstance(group, dist.ProcessGroup)
-        if state.work.layout.in_loop:
+        if state.work.layout.runs_loop:
             return Server(state, group, waits_for_all=self.mode == "sync")
         return Trainer(local, group)
 

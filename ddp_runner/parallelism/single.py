@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from ddp_runner.parallelism.mode import (
     local_engine,
-    no_context,
+    no_wrapper,
+    null_context,
     one_share_each,
     place_on_first,
-    unwrapped,
 )
 
 
@@ -19,5 +19,5 @@ class Single:
     layout = staticmethod(one_share_each)
     engine = staticmethod(local_engine)
     place = staticmethod(place_on_first)
-    wrap = staticmethod(unwrapped)
-    no_sync = staticmethod(no_context)
+    wrap = staticmethod(no_wrapper)
+    no_sync = staticmethod(null_context)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from io import TextIOBase
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.host.streams import keep_streams, line_width, print_line, wrapped
+from ddp_runner.host.streams import keep_streams, line_width, print_line, wrap_lines
 from ddp_runner.tracking.run_dir import RunDir
 
 LOGGER = logging.getLogger("ddp_runner")
@@ -43,7 +43,7 @@ def rank_log(
     def log(text: str) -> None:
         log_to_file(text)
         if env.is_rank_zero:
-            print_line(wrapped(text, line_width(sys.stdout)), stream=sys.stdout)
+            print_line(wrap_lines(text, line_width(sys.stdout)), stream=sys.stdout)
 
     try:
         yield log

@@ -17,7 +17,7 @@ from ddp_runner.tracking.run_record import RunFields, write_run_record
 from ddp_runner.tracking.start_block import fact_lines, shown_path, word_lines
 
 
-def log_start(
+def log_facts(
     session: Session, facts: Mapping[str, str], *, notes: Sequence[str] = (), explains: bool = False
 ) -> None:
     """Log warnings, notes and the facts of a task. A sweep prints the facts only once.

@@ -35,18 +35,18 @@ from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.alive import Heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_folder_claim import (
-    begin_run,
     claim_run,
-    claimed,
     own_launch_ids,
+    prepare_run_folder,
+    with_run_folder,
 )
 from ddp_runner.tracking.run_record import (
     RunError,
     RunFields,
-    begin_session,
     fail_session,
     has_begun,
     read_run_record,
+    start_session,
 )
 from ddp_runner.tracking.trackers.start_trackers import followed
 
@@ -108,7 +108,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
                 stack.enter_context(followed(job, run_dir))
             if not job.is_claimed:
                 stack.enter_context(_failure_recorded(run_dir, started_at=job.started_at))
-        job = claimed(job, run_dir, size)
+        job = with_run_folder(job, run_dir, size)
         logging = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
         log = stack.enter_context(logging)
         if env.num_nodes > 1:
@@ -154,7 +154,7 @@ def _log_machines_without_folder(run_dir: RunDir, *, log: Callable[[str], None])
         )
 
 
-def note_start(session: Session, *, step: int) -> None:
+def report_start(session: Session, *, step: int) -> None:
     """Record that the state is restored; after a restart, log its cause. Every rank must call.
 
     Until now a resumed run is unchanged.
@@ -188,7 +188,7 @@ def _claim(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[Run
         assert job.run_dir is not None
         return RunDir(job.run_dir), None
     run_dir, global_size = claim_run(job, launch_ids=launch_ids, held=held)
-    begin_run(claimed(job, run_dir, global_size))
+    prepare_run_folder(with_run_folder(job, run_dir, global_size))
     return run_dir, global_size
 
 
@@ -260,4 +260,4 @@ def _record_start(session: Session) -> None:
         restarts=env.restart_count,
         warnings=list(job.warnings),
     )
-    begin_session(session.run_dir, started_at=job.started_at, **job.code, **(facts | share))
+    start_session(session.run_dir, started_at=job.started_at, **job.code, **(facts | share))

@@ -74,7 +74,7 @@ class JobBatch:
     settings: SweepConfig
     num_failed: int = 0  # failed jobs of the earlier batches since the sweep's start
 
-    def is_over(self, num_failed: int) -> bool:
+    def must_stop(self, num_failed: int) -> bool:
         """Return whether the sweep must stop after this number of failures in the batch."""
         limit = 1 if self.settings.fail_fast else self.settings.max_failures
         return limit is not None and self.num_failed + num_failed >= limit
@@ -139,7 +139,7 @@ def run_jobs(batch: JobBatch, *, execute: Callable[[Job], Outcome]) -> dict[str,
     """
     outcomes, remaining = dict[str, Outcome](), list(batch.jobs)
     num_failed, is_announced = 0, False
-    while remaining and not batch.is_over(num_failed):
+    while remaining and not batch.must_stop(num_failed):
         # Jobs of other launchers stay first: their failure must stop the sweep before the next job.
         for job_id in remaining:
             job = batch.jobs[job_id]

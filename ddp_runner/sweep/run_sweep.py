@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from ddp_runner.config.rules import known_steps
 from ddp_runner.errors import UserError, counted, printable
-from ddp_runner.host.streams import line_width, wrapped
+from ddp_runner.host.streams import line_width, wrap_lines
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.grid import Grid
@@ -77,7 +77,7 @@ def run_sweep(command: SweepCommand) -> int:
             if (folder / PLAN).exists():
                 print(sweep_table(folder, width=line_width(sys.stdout)), flush=True)
         if best is not None:
-            print(wrapped(printable(best), line_width(sys.stdout)), flush=True)
+            print(wrap_lines(printable(best), line_width(sys.stdout)), flush=True)
         failed = failed_jobs(folder, among=planner.queued)
         if any(outcome.status == Status.PREEMPTED for outcome in outcomes):
             print("the same command continues this sweep", flush=True)
@@ -112,14 +112,14 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
         outcomes += [Outcome.invalid(folder / job.folder, str(job.fault)) for job in failed]
         num_failed += len(failed)
         batch = planner.queue(drafts, num_failed=num_failed)
-        ended = planner.where.run(batch) if batch.jobs and not batch.is_over(0) else {}
+        ended = planner.where.run(batch) if batch.jobs and not batch.must_stop(0) else {}
         outcomes += ended.values()
         batch_failures = batch.num_failures(ended)
         num_failed += batch_failures
         chooser.tell(_results(planner, drafts))
         if any(outcome.status == Status.PREEMPTED for outcome in ended.values()):
             return outcomes, None
-        if batch.is_over(batch_failures) and planner.is_search:
+        if batch.must_stop(batch_failures) and planner.is_search:
             return outcomes, None
     if is_first:
         print(NO_TRIALS, flush=True)
@@ -163,7 +163,7 @@ def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
         rows.append((name, "-", "-", "-", "skipped" if rejected.is_skipped else "invalid"))
     print("", *aligned(rows, width=width), sep="\n")
     for name, rejected in invalid:
-        print(wrapped(printable(f"{name}: {rejected.fault}"), width))
+        print(wrap_lines(printable(f"{name}: {rejected.fault}"), width))
     counts = [counted(len(jobs), "valid job"), counted(len(invalid), "invalid job")]
     print(f"{', '.join(counts)}; nothing was started (sweep.dry_run=true)")
     if planner.is_search:

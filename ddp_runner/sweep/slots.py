@@ -71,7 +71,7 @@ class Slots:
             while working:
                 if stop.is_asked and not is_stopping:
                     is_stopping = True
-                    stop.say(is_training=bool(self._running(batch)))
+                    stop.announce(is_training=bool(self._running(batch)))
                     for pipe in working:
                         self._slots[pipe].terminate()
                 for pipe in working & set(wait(working, timeout=POLL_S)):
@@ -90,7 +90,7 @@ class Slots:
         outcomes = batch.outcomes()
         if stop.received is not None:
             outcomes["signal"] = Outcome(Status.PREEMPTED, 128 + stop.received)
-        elif len(outcomes) < len(batch.jobs) and not batch.is_over(batch.num_failures(outcomes)):
+        elif len(outcomes) < len(batch.jobs) and not batch.must_stop(batch.num_failures(outcomes)):
             # All slots have ended early, and each has printed the reason.
             outcomes["slots"] = Outcome(Status.FAILED, EXIT_FAILED)
         return outcomes

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_runner.compare.recorded_run import best_step, is_finite
 from ddp_runner.errors import UserError, nearest, printable
-from ddp_runner.host.streams import shortened, wrapped
+from ddp_runner.host.streams import shortened, wrap_lines
 from ddp_runner.job import Outcome, Status
 from ddp_runner.metric_names import headlines
 from ddp_runner.sweep.jobs import failed_outcome
@@ -60,7 +60,7 @@ def sweep_table(folder: Path, *, width: int = 0) -> str:
     rows = [COLUMNS, *(_row(job, standing) for job, standing in jobs)]
     lines = ["", *aligned(rows, width=width)]
     lines += [
-        wrapped(printable(f"{shown_path(Path(job.folder))}: {standing.sentence}"), width)
+        wrap_lines(printable(f"{shown_path(Path(job.folder))}: {standing.sentence}"), width)
         for job, standing in jobs
         if standing.sentence is not None
     ]

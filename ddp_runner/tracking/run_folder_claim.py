@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from ddp_runner.config.identity import OF_RANKS, flatten, leaves, work_hash
+from ddp_runner.config.identity import RANK_KEYS, flatten, leaves, work_hash
 from ddp_runner.config.load import frozen_config
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.sections import AUTO
@@ -31,9 +31,9 @@ from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
-    begin_session,
     has_begun,
     read_run_record,
+    start_session,
     write_run_record,
 )
 
@@ -102,7 +102,7 @@ def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[
     return run_dir, None
 
 
-def claimed(job: Job, run_dir: RunDir, global_size: int | None) -> Job:
+def with_run_folder(job: Job, run_dir: RunDir, global_size: int | None) -> Job:
     """Return the job with its run folder and the global batch size of the run's first start.
 
     torchrun may restart a run on fewer or on more machines.
@@ -117,7 +117,7 @@ def claimed(job: Job, run_dir: RunDir, global_size: int | None) -> Job:
     return replace(job, config=replace(config, batch=resolve_batch(config, config.world_size)))
 
 
-def begin_run(job: Job) -> None:
+def prepare_run_folder(job: Job) -> None:
     """Freeze the config of a new run and begin its session in run.json.
 
     Leave a run that has taken steps unchanged until its state is restored: a mistake in the command
@@ -132,7 +132,7 @@ def begin_run(job: Job) -> None:
         freeze(job, run_dir)
     if not has_begun(read_run_record(run_dir, missing_ok=True)):
         fields = RunFields(status=Status.RUNNING, error=None, work_hash=work_hash(job.config))
-        begin_session(run_dir, started_at=job.started_at, **fields)
+        start_session(run_dir, started_at=job.started_at, **fields)
 
 
 def _lock_first(
@@ -246,5 +246,5 @@ def changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:
         key
         for key, value in current.items()
         # A secret is frozen as ${oc.env:X}.
-        if key not in OF_RANKS and frozen.get(key) != value and "${" not in str(frozen.get(key))
+        if key not in RANK_KEYS and frozen.get(key) != value and "${" not in str(frozen.get(key))
     ]

@@ -160,7 +160,7 @@ def has_begun(record: Mapping[str, Any]) -> bool:
     return record.get("startup_s") is not None
 
 
-def begin_session(
+def start_session(
     run_dir: os.PathLike[str],
     *,
     started_at: float,
@@ -215,7 +215,7 @@ def fail_session(run_dir: os.PathLike[str], *, started_at: float, error: RunErro
     if not is_recorded and has_begun(record) and error["kind"] == "user":
         return
     failed, now = Status.FAILED, time.time()
-    begin_session(run_dir, started_at=started_at, finished_at=now, status=failed, error=error)
+    start_session(run_dir, started_at=started_at, finished_at=now, status=failed, error=error)
 
 
 def forget_earlier_sessions(run_dir: os.PathLike[str]) -> None:

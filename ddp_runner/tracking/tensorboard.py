@@ -8,7 +8,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from ddp_runner.config.identity import counts, leaves, only_used
+from ddp_runner.config.identity import affects_results, leaves, only_used
 from ddp_runner.config.schema import has_own_loop
 from ddp_runner.files import LOADER
 from ddp_runner.tracking.run_dir import RunDir
@@ -57,7 +57,7 @@ def hyperparameters(keys: Mapping[str, Any]) -> dict[str, bool | float | str]:
         key: value
         for key, value in keys.items()
         if key.partition(".")[0] in TUNED
-        and counts(key)
+        and affects_results(key)
         and not key.endswith(("_target_", "_partial_"))
         and isinstance(value, bool | int | float | str)
         # Excludes paths, and unresolved values, which may be secrets.

@@ -33,7 +33,7 @@ def find_changing(state: TrainState) -> None:
     """
     work, owners = state.work, _owners(state)
     changed = set[str]().union(*gather_objects(_changed(state, owners) if owners else set[str]()))
-    if not work.layout.by_number:
+    if not work.layout.sends_batch_numbers:
         state.changing = [owners[name] for name in owners if name in changed]
     # A server sends a model's buffers with its parameters.
     elif unsent := sorted(name for name in changed if not name.startswith("model.")):

@@ -63,7 +63,7 @@ def build_work(
         UserError: the loss, the training step or a metric cannot be built.
     """
     layout = mode.layout(env)
-    group = loop_group(takes_part=layout.in_loop)
+    group = loop_group(takes_part=layout.runs_loop)
     return Work(
         config=config,
         mode=mode,
@@ -95,7 +95,7 @@ def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None])
         "seed": config.seed,
     }
     if isinstance(split, StreamSplit):
-        if layout.by_number:
+        if layout.sends_batch_numbers:
             raise UserError(
                 f"parallelism={config.parallelism.get('name')} gives out batches by number, and "
                 f"dataset={dataset.name} is a stream without numbers",
@@ -106,7 +106,7 @@ def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None])
     validate_num_samples(dataset.name, len(split), ranks=layout.num_shares)
     return NumberedBatches(
         split=split,
-        is_computed=layout.computes,
+        is_computed=layout.computes_batches,
         num_randoms=dataset.num_randoms,
         shuffle=config.dataset.get("shuffle", True),
         lengths=dataset.lengths() if dataset.group_by_length else None,
@@ -168,7 +168,7 @@ def build_state(work: Work, *, weights: Weights | None = None) -> TrainState:
     model = work.mode.wrap(compiled, work.devices)
     optimizer = build_optimizer(config, module)
     decay, ema = config.ema.decay, None
-    if decay is not None and work.layout.in_loop:  # only these ranks take optimizer steps
+    if decay is not None and work.layout.runs_loop:  # only these ranks take optimizer steps
         build = partial(place_model, config, work.mode, dataset.model_arguments, work.devices)
         ema = Ema(module, decay=decay, build=build)
     steps_per_epoch = batches.steps_per_epoch

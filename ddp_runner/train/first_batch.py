@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_runner.config.monitors import KnownMetrics, validate_monitors
 from ddp_runner.data.splits import NUM_FIRST, Split, validate_classes
-from ddp_runner.data.trees import first_tensor, inputs_of, taking
+from ddp_runner.data.trees import first_tensor, inputs_of, shapes_on_failure
 from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import CLASS_METRICS
 from ddp_runner.metrics.metric import directions
@@ -71,7 +71,7 @@ def try_first_batch(state: TrainState) -> Trial:
         fix = f"scale pixels by dataset.mean=0 dataset.std=1, or {fix}"
     if work.layout.model_ranks > 1:
         fix += "; if parallelism=single takes it, change model.tensor_parallel"
-    with taking(action, samples, fix=fix), restored_after(state):
+    with shapes_on_failure(action, samples, fix=fix), restored_after(state):
         trial = (try_loss if is_ordinary else try_step)(state, batch)
         if work.layout.forward_is_collective and work.layout.num_shares > 1:
             _ensure_same_layers(state)

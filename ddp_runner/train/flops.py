@@ -48,7 +48,7 @@ def flops_per_sample(state: TrainState) -> float:
     from torch.utils.flop_counter import FlopCounterMode  # takes 0.1 s
 
     work, module = state.work, state.module
-    if not work.layout.computes or isinstance(state.model, nn.DataParallel):
+    if not work.layout.computes_batches or isinstance(state.model, nn.DataParallel):
         raise ValueError("other devices compute this rank's gradients")
     if work.layout.model_ranks > 1:
         raise ValueError("each rank computes a part of a sample")

@@ -137,7 +137,7 @@ def cosine(
     return LambdaLR(optimizer, factor)
 
 
-def step(
+def step_decay(
     optimizer: Optimizer,
     *,
     steps_per_epoch: int,

@@ -90,7 +90,7 @@ def _saver(state: TrainState) -> Saver:
         rank=work.env.rank,
         num_ranks=work.env.world_size,
         group=work.group,
-        takes_all=work.layout.in_loop,
+        takes_all=work.layout.runs_loop,
     )
 
 

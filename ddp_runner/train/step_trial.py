@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.splits import NUM_FIRST, MicroBatch
-from ddp_runner.data.trees import shape_of, taking
+from ddp_runner.data.trees import shape_of, shapes_on_failure
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.state import TrainState
@@ -79,7 +79,7 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
         f"{name} cannot take the outputs of {model}, {shape_of(outputs)}, with the targets of "
         f"dataset={dataset.name},"
     )
-    with taking(action, targets, fix="choose a loss that fits"):
+    with shapes_on_failure(action, targets, fix="choose a loss that fits"):
         once = loss(outputs, targets)
         # If the first dimension is not the batch, only the loss knows which dimension is.
         is_batch = len(outputs) == len(targets)

@@ -7,8 +7,8 @@ from functools import partial
 
 from ddp_runner.errors import counted
 from ddp_runner.job import Status
-from ddp_runner.rank.records import Records, log_start
-from ddp_runner.rank.session import Session, note_start
+from ddp_runner.rank.records import Records, log_facts
+from ddp_runner.rank.session import Session, report_start
 from ddp_runner.tracking.alive import ENDING
 from ddp_runner.tracking.run_dir import RunDir, keep_files
 from ddp_runner.tracking.run_record import RunFields, add_warning
@@ -33,7 +33,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     state = build_session_state(session, config)
     metrics, warnings = try_run(state)
     resume_step = restore(state, run_dir.checkpoints, log=session.log)
-    note_start(session, step=state.step)
+    report_start(session, step=state.step)
     if resume_step is not None and state.is_done:
         key = "epochs" if config.train.max_steps is None else "max_steps"
         done = f"{counted(resume_step, 'step')} and {counted(state.batches.epoch, 'epoch')}"
@@ -130,4 +130,4 @@ def _log_facts(
         devices=state.work.devices,
     )
     notes = [*(f"warning: {text}" for text in warnings), *dataset.notes]
-    log_start(session, facts, notes=notes, explains=True)
+    log_facts(session, facts, notes=notes, explains=True)

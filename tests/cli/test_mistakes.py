@@ -226,7 +226,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def say(
+def announce(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[Any, str, str]]:
     """Give a command line to the entry in this process; nothing that it accepts is started."""

@@ -11,7 +11,7 @@ from ddp_runner.cli.command import parse
 from ddp_runner.cli.plan import Invocation, compose, plan, plan_at
 from ddp_runner.cli.preflight import validate_files
 from ddp_runner.config.fields import walk
-from ddp_runner.config.identity import UNCOUNTED, config_hash, only_used
+from ddp_runner.config.identity import NEUTRAL_KEYS, config_hash, only_used
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import LIST_GROUPS, Config
 from ddp_runner.data.load_dataset import build_source
@@ -150,7 +150,7 @@ def test_another_class_does_not_need_what_the_replaced_one_needs(
 def test_keys_that_do_not_count_exist() -> None:
     """A key that is renamed would count without a word."""
     known = {key.name for key in walk(Config())} | {*LIST_GROUPS}
-    assert {*UNCOUNTED} <= known | {name.partition(".")[0] for name in known}
+    assert {*NEUTRAL_KEYS} <= known | {name.partition(".")[0] for name in known}
 
 
 def test_the_memory_of_a_machine_that_only_submits_does_not_count() -> None:

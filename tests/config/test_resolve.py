@@ -287,7 +287,7 @@ INVALID = [
     ("+optimizer.momentun=3",
      "optimizer.momentun is not a keyword of torch.optim.SGD; did you mean optimizer.momentum?"),
     ("scheduler=step +scheduler.gama=3",
-     "scheduler.gama is not a keyword of ddp_runner.train.schedules.step; did you mean "
+     "scheduler.gama is not a keyword of ddp_runner.train.schedules.step_decay; did you mean "
      "scheduler.gamma?"),
     ("dataset=torch_dataset dataset.num_workers=two",
      "dataset.num_workers (two) must be a whole number"),

@@ -26,7 +26,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.worker import work
+from ddp_runner.worker import run_task
 
 SECRET = "hunter2-of-mine"
 TREE = {
@@ -216,7 +216,7 @@ def whole_run(env: DistEnv, job: Job) -> str:
     """Run as a worker does; return how it ended, or its error."""
     env = replace(env, launcher="environment")  # so that the ranks meet where the config says
     try:
-        return str(work(job, env)["status"])
+        return str(run_task(job, env)["status"])
     except (UserError, RuntimeError) as error:
         return str(error)
 

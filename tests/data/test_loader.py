@@ -99,7 +99,7 @@ def steps(batches: Iterator[StepBatch]) -> list[list[dict[str, list[Any]]]]:
     return [[flat(micro.data) for micro in step.micro_batches] for step in batches]
 
 
-def by_number(found: list[list[dict[str, list[Any]]]]) -> dict[int, list[float]]:
+def sends_batch_numbers(found: list[list[dict[str, list[Any]]]]) -> dict[int, list[float]]:
     """Return the noise of each sample."""
     pairs = [
         pair
@@ -194,7 +194,7 @@ DATASETS = {
 def test_a_samples_random_numbers_depend_on_seed_epoch_and_index_alone(name: str) -> None:
     """Not on the workers, the ranks, the batch or where a resumed run begins."""
     dataset = DATASETS[name]
-    expected = by_number(steps(steps_of(batches_of(split_of(dataset)), 3)))
+    expected = sends_batch_numbers(steps(steps_of(batches_of(split_of(dataset)), 3)))
     assert len(expected) == NUM_SAMPLES
     drawing = [value for number, value in expected.items() if number % dataset.every == 0]
     assert len({tuple(one) for one in drawing}) == len(drawing), "the same numbers twice"
@@ -203,7 +203,7 @@ def test_a_samples_random_numbers_depend_on_seed_epoch_and_index_alone(name: str
         shares = [batches_of(split, share=share, num_shares=3) for share in range(3)]
         found: dict[int, list[float]] = {}
         for share in shares:
-            found |= by_number(steps(steps_of(share, 3)))
+            found |= sends_batch_numbers(steps(steps_of(share, 3)))
         assert found == expected
         tail = steps(steps_of(shares[0], 3))[2:]
         assert steps(steps_of(shares[0], 3, start=2)) == tail
@@ -213,7 +213,7 @@ def test_a_samples_random_numbers_depend_on_seed_epoch_and_index_alone(name: str
         )
     plain = batches_of(split_of(dataset))
     for other in (steps_of(replace(plain, seed=1), 3), steps_of(plain, 2)):
-        found = by_number(steps(other))
+        found = sends_batch_numbers(steps(other))
         assert all(found[n] != expected[n] for n in expected if n % dataset.every == 0)
 
 

@@ -23,7 +23,7 @@ FUNCTIONS = {
     "launch/launcher.py": ("launch", "run_ranks"),
     "launch/ranks.py": ("Ranks",),
     "launch/rank_process.py": ("run_rank",),
-    "worker.py": ("work",),
+    "worker.py": ("run_task",),
     "rank/session.py": ("open_session",),
     "rank/process_group.py": ("process_group",),
     "train/train_task.py": ("run_training",),
@@ -49,10 +49,10 @@ def definitions(file: str) -> dict[str, ast.AST]:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """Return the names that a function uses, also in strings such as ddp_runner.worker.work."""
+    """Return the names that a function uses, also in strings such as ddp_runner.worker:run_task."""
     names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
     texts = [str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]
-    return names | {text.split(".")[-1] for text in texts if text.startswith("ddp_runner.")}
+    return names | {re.split(r"[.:]", text)[-1] for text in texts if text.startswith("ddp_runner.")}
 
 
 def reached(file: str, name: str) -> set[str]:

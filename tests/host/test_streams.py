@@ -11,7 +11,7 @@ from commands import RUNNER, TIME_LIMIT_S
 from terminals import terminal, without_waiting
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.host.streams import shortened, wrapped
+from ddp_runner.host.streams import shortened, wrap_lines
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -159,8 +159,8 @@ def test_a_shortened_name_keeps_its_values(width: int, text: str) -> None:
 )
 def test_long_lines_break_between_words(text: str, broken: list[str]) -> None:
     """The rest lines up with what follows the label; without a terminal nothing changes."""
-    assert wrapped(text, 20).split("\n") == broken
-    assert wrapped(text, 0) == text
+    assert wrap_lines(text, 20).split("\n") == broken
+    assert wrap_lines(text, 0) == text
 
 
 def test_a_long_text_without_keys_is_shortened_at_once() -> None:

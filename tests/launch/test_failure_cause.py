@@ -16,7 +16,7 @@ from ddp_runner.job import Failure, Job
 from ddp_runner.launch.failure_cause import RankExits, Stack, first_failure
 from ddp_runner.launch.rank_process import failure_of
 from ddp_runner.parallelism.single import Single
-from ddp_runner.rank.session import Session, note_start
+from ddp_runner.rank.session import Session, report_start
 from ddp_runner.tracking.run_dir import RunDir
 
 CLOSED = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234. GLHF!")
@@ -230,7 +230,7 @@ def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
         devices = (torch.device("cpu"),)
         session = Session(job, env, mode, devices, RunDir(tmp_path), logged.append)
         if (step := steps[attempt]) is not None:
-            note_start(session, step=step)
+            report_start(session, step=step)
 
     last = len(steps) - 1
     for attempt in range(last):

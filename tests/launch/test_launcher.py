@@ -226,7 +226,7 @@ Work = Callable[[Job], Any]
 
 def do_instead(work: Work) -> None:
     """Let the ranks of a command do something else than train; to prepare it with."""
-    Ranks.work = f"{work.__module__}:{work.__name__}"
+    Ranks.run_task = f"{work.__module__}:{work.__name__}"
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ddp_runner.host.network import Link
 from ddp_runner.job import Failure, Job
 from ddp_runner.launch import hub, machines
 from ddp_runner.launch.group import Group
-from ddp_runner.launch.hub import Machine, first_failure
+from ddp_runner.launch.hub import Machine, run_failure
 from ddp_runner.launch.machines import Machines
 
 Start = Callable[..., tuple[Machines, Future[Group | None]]]
@@ -89,7 +89,7 @@ def pair(start: Start) -> list[Machines]:
 def verdicts(pair: Sequence[Machines], failures: Sequence[Failure]) -> list[Failure]:
     """Let both machines tell how they failed; return what each names."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda one, own: one.first_failure(own), pair, failures))
+        return list(pool.map(lambda one, own: one.agree_on_failure(own), pair, failures))
 
 
 PLACES = {
@@ -267,7 +267,7 @@ def test_what_the_user_can_mend_is_said_with_its_machine() -> None:
     ]:
         other = failure("user", rank=2, at=5, sentence=sentence)
         seen = seen_by_hub(("failed", own), ("failed", other))
-        assert first_failure(GROUP, seen).sentence == expected
+        assert run_failure(GROUP, seen).sentence == expected
 
 
 def test_a_failure_of_no_rank_is_named_with_its_machine() -> None:
@@ -279,11 +279,11 @@ def test_a_failure_of_no_rank_is_named_with_its_machine() -> None:
 @pytest.mark.parametrize("state", ["gone", "running"])
 def test_a_machine_that_reports_nothing_was_lost(state: str) -> None:
     """If ranks of the others lost their peers only; else they are the reason."""
-    found = first_failure(GROUP, seen_by_hub(("failed", failure("peer", rank=0)), (state, None)))
+    found = run_failure(GROUP, seen_by_hub(("failed", failure("peer", rank=0)), (state, None)))
     assert (found.rank, found.kind) == (2, "machine")
     assert found.sentence.startswith("b (ranks 2, 3) was lost: it was switched off, its")
     own = failure("crash", rank=1, sentence="rank 1 on a raised")
-    assert first_failure(GROUP, seen_by_hub(("failed", own), (state, None))) == own
+    assert run_failure(GROUP, seen_by_hub(("failed", own), (state, None))) == own
 
 
 def test_a_machine_that_still_ends_its_ranks_is_waited_for(
@@ -293,11 +293,11 @@ def test_a_machine_that_still_ends_its_ranks_is_waited_for(
     monkeypatch.setattr(hub, "SILENT_S", 0.0)
     late = failure("late", rank=2, at=9, sentence="rank 2 was late")
     with ThreadPoolExecutor() as pool:
-        told = pool.submit(pair[0].first_failure, failure("peer", rank=0))
+        told = pool.submit(pair[0].agree_on_failure, failure("peer", rank=0))
         wait_for(lambda: pair[1].must_end)
         time.sleep(0.5)
         assert not told.done()
-        assert pair[1].first_failure(late).kind == "late"
+        assert pair[1].agree_on_failure(late).kind == "late"
         assert told.result().kind == "late"
 
 
@@ -305,10 +305,10 @@ def test_a_timeout_elsewhere_says_that_ranks_waited_in_vain(pair: list[Machines]
     """So that the late rank of the other machine is named."""
     timed_out = failure("peer", rank=2, sentence="Timed out waiting")
     with ThreadPoolExecutor() as pool:
-        told = pool.submit(pair[1].first_failure, timed_out)
+        told = pool.submit(pair[1].agree_on_failure, timed_out)
         wait_for(lambda: pair[0].must_end)
         assert pair[0].timed_out
-        pair[0].first_failure(failure("late", rank=0))
+        pair[0].agree_on_failure(failure("late", rank=0))
         assert told.result().kind == "late"
 
 
@@ -317,7 +317,7 @@ def test_a_machine_that_is_lost_ends_the_others_at_once(pair: list[Machines]) ->
     assert pair[1]._link is not None
     pair[1]._link.socket.shutdown(socket.SHUT_RDWR)
     wait_for(lambda: pair[0].must_end)
-    found = pair[0].first_failure(failure("peer", rank=0))
+    found = pair[0].agree_on_failure(failure("peer", rank=0))
     assert (found.rank, found.kind) == (2, "machine")
     assert "(ranks 2, 3) was lost" in found.sentence
 
@@ -330,11 +330,11 @@ def test_a_hub_that_is_gone_is_named(pair: list[Machines], place: int) -> None:
     wait_for(lambda: pair[place]._link is None)
     assert pair[place].must_end
     assert pair[place].all_ended() is (place == 0)
-    found = pair[place].first_failure(failure("peer", rank=2 * place))
+    found = pair[place].agree_on_failure(failure("peer", rank=2 * place))
     assert (found.rank, found.kind) == (-1, "machine")
     assert ", where the machines meet, is lost: its machine was" in found.sentence
     own = failure("crash", rank=2 * place, sentence=f"rank {2 * place} raised")
-    assert pair[place].first_failure(own).kind == "crash"
+    assert pair[place].agree_on_failure(own).kind == "crash"
 
 
 def test_no_machine_leaves_before_the_ranks_of_all_have_ended(
@@ -457,11 +457,11 @@ def test_a_failure_is_known_of_a_machine_that_has_joined_again(
     first, second = pair
     monkeypatch.setattr(machines, "ANSWER_S", 0.0)
     own = failure("crash", rank=2, sentence="rank 2 raised", at=1)
-    assert second.first_failure(own).kind == "crash"
+    assert second.agree_on_failure(own).kind == "crash"
     monkeypatch.undo()
     with ThreadPoolExecutor() as pool:
         again = pool.submit(second.join, lambda: False)
-        assert first.first_failure(failure("peer", rank=0)).rank == 2
+        assert first.agree_on_failure(failure("peer", rank=0)).rank == 2
         assert pool.submit(first.join, lambda: False).result() is not None
         assert again.result() is not None
     assert not second.must_end

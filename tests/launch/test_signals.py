@@ -41,7 +41,7 @@ def watch(seconds):  # as between two looks at the ranks
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if stop.is_asked:
-            stop.say(is_training=is_training)
+            stop.announce(is_training=is_training)
             if time.monotonic() > stop.asked_at + timeout_s:
                 stop.end_at_once()
         time.sleep(0.02)

@@ -254,8 +254,9 @@ def test_cosine_warms_up_linearly() -> None:
 
 def test_step_changes_at_epoch_ends() -> None:
     """The factor stays within an epoch and is multiplied by gamma after it."""
-    assert factors(schedules.step, every_epochs=1, gamma=0.5) == [1.0] * 4 + [0.5] * 4 + [0.25]
-    assert factors(schedules.step, every_epochs=2, gamma=0.5) == [1.0] * 8 + [0.5]
+    halved = factors(schedules.step_decay, every_epochs=1, gamma=0.5)
+    assert halved == [1.0] * 4 + [0.5] * 4 + [0.25]
+    assert factors(schedules.step_decay, every_epochs=2, gamma=0.5) == [1.0] * 8 + [0.5]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_step_changes_at_epoch_ends() -> None:
     [
         (schedules.cosine, {"warmup_steps": 9}, r"warmup_steps \(9\)"),
         (schedules.cosine, {"warmup_steps": -1}, r"warmup_steps \(-1\)"),
-        (schedules.step, {"every_epochs": 0, "gamma": 0.5}, r"every_epochs \(0\)"),
+        (schedules.step_decay, {"every_epochs": 0, "gamma": 0.5}, r"every_epochs \(0\)"),
     ],
 )
 def test_impossible_schedules_are_rejected(
@@ -279,7 +280,7 @@ def test_impossible_schedules_are_rejected(
     [
         (schedules.constant, {}),
         (schedules.cosine, {"warmup_steps": 2}),
-        (schedules.step, {"every_epochs": 1, "gamma": 0.5}),
+        (schedules.step_decay, {"every_epochs": 1, "gamma": 0.5}),
     ],
 )
 def test_schedule_state_survives_a_weights_only_checkpoint(

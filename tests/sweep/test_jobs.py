@@ -16,7 +16,11 @@ from ddp_runner.sweep.plan_file import change_plan, read_plan
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import begin_session, fail_session, write_run_record
+from ddp_runner.tracking.run_record import (
+    fail_session,
+    start_session,
+    write_run_record,
+)
 
 TIMES = {"started_at": 1.0, "startup_s": None, "wall_s": None}
 ERROR = {"rank": 0, "kind": "crash", "sentence": "why"}
@@ -32,7 +36,7 @@ def sweep(tmp_path: Path) -> Path:
 def end(job: Job, status: str) -> Outcome:
     """Leave what a run of this status leaves."""
     assert job.run_dir is not None
-    begin_session(job.run_dir, started_at=job.started_at, status=status)
+    start_session(job.run_dir, started_at=job.started_at, status=status)
     return Outcome(status, 0, job.run_dir)
 
 
@@ -111,7 +115,7 @@ def test_a_job_that_is_held_for_long_is_looked_at_again_and_again(
 
 def test_what_had_failed_before_stops_no_sweep(sweep: Path) -> None:
     """Under fail_fast the first failure since the start does."""
-    begin_session(sweep / "a", started_at=1.0, status="running")
+    start_session(sweep / "a", started_at=1.0, status="running")
     fail_session(sweep / "a", started_at=1.0, error=ERROR)
 
     def execute(job: Job) -> Outcome:
@@ -126,14 +130,14 @@ def test_what_had_failed_before_stops_no_sweep(sweep: Path) -> None:
 
 def test_a_failed_job_runs_again_once_if_it_is_asked(sweep: Path) -> None:
     """A failure of this very start is not older than the start."""
-    begin_session(sweep / "a", started_at=1.0, status="running")
+    start_session(sweep / "a", started_at=1.0, status="running")
     fail_session(sweep / "a", started_at=1.0, error=ERROR)
     ran = list[str]()
 
     def execute(job: Job) -> Outcome:
         assert job.run_dir is not None
         ran.append(job.run_dir.name)
-        begin_session(job.run_dir, started_at=job.started_at, status="running")
+        start_session(job.run_dir, started_at=job.started_at, status="running")
         fail_session(job.run_dir, started_at=job.started_at, error=ERROR)
         return Outcome("failed", 1, job.run_dir)
 
@@ -170,7 +174,7 @@ def test_a_job_whose_launcher_is_gone_is_lost_in_the_table(sweep: Path) -> None:
 
 def test_a_resumed_run_that_is_refused_is_tried_once_by_all_launchers(sweep: Path) -> None:
     """Its folder says nothing of it, so the plan does, also to slots that began before."""
-    begin_session(sweep / "a", started_at=1.0, status="running")
+    start_session(sweep / "a", started_at=1.0, status="running")
     write_run_record(sweep / "a", status="completed", startup_s=1.0)
     resumed = replace(read_plan(sweep).jobs["a"], resumes=1.0)
     change_plan(sweep, lambda plan: replace(plan, jobs={**plan.jobs, "a": resumed}))

@@ -24,7 +24,7 @@ from ddp_runner.sweep.plan_file import (
 )
 from ddp_runner.sweep.sweep_dir import unfinished_sweep
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import begin_session, end_session, write_run_record
+from ddp_runner.tracking.run_record import end_session, start_session, write_run_record
 
 
 def test_each_job_has_a_folder_of_its_own() -> None:
@@ -72,13 +72,13 @@ def test_a_start_asks_the_rules_again(tmp_path: Path) -> None:
 
 def test_a_run_to_resume_waits_until_this_sweep_has_run_it(tmp_path: Path) -> None:
     """How it ended before says nothing of the job."""
-    begin_session(tmp_path, started_at=5.0, status="running")
+    start_session(tmp_path, started_at=5.0, status="running")
     end_session(tmp_path, status="completed")
     job = PlannedJob(f"id {tmp_path}", str(tmp_path), resumes=5.0)
     assert (job.standing(tmp_path).status, job.standing(tmp_path).record) == ("queued", {})
     with RunDir(tmp_path).locked():
         assert job.standing(tmp_path).status == "starting"
-    begin_session(tmp_path, started_at=9.0, status="running")
+    start_session(tmp_path, started_at=9.0, status="running")
     end_session(tmp_path, status="failed")
     assert job.standing(tmp_path).status == "failed"
 

@@ -17,7 +17,7 @@ from ddp_runner.tracking import alive
 from ddp_runner.tracking.alive import Heartbeat, read_heartbeat
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
-from ddp_runner.tracking.run_record import begin_session
+from ddp_runner.tracking.run_record import start_session
 
 
 def fields(path: Path) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def test_the_logger_of_a_run_notes_how_far_it_is(tmp_path: Path) -> None:
     """From the step of the checkpoint on; an evaluation lasts until the next step."""
     job, own = Job(resolved("model=toy")[0], started_at=0.0, code={}), Heartbeat()
     RunDir(tmp_path).freeze(job.config, overrides=(), choices={})
-    begin_session(tmp_path, started_at=0.0)
+    start_session(tmp_path, started_at=0.0)
     with RunLogger(
         RunDir(tmp_path), job=job, heartbeat=own, max_steps=9, total_epochs=3, resume_step=4
     ) as logger:

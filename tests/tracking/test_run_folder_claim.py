@@ -17,11 +17,11 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_folder_claim import (
-    begin_run,
     claim_run,
-    claimed,
     freeze,
     own_launch_ids,
+    prepare_run_folder,
+    with_run_folder,
 )
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -49,7 +49,7 @@ def attempt(
     """Claim and freeze a run as one attempt of a launch does, which then ends with a status."""
     with ExitStack() as held:
         run_dir, global_size = claim_run(planned, launch_ids=launch_ids, held=held)
-        begin_run(claimed(planned, run_dir, global_size))
+        prepare_run_folder(with_run_folder(planned, run_dir, global_size))
         if status is not None:
             write_run_record(run_dir, status=status, error=error)
     return run_dir
@@ -74,10 +74,10 @@ def test_a_restart_on_fewer_machines_keeps_folder_and_global_batch(stack: ExitSt
     alone = job(ranks=1)
     again = claim_run(alone, launch_ids=OURS, held=stack)
     assert again == (own, 40)
-    batch = claimed(alone, *again).config.batch
+    batch = with_run_folder(alone, *again).config.batch
     assert (batch.global_size, batch.per_rank) == (40, 40)
     with pytest.raises(UserError, match=r"batch.global_size \(40\) is not divisible"):
-        claimed(job(ranks=3), *again)
+        with_run_folder(job(ranks=3), *again)
 
 
 def test_a_restart_waits_until_the_attempt_before_has_let_go(stack: ExitStack) -> None:
@@ -240,5 +240,5 @@ def test_work_is_the_same_on_any_number_of_ranks() -> None:
 def test_the_config_type_is_kept() -> None:
     """A claim without a global batch of its own leaves the config as it is."""
     planned, folder = job(), RunDir(Path("run"))
-    assert claimed(planned, folder, None).config is planned.config
-    assert claimed(planned, folder, 40).config is planned.config
+    assert with_run_folder(planned, folder, None).config is planned.config
+    assert with_run_folder(planned, folder, 40).config is planned.config

@@ -24,28 +24,28 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
 from ddp_runner.tracking.run_record import (
-    begin_session,
     end_session,
     forget_earlier_sessions,
     note_startup,
     read_run_record,
+    start_session,
     write_run_record,
 )
-from ddp_runner.worker import work
+from ddp_runner.worker import run_task
 
 AN_HOUR_AGO = time.time() - 3600
 
 
 def test_a_resumed_run_adds_up_its_sessions(tmp_path: Path) -> None:
     """It began when the first did and took what all took; not the time that it lay still."""
-    begin_session(tmp_path, started_at=AN_HOUR_AGO, status="running")
+    start_session(tmp_path, started_at=AN_HOUR_AGO, status="running")
     write_run_record(tmp_path, startup_s=1.0)
     first = {"started_at": AN_HOUR_AGO, "startup_s": 1.5, "wall_s": 60.0}
     write_run_record(tmp_path, sessions=[first], wall_s=60.0)
     now = time.time() - 5
-    begin_session(tmp_path, started_at=now, status="running")
+    start_session(tmp_path, started_at=now, status="running")
     assert record(tmp_path)["wall_s"] is None, "a run that goes on has not ended"
-    begin_session(tmp_path, started_at=now, world_size=2)  # the launcher, then rank 0
+    start_session(tmp_path, started_at=now, world_size=2)  # the launcher, then rank 0
     note_startup(tmp_path)
     end_session(tmp_path, status="completed")
     fields = record(tmp_path)
@@ -63,7 +63,7 @@ def test_a_session_that_left_no_wall_time_ended_when_it_last_wrote(
     tmp_path: Path, how: str
 ) -> None:
     """At its last line of metrics, else its last run.json; a failure has a time of its own."""
-    begin_session(tmp_path, started_at=AN_HOUR_AGO)
+    start_session(tmp_path, started_at=AN_HOUR_AGO)
     if how == "failed":
         write_run_record(tmp_path, status="failed", finished_at=AN_HOUR_AGO + 30)
     if how == "killed":
@@ -71,7 +71,7 @@ def test_a_session_that_left_no_wall_time_ended_when_it_last_wrote(
         os.utime(tmp_path / "metrics.jsonl", (0, AN_HOUR_AGO + 30))
     if how == "killed before any metrics":
         os.utime(tmp_path / "run.json", (0, AN_HOUR_AGO + 30))
-    begin_session(tmp_path, started_at=time.time())
+    start_session(tmp_path, started_at=time.time())
     assert record(tmp_path)["sessions"][0]["wall_s"] == pytest.approx(30, abs=0.01)
     end_session(tmp_path)
     assert 30 <= record(tmp_path)["wall_s"] < 600
@@ -79,9 +79,9 @@ def test_a_session_that_left_no_wall_time_ended_when_it_last_wrote(
 
 def test_a_run_that_begins_anew_in_its_folder_forgets_its_earlier_sessions(tmp_path: Path) -> None:
     """What they did is gone with their metrics."""
-    begin_session(tmp_path, started_at=AN_HOUR_AGO)
+    start_session(tmp_path, started_at=AN_HOUR_AGO)
     now = time.time()
-    begin_session(tmp_path, started_at=now)
+    start_session(tmp_path, started_at=now)
     forget_earlier_sessions(tmp_path)
     fields = record(tmp_path)
     assert (fields["started_at"], len(fields["sessions"])) == (now, 1)
@@ -90,7 +90,7 @@ def test_a_run_that_begins_anew_in_its_folder_forgets_its_earlier_sessions(tmp_p
 def session(env: DistEnv, config: Config, run_dir: Path, started_at: float) -> dict[str, Any]:
     """Run a rank as a worker does."""
     job = Job(config, started_at=started_at, code={"versions": versions()}, run_dir=run_dir)
-    return work(job, replace(env, launcher="environment"))  # it meets the others at init_method
+    return run_task(job, replace(env, launcher="environment"))  # it meets the others at init_method
 
 
 @pytest.mark.full
@@ -202,7 +202,7 @@ def test_times_of_no_run_are_named_when_it_is_resumed(sessions: Any, tmp_path: P
     fields = {"status": "failed", "sessions": sessions}
     (tmp_path / "run.json").write_text(json.dumps(fields))
     with pytest.raises(UserError, match=r"run\.json has invalid times"):
-        begin_session(tmp_path, started_at=2.0, status="running")
+        start_session(tmp_path, started_at=2.0, status="running")
     assert record(tmp_path) == fields
 
 

@@ -24,7 +24,7 @@ from ddp_runner.tracking.alive import Heartbeat
 from ddp_runner.tracking.metric_files import MetricFiles
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
-from ddp_runner.tracking.run_record import begin_session, write_run_record
+from ddp_runner.tracking.run_record import start_session, write_run_record
 from ddp_runner.tracking.tensorboard import (
     MARGIN,
     MOST_CLASSES,
@@ -217,7 +217,7 @@ def test_hparams_of_a_loop_of_ones_own_are_what_it_used(tmp_path: Path) -> None:
 def logger(folder: Path) -> RunLogger:
     """Return the logger of a run that begins."""
     opened(folder, CONFIG).close()
-    begin_session(folder, started_at=0.0)
+    start_session(folder, started_at=0.0)
     job = Job(resolved("model=toy")[0], started_at=0.0, code={})
     return RunLogger(RunDir(folder), job=job, heartbeat=Heartbeat(), max_steps=9, total_epochs=3)
 

@@ -269,7 +269,7 @@ def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = Fals
         state.scaler = scaler
     trace = run_loop(env, config, max_steps=None, folder=folder, state=state)
     dist.barrier()
-    return Life(trace, drawn if state.work.layout.computes else [])
+    return Life(trace, drawn if state.work.layout.computes_batches else [])
 
 
 def move(env: DistEnv, step: int, source: Path, target: Path) -> None:
@@ -335,14 +335,14 @@ def figures(trace: Trace, *, after: int) -> list[dict[str, float]]:
 # of them alone, at a fraction of the cost. Elsewhere they show which part of `all` is at fault.
 CONTAINED = {"accumulation", "augmentation", "bf16", "adam", "warm-up", "plateau"}
 # What several ranks or shards add to these is in `all` and MIXED as well; ddp has them alone.
-OF_RANKS = {"plain", "dropout", "batch norm"}
+RANK_KEYS = {"plain", "dropout", "batch norm"}
 SLOW = {
     "ddp": CONTAINED | {"step", "one cycle"},  # as in one process: each rank has its schedule
-    "ps": CONTAINED | OF_RANKS,
-    "fsdp": OF_RANKS,
-    "tp": OF_RANKS,
-    "hsdp": OF_RANKS,
-    "fsdp_tp": OF_RANKS,
+    "ps": CONTAINED | RANK_KEYS,
+    "fsdp": RANK_KEYS,
+    "tp": RANK_KEYS,
+    "hsdp": RANK_KEYS,
+    "fsdp_tp": RANK_KEYS,
 }
 
 

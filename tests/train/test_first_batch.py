@@ -20,7 +20,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
 from ddp_runner.train.first_batch import try_first_batch, warnings_of
-from ddp_runner.worker import work
+from ddp_runner.worker import run_task
 
 CONVNET = ("model=convnet", "dataset=fake_images", "dataset.num_samples=40", "batch.per_rank=20")
 OURS = "allowed_targets=[broken_models]"
@@ -207,7 +207,7 @@ def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
     config = replace(config, launch=launch)
     job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
     try:
-        return str(work(job, replace(env, launcher="environment"))["status"])
+        return str(run_task(job, replace(env, launcher="environment"))["status"])
     except UserError as error:
         return str(error)
 

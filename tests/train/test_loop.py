@@ -39,7 +39,7 @@ from ddp_runner.train.loop import train_step
 from ddp_runner.train.schedules import cosine
 from ddp_runner.train.step_metrics import step_metrics
 from ddp_runner.train.work import forward
-from ddp_runner.worker import work
+from ddp_runner.worker import run_task
 
 EACH_STEP = "train.log_every_steps=1"
 
@@ -353,7 +353,7 @@ def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
     """Run as a worker does, and return how it ended."""
     job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
     # It meets the others at init_method, as under a plain launcher.
-    status: str = work(job, replace(env, launcher="environment"))["status"]
+    status: str = run_task(job, replace(env, launcher="environment"))["status"]
     return status
 
 

@@ -18,7 +18,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
 from ddp_runner.train.progress import Progress, count_evaluation, early_stop_of, stop_reason
-from ddp_runner.worker import work
+from ddp_runner.worker import run_task
 
 LOSS = "eval/loss"
 
@@ -134,7 +134,7 @@ def test_a_resumed_run_stops_at_the_same_step(tmp_path: Path, stop_after: int) -
 def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
     """Run as a worker does, and return how it ended."""
     job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
-    status: str = work(job, replace(env, launcher="environment"))["status"]
+    status: str = run_task(job, replace(env, launcher="environment"))["status"]
     return status
 
 

@@ -132,7 +132,7 @@ class Watch:
             if is_recorded or now >= self._ended_at.setdefault(job_id, now) + SETTLE_S:
                 self._note(job_id, current)
         has_failed = self._num_failed > before
-        is_over = has_failed and self._batch.is_over(self._num_failed)
+        is_over = has_failed and self._batch.must_stop(self._num_failed)
         if self._waiting and is_over and not self._is_cancelling:
             self._cancel(f"enough jobs have failed: cancelling {len(self._waiting)} more")
 

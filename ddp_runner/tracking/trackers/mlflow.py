@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.identity import counts, digest
+from ddp_runner.config.identity import affects_results, digest
 from ddp_runner.job import Status
 from ddp_runner.tracking.trackers.tracker import MetricLine, TrackedRun
 
@@ -62,7 +62,7 @@ class MLflow:
         changed = [
             f"{key}={current[key]}"
             for key in sent
-            if current.get(key, sent[key]) != sent[key] and counts(key)
+            if current.get(key, sent[key]) != sent[key] and affects_results(key)
         ]
         if changed:
             tags[CHANGED] = ", ".join(changed)
