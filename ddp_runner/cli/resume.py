@@ -86,6 +86,12 @@ def with_resumed(
     # A run that resume=auto finds has the experiment's keys already.
     if "experiment" in chosen and f"resume={AUTO}" not in overrides:
         raise UserError("experiment= cannot change a run that is resumed", "give single keys")
+    old, new = (str(config.model.get("_target_")) for config in (frozen, raw))
+    if "model" in chosen and new != old:  # model._target_=... renames a class that has moved
+        raise UserError(
+            f"resume={raw.resume} trains {old}, and a run keeps its model",
+            "leave out model=, or start a new run",
+        )
     for key in chosen:
         if key == "experiment":
             continue
@@ -200,6 +206,8 @@ def _frozen(run_dir: Path) -> DictConfig:
     """Return a run's frozen config; reject a missing or damaged file."""
     path = RunDir(run_dir).config
     if is_missing(path):
+        if not is_missing(RunDir(run_dir).record):
+            raise UserError(f"{path}, the config of the run, is missing", "restore it from a copy")
         raise UserError(
             f"resume={run_dir} is not a run folder: {path} does not exist",
             "name the folder that holds run.json",

@@ -231,6 +231,8 @@ def _notes(run: RecordedRun, num_damaged: int) -> Iterator[str]:
             f"resumed: wall s is the sum of its {len(run.sessions)} sessions, start-up s is from "
             "the first"
         )
+    if isinstance(changes := run.record.get("changes"), list) and changes:
+        yield f"its config is the last session's: a resume changed {listed([*map(str, changes)])}"
     if len(run.values("perf/samples_per_s")) == 1 and "of_run" not in run.record:
         yield (
             "no samples/s: perf/samples_per_s has only one line, the warm-up; lower "

@@ -16,7 +16,7 @@ from ddp_runner.sweep.plan_file import PLAN, TO_RUN, Plan, plan_or_fault
 from ddp_runner.sweep.slurm.queue import submitted_as
 from ddp_runner.tracking.outputs import claim, sweep_folder
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_folder_claim import changed_keys
+from ddp_runner.tracking.run_folder_claim import changed_values
 
 
 @contextmanager
@@ -110,7 +110,8 @@ def change_lines(folder: Path, before: Plan, plan: Plan, jobs: Mapping[str, Job]
     }
     if changed := [name for name in new if name in gone]:
         old = RunDir(folder / gone[changed[0]].folder)
-        keys = changed_keys(jobs[new[changed[0]]].config, old) if old.is_frozen else []
+        config = jobs[new[changed[0]]].config
+        keys = [*changed_values(config, old)] if old.is_frozen else []
         folders = [(plan.jobs[new[name]].folder, gone[name].folder) for name in changed]
         shown = [now if now == then else f"{now} in place of {then}" for now, then in folders]
         yield (

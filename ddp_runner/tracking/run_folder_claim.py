@@ -179,7 +179,7 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
             f"{run_dir} already holds a run", f"give another folder, or {run_dir.resume_argument}"
         )
     if earlier_work not in (None, work_hash(config)):
-        keys = listed(changed_keys(config, run_dir)) or "values from the environment"
+        keys = listed([*changed_values(config, run_dir)]) or "values from the environment"
         raise UserError(
             f"{run_dir} holds a run whose config differs ({keys}), and resume=auto only continues "
             "a run with the same config",
@@ -234,17 +234,17 @@ def _record(run_dir: RunDir) -> dict[str, Any]:
         return {}
 
 
-def changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:
-    """Return the keys of a config whose values differ from the run in a folder.
+def changed_values(config: RunConfig, run_dir: RunDir) -> dict[str, tuple[Any, Any]]:
+    """Return the keys of a config that differ from the run in a folder, with old and new value.
 
     Raises:
         UserError: the run's frozen config is damaged.
     """
     frozen = dict(leaves(cast(Any, OmegaConf.to_container(frozen_config(run_dir.config)))))
     current = json.loads(json.dumps(flatten(config)))  # lists for tuples, as in YAML
-    return [
-        key
+    return {
+        key: (frozen.get(key), value)
         for key, value in current.items()
         # A secret is frozen as ${oc.env:X}.
         if key not in RANK_KEYS and frozen.get(key) != value and "${" not in str(frozen.get(key))
-    ]
+    }

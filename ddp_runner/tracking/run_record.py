@@ -90,6 +90,7 @@ class RunFields(TypedDict, total=False):
     skew_step_ms: float | None  # mean time of the steps where skew was measured
     flops_per_sample: float | None  # one forward and backward; None: cannot be counted
     matmul_flops_per_s: float | None  # sum over all ranks
+    changes: Sequence[str]  # what resumes changed, such as "optimizer.lr=0.1 (was 0.2) at step 40"
     stopped_early: str | None  # why the run ended before its last step; None: it did not
     checks: Sequence[Mapping[str, Any]]  # task=check
     collectives: Sequence[Mapping[str, Any]]  # task=collectives
@@ -153,6 +154,13 @@ def add_warning(run_dir: os.PathLike[str], sentence: str) -> None:
     """Append a warning to run.json; see ``write_run_record`` for errors."""
     warnings = read_run_record(run_dir, missing_ok=True).get("warnings") or ()
     write_run_record(run_dir, warnings=[*warnings, sentence])
+
+
+def add_changes(run_dir: os.PathLike[str], changes: Sequence[str], *, step: int) -> None:
+    """Append what a resume at this step changed to run.json; see ``write_run_record``."""
+    earlier = read_run_record(run_dir, missing_ok=True).get("changes") or ()
+    new = [f"{change} at step {step}" for change in changes]
+    write_run_record(run_dir, changes=[*earlier, *new])
 
 
 def has_begun(record: Mapping[str, Any]) -> bool:

@@ -1,17 +1,21 @@
 """The training task of a rank: builds all objects of the config, trains, and exports the model."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from ddp_runner.errors import counted
+from ddp_runner.config.identity import is_inside
+from ddp_runner.distributed import from_rank_zero
+from ddp_runner.errors import UserError, counted, in_yaml, listed
 from ddp_runner.job import Status
 from ddp_runner.rank.records import Records, log_facts
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.tracking.alive import ENDING
 from ddp_runner.tracking.run_dir import RunDir, keep_files
-from ddp_runner.tracking.run_record import RunFields, add_warning
+from ddp_runner.tracking.run_folder_claim import changed_values
+from ddp_runner.tracking.run_record import RunFields, add_changes, add_warning
 from ddp_runner.tracking.start_block import sizes, training_facts
 from ddp_runner.train.best_model import export_best
 from ddp_runner.train.build_state import build_session_state
@@ -23,6 +27,10 @@ from ddp_runner.train.progress import early_stop_of, stop_reason
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 
+# Keys that decide what a run learns, and those among them that decide how long.
+LEARNING = ("seed", "model", "parallelism", "optimizer", "scheduler", "params", "ema", "train")
+LENGTH = ("train.max_steps", "train.epochs")
+
 
 def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status:
     """Build the state, resume from the newest checkpoint if any, train, and export the model.
@@ -33,7 +41,10 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     state = build_session_state(session, config)
     metrics, warnings = try_run(state)
     resume_step = restore(state, run_dir.checkpoints, log=session.log)
+    changes = [] if resume_step is None else _changes(session, state)
     report_start(session, step=state.step)
+    if changes:
+        session.log(f"this resume changes {listed(changes)}")
     if resume_step is not None and state.is_done:
         key = "epochs" if config.train.max_steps is None else "max_steps"
         done = f"{counted(resume_step, 'step')} and {counted(state.batches.epoch, 'epoch')}"
@@ -63,6 +74,8 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             total_epochs=state.total_epochs or 0,
         )
         if session.env.is_rank_zero:
+            if changes:
+                add_changes(run_dir, changes, step=state.step)
             keep_files(run_dir.path, state.work.dataset.files)
 
         def save() -> None:
@@ -85,6 +98,29 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         end = RunFields(step=state.step, epoch=state.batches.epoch, stopped_early=reason)
         logger.finish(status, **(end | state.measured))
     return status
+
+
+def _changes(session: Session, state: TrainState) -> list[str]:
+    """Return what this command changes in the run that it resumes. Collective: every rank.
+
+    Raises:
+        UserError: no step is left that would use a changed key, and `compare` would show a result
+            that no run had.
+    """
+    written = session.job.secrets.written(session.config)
+    values = from_rank_zero(lambda: changed_values(written, session.run_dir))
+    unused = [key for key in values if is_inside(key, LEARNING) and key not in LENGTH]
+    if unused and state.is_done:
+        raise UserError(
+            f"{session.run_dir} has taken all its {counted(state.step, 'step')}, so nothing would "
+            f"be trained with {listed(unused)}",
+            "raise train.max_steps or train.epochs as well, or start a new run",
+        )
+    # Another option of a group changes many keys.
+    groups = [key.removesuffix(".name") for key in values if re.fullmatch(r"\w+\.name", key)]
+    shown = {group: values[f"{group}.name"] for group in groups}
+    shown |= {key: pair for key, pair in values.items() if not is_inside(key, groups)}
+    return [f"{key}={in_yaml(new)} (was {in_yaml(old)})" for key, (old, new) in shown.items()]
 
 
 def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfiler:

@@ -18,6 +18,8 @@ from ddp_runner.cli.command import parse
 from ddp_runner.cli.compose import register
 from ddp_runner.cli.plan import Invocation, compose, plan
 from ddp_runner.cli.resume import dropped_trackers, resumed_overrides, with_resumed
+from ddp_runner.compare.analysis import compare
+from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config
@@ -255,6 +257,16 @@ def test_where_ranks_met_is_not_taken_over(run: Path) -> None:
     assert (launch.init_method, launch.node_rank, launch.max_restarts) == (None, None, 3)
 
 
+def test_a_run_keeps_its_model_and_needs_its_config(run: Path) -> None:
+    """Both are said before any rank starts; a class that has moved is named by its new place."""
+    kept = f"resume={run} trains ddp_runner.models.toy.ToyModel, and a run keeps its model"
+    assert kept in config_error(f"resume={run}", "model=convnet")
+    moved = resume(f"resume={run}", "model._target_=ddp_runner.models.toy.ToyMpModel")
+    assert moved.model["_target_"].endswith("ToyMpModel")
+    (run / ".hydra" / "config.yaml").unlink()
+    assert "config.yaml, the config of the run, is missing" in config_error(f"resume={run}")
+
+
 @pytest.mark.parametrize("group", ["model", "dataset", "parallelism", "optimizer", "scheduler"])
 def test_a_frozen_config_that_was_cut_off_is_rejected(run: Path, group: str) -> None:
     """Filled up with defaults, it would be another run's."""
@@ -357,6 +369,28 @@ def test_a_rejected_resume_leaves_the_run_as_it_was(keys: list[str], tmp_path: P
     assert (resumed.exit_code, record(run)["step"]) == (0, 12)
     assert "nothing is left" not in resumed.stdout
     assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["train"]["max_steps"] == 12
+
+
+def test_what_a_resume_changes_is_recorded_and_needs_steps(tmp_path: Path) -> None:
+    """A completed run keeps its config, else a comparison would show a result that no run had."""
+    toy = ("model=toy", "train.max_steps=10", "world_size=1", "hydra.run.dir=run")
+    assert run_command(*toy, folder=tmp_path).exit_code == 0
+    run, more = tmp_path / "run", ("optimizer.lr=0.5", "scheduler=cosine")
+    kept = {path: path.read_bytes() for path in [run / "run.json", *(run / ".hydra").iterdir()]}
+    for keys in (more, ("seed=3",), ("train.max_steps=2", "train.precision=bf16")):
+        rejected = run_command("resume=run", *keys, folder=tmp_path)
+        assert rejected.exit_code == 2
+        assert "run has taken all its 10 steps, so nothing would be trained" in rejected.stderr
+        assert {path: path.read_bytes() for path in kept} == kept
+    resumed = run_command("resume=run", *more, "train.max_steps=12", folder=tmp_path)
+    changes = ["scheduler=cosine (was constant)", "train.max_steps=12 (was 10)"]
+    changes.append("optimizer.lr=0.5 (was 0.001)")
+    assert f"this resume changes {', '.join(changes)}" in resumed.stdout
+    assert record(run)["changes"] == [f"{change} at step 10" for change in changes]
+    (note,) = (
+        n.sentence for n in compare(read_runs([run])).notes if "last session's" in n.sentence
+    )
+    assert note.endswith(f"a resume changed {', '.join(record(run)['changes'])}")
 
 
 @pytest.mark.full
