@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from ddp_runner.inference.notebook import load, load_tokenizer, read_runs
     from ddp_runner.metrics.metric import summed
     from ddp_runner.own_loop.run import Run
+    from ddp_runner.parallelism.ddp import DDP
     from ddp_runner.parallelism.mode import Engine, Layout, Mode, local_engine, no_wrapper
     from ddp_runner.train.step import StepOutput
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DDP",
     "DistEnv",
     "Engine",
     "Layout",
@@ -36,6 +38,7 @@ _HOMES = {
     "inference.notebook": ("load", "load_tokenizer", "read_runs"),
     "metrics.metric": ("summed",),
     "own_loop.run": ("Run",),
+    "parallelism.ddp": ("DDP",),
     "parallelism.mode": ("Engine", "Layout", "Mode", "local_engine", "no_wrapper"),
     "train.step": ("StepOutput",),
 }

@@ -13,10 +13,11 @@ PAGE = "docs/parallelism.md"
 
 
 @pytest.mark.full
-def test_a_mode_from_outside_trains_saves_resumes_and_exports(tmp_path: Path) -> None:
-    """Two ranks stop after four steps and go on: losses and export equal one process's."""
+@pytest.mark.parametrize("mode", ["my_fsdp", "my_zero1"])
+def test_a_mode_from_outside_trains_saves_resumes_and_exports(mode: str, tmp_path: Path) -> None:
+    """Two ranks stop after four steps and continue: losses and export equal one process's."""
     write_files(PAGE, tmp_path)
-    (own,) = (words for words in commands(PAGE) if "--config-dir" in words)
+    (own,) = (words for words in commands(PAGE) if f"parallelism={mode}" in words)
     keys = (
         *("train.log_every_steps=1", "train.eval_every_epochs=0", "batch.global_size=4"),
         *("dataset.sequence_length=16", "model.num_layers=2", "model.width=32"),
