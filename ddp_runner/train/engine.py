@@ -8,7 +8,7 @@ from ddp_runner.train.state import TrainState
 from ddp_runner.train.torch_errors import torch_errors
 
 
-class LocalEngine(Engine):
+class LocalEngine(Engine[TrainState, StepBatch]):
     """Computes this rank's share of a step."""
 
     def backward(self, state: TrainState, batch: StepBatch) -> Sums:

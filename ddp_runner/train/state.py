@@ -5,19 +5,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from ddp_runner.data.batches import Batches
+from ddp_runner.config.training import EarlyStopConfig
+from ddp_runner.data.batches import Batches, StepBatch
 from ddp_runner.data.splits import NUM_FIRST, MicroBatch
 from ddp_runner.parallelism.mode import Engine
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.profiler import AnyProfiler, NullProfiler
-from ddp_runner.train.progress import Progress
+from ddp_runner.train.progress import Progress, early_stop_of, stop_reason
 from ddp_runner.train.same_data import Samples
 from ddp_runner.train.schedules import Schedule
 from ddp_runner.train.skew import Skew
@@ -37,7 +39,7 @@ class TrainState:
     schedule: Schedule
     scaler: torch.amp.GradScaler
     batches: Batches
-    engine: Engine  # how this rank computes a step
+    engine: "Engine[TrainState, StepBatch]"  # how this rank computes a step
     timer: StepTimer
     profiler: AnyProfiler = field(default_factory=NullProfiler)
     progress: Progress = field(default_factory=Progress)
@@ -98,6 +100,16 @@ class TrainState:
         if config.max_steps is None:
             return self.batches.epoch >= config.epochs
         return self.step >= config.max_steps
+
+    @cached_property
+    def early_stop(self) -> EarlyStopConfig:
+        """The settings of early stopping, with the metric's best end as mode."""
+        return early_stop_of(self.work.config.early_stop, self.work.metrics)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run takes no further step: the last is done, or it stops early."""
+        return self.is_done or stop_reason(self.progress, self.early_stop) is not None
 
     def steps_ahead(self, number: int) -> int:
         """Return the number of steps from batch `number` to the next save, evaluation or epoch end.
