@@ -40,6 +40,6 @@ def reject_sharded(state: Any, name: str = "the state") -> None:
             raise UserError(
                 f"{key} is a {type(value).__name__}, so each rank has only a part of it, but a "
                 "checkpoint holds whole tensors",
-                "train under parallelism=ddp, or return whole "
-                "tensors from the model's state_dict()",
+                "train under parallelism=ddp, or return whole tensors from the model's "
+                "state_dict()",
             )

@@ -201,9 +201,8 @@ def _validate_finite(name: str, value: Any, step: int) -> None:
     if (key := first_not_finite(named)) is not None:
         raise UserError(
             f"parameter {name}.{key} became NaN or infinite by step {step}",
-            "it was not saved: "
-            "start again with a smaller optimizer.lr, or resume from a checkpoint whose loss was "
-            "still small",
+            "it was not saved: start again with a smaller optimizer.lr, or resume from a "
+            "checkpoint whose loss was still small",
         )
 
 

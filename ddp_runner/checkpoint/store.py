@@ -81,7 +81,8 @@ def retain(
     monitor, mode = config.monitor, config.mode
     best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
     checkpoints = checkpoints_by_step(folder)
-    # Keep later checkpoints: they were damaged when this run resumed from an earlier step.
+    # A run that found its newest checkpoints damaged resumed from an earlier step: leave them to
+    # the user.
     up_to_now = [path for path_step, path in checkpoints.items() if path_step <= step]
     for path in up_to_now[: -config.keep]:
         if path not in best:
@@ -95,7 +96,7 @@ def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | Non
         UserError: every checkpoint is damaged, or the folder cannot be read.
     """
     paths = newest_first(folder)
-    newest = first_whole(paths, log=log)
+    newest = first_undamaged(paths, log=log)
     if newest is None and paths:
         raise UserError(
             f"nothing is left to resume from: every checkpoint in {folder} is damaged "
@@ -110,7 +111,7 @@ def newest_first(folder: Path) -> list[Path]:
     return list(reversed(checkpoints_by_step(folder).values()))
 
 
-def first_whole(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
+def first_undamaged(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
     """Return the first checkpoint that matches its checksum; log each skipped checkpoint."""
     for number, path in enumerate(paths):
         try:

@@ -16,7 +16,7 @@ from ddp_runner.checkpoint.plain_data import load_plain_data
 from ddp_runner.checkpoint.store import (
     best_checkpoints,
     checkpoints_by_step,
-    first_whole,
+    first_undamaged,
     load_checkpoint,
     newest_first,
 )
@@ -113,7 +113,7 @@ def find_checkpoint(
     ranking, monitor = list[Path](), settings.monitor
     if asked == "best" and monitor is not None:
         ranking = best_checkpoints(folder, monitor=monitor, mode=settings.mode, log=log)
-    return first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
+    return first_undamaged(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
 
 
 def read_model(path: Path, *, is_average: bool, fix: str) -> Mapping[str, Tensor]:

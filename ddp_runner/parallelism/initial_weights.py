@@ -61,15 +61,15 @@ def initialise(model: nn.Module) -> None:
         shards = {key: shard for key, shard in module._parameters.items() if shard is not None}
         if not shards.keys() or done.issuperset(shards.values()):
             continue  # a tied parameter belongs to the first of its modules
-        whole = {
+        filled = {
             key: nn.Parameter(torch.full(shard.shape, torch.nan, dtype=shard.dtype, device="cpu"))
             for key, shard in shards.items()
         }
         torch.default_generator.manual_seed(derive(seed, "weights", name))
-        module._parameters.update(whole)
+        module._parameters.update(filled)
         cast(Any, model).init_weights(module)
         module._parameters.update(shards)
-        if empty := [key for key, parameter in whole.items() if parameter.isnan().any()]:
+        if empty := [key for key, parameter in filled.items() if parameter.isnan().any()]:
             raise UserError(
                 f"init_weights of the model leaves {listed(empty)} of {name or 'the model'} "
                 "without values",
@@ -77,5 +77,5 @@ def initialise(model: nn.Module) -> None:
             )
         for key, shard in shards.items():
             if shard not in done:
-                copy_shard(shard, whole[key])
+                copy_shard(shard, filled[key])
         done |= {*shards.values()}

@@ -69,7 +69,7 @@ def own_part(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).to_local() if is_shard(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor. Collective if it is split."""
     return cast(Any, tensor).full_tensor() if is_shard(tensor) else tensor
 
@@ -101,7 +101,7 @@ def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
         return state if all(map(is_, items, state)) else items
     if not is_shard(state):
         return state
-    full = whole(state.detach())
+    full = full_tensor(state.detach())
     if not keep:
         return None
     full, source = full.cpu(), own_part(state).untyped_storage()

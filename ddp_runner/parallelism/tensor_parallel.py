@@ -152,8 +152,8 @@ class _Gather(ParallelStyle):
         has_parameters = any(True for _ in module.parameters(recurse=False))
 
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            whole = _redistribute(args[0], mesh, self._placement, WHOLE)
-            return whole.to_local() if has_parameters else whole, *args[1:]
+            first = _redistribute(args[0], mesh, self._placement, WHOLE)
+            return first.to_local() if has_parameters else first, *args[1:]
 
         module.register_forward_pre_hook(gather)
         return module

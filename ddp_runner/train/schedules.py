@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
 from ddp_runner.config.instantiate import find, keywords, make
+from ddp_runner.config.rules import validate_warmup
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.signatures import ANY
 from ddp_runner.errors import UserError
@@ -121,12 +122,7 @@ def cosine(
     Raises:
         UserError: the warm-up does not fit in the run.
     """
-    if not 0 <= warmup_steps <= total_steps:
-        raise UserError(
-            f"scheduler.warmup_steps ({warmup_steps}) must be from 0 to the run's total steps "
-            f"({total_steps})",
-            "shorten the warm-up or train longer",
-        )
+    validate_warmup(warmup_steps, total_steps=total_steps)
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -102,8 +102,7 @@ def _finite_loss(loss: float, state: TrainState) -> float:
     if not math.isfinite(loss):
         raise UserError(
             f"train/loss became {loss} by step {state.step}",
-            "that step was not saved: start "
-            "again with a smaller optimizer.lr or train.clip_norm=1.0, or resume from a checkpoint "
-            "with a small loss",
+            "that step was not saved: start again with a smaller optimizer.lr or "
+            "train.clip_norm=1.0, or resume from a checkpoint with a small loss",
         )
     return loss
