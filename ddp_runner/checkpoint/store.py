@@ -152,10 +152,7 @@ def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
     Raises:
         UserError: the checkpoint is damaged, or holds more than plain data; its code did not run.
     """
-    try:
-        verify(path)
-    except UserError as error:
-        raise UserError(str(error), "use another checkpoint") from error
+    verify(path, fix="use another checkpoint")
     named, fix = f"checkpoint {path}", "use a checkpoint that this program wrote"
     state: dict[str, Any] = load_plain_data(path / STATE, named=named, fix=fix, is_mapped=is_mapped)
     return state

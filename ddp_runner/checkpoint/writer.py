@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from ddp_runner.checkpoint.store import retain, save_checkpoint
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.device import has_streams, synchronize
-from ddp_runner.errors import UserError
 from ddp_runner.host.wire import Wire
 
 
@@ -76,13 +76,17 @@ class CheckpointWriter:
     def __enter__(self) -> "CheckpointWriter":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
-            self.wait()
-        except (UserError, TypeError) as save_error:
             if error is None:
-                raise
-            self._log(f"in addition, {save_error}")  # raise the error that ended the run
+                self.wait()
+            elif self._pending is not None and (failure := self._pending.exception()) is not None:
+                self._log(f"in addition, {failure}")  # the error that ended the run is raised
         finally:
             self._thread.shutdown()
 
