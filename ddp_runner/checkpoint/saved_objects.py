@@ -36,8 +36,7 @@ from ddp_runner.checkpoint.optimizer_state import (
     parameter_names,
     scheduler_state,
 )
-from ddp_runner.checkpoint.plain_data import reject_sharded
-from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
+from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, reject_sharded
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, listed, typed
 from ddp_runner.parallelism.shards import first_not_finite, gathered, is_shard, load_module

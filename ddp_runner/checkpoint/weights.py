@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.manifest import MANIFEST, read_manifest
 from ddp_runner.checkpoint.model_file import fitting_tensors, read_export
-from ddp_runner.checkpoint.plain_data import load_plain_data
 from ddp_runner.checkpoint.store import (
     best_checkpoints,
     checkpoints_by_step,
     first_undamaged,
     load_checkpoint,
+    load_plain_data,
     newest_first,
 )
 from ddp_runner.config.schema import RunConfig

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism.module_names import matched
+from ddp_runner.parallelism.modules import matched
 from ddp_runner.seeds import seed_all
 
 WHOLE, SPLIT = Replicate(), Shard(1)  # of activations (batch, length, features)

@@ -17,17 +17,16 @@ from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
-from ddp_runner.parallelism.mode import Sums
+from ddp_runner.parallelism.mode import Engine, Sums
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.buffers import share_changing
 from ddp_runner.train.clipping import has_gradient, scale_and_clip, step_unless_overflowed
 from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.progress import count_evaluation, evaluation_is_due, is_due
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import TrainState, forward
 from ddp_runner.train.step_metrics import ensure_tried, step_metrics
 from ddp_runner.train.torch_errors import torch_errors
-from ddp_runner.train.work import forward
 
 
 def train(
@@ -212,3 +211,28 @@ def _evaluate(state: TrainState, logger: Logger) -> None:
     count_evaluation(progress, state.early_stop, results)
     epoch = state.batches.epoch_number
     logger.log(results, step=progress.step, epoch=epoch, confusion=confusion)
+
+
+class LocalEngine(Engine[TrainState, StepBatch]):
+    """Computes this rank's share of a step."""
+
+    def backward(self, state: TrainState, batch: StepBatch) -> Sums:
+        """Accumulate over the micro-batches and reduce with the last micro-batch. Collective.
+
+        Raises:
+            UserError: DDP waits for gradients of parameters that the loss does not depend on, or
+                the mode does not support sparse gradients.
+        """
+        mode = f"parallelism={state.work.config.parallelism.get('name')}"
+        with torch_errors(state, mode, dense="parallelism=ddp"):
+            return accumulate_gradients(state, batch)
+
+
+def engage(state: TrainState) -> Status | None:
+    """Let the state's mode compute its steps from here on. Collective: every rank must call.
+
+    Returns:
+        How the run ended, if this rank served the loop until the end; None if it runs the loop.
+    """
+    state.engine = state.work.mode.engine(state, LocalEngine())
+    return state.engine.serve(state)

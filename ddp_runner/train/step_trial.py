@@ -16,9 +16,8 @@ from ddp_runner.data.splits import NUM_FIRST, MicroBatch
 from ddp_runner.data.trees import shape_of, shapes_on_failure
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import TrainState, forward
 from ddp_runner.train.step import StepOutput, step_of
-from ddp_runner.train.work import forward
 
 NEGLIGIBLE = 1e-6  # a smaller loss is only rounding
 # Our sum for each mean of torch.nn.functional.

@@ -28,9 +28,8 @@ from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.parallelism.shards import full_tensor
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build_state import build_state, build_work
-from ddp_runner.train.engine import engage
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.loop import train, train_step
+from ddp_runner.train.loop import engage, train, train_step
 from ddp_runner.train.progress import Progress
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState

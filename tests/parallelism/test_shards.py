@@ -18,8 +18,7 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism import mesh
-from ddp_runner.parallelism.initial_weights import build_by_modules
-from ddp_runner.parallelism.module_names import matched
+from ddp_runner.parallelism.modules import build_by_modules, matched
 from ddp_runner.parallelism.shards import full_tensor, gathered, is_shard, own_part, shard_like
 from ddp_runner.train.step import StepOutput
 

@@ -20,10 +20,9 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train import flops, step_metrics
 from ddp_runner.train.first_batch import try_first_batch
-from ddp_runner.train.flops import flops_per_sample, matmul_flops_per_s
 from ddp_runner.train.profiler import NullProfiler
 from ddp_runner.train.step import StepOutput
-from ddp_runner.train.step_metrics import MEMORY
+from ddp_runner.train.step_metrics import MEMORY, flops_per_sample, matmul_flops_per_s
 
 CPU, LINEAR = torch.device("cpu"), 2 * 5 * 3 * 4  # a product of (5, 3) and (3, 4)
 IMAGES = ("dataset=fake_images", "dataset.num_samples=80", "batch.global_size=8")
