@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.errors import UserError, any_error
+from ddp_runner.errors import UserError, any_error, os_errors
 from ddp_runner.files import file_sha256, json_safe, read_file
 
 FORMAT_VERSION = 3
@@ -74,7 +74,7 @@ def verify(path: Path, *, fix: str | None = None) -> None:
         UserError: the state cannot be read, or differs from the manifest.
     """
     manifest = read_manifest(path, fix=fix)
-    with any_error(f"checkpoint {path} is damaged: {STATE}", fix):
+    with os_errors(f"checkpoint {path} is damaged: {STATE}", fix=fix):
         size, sha256 = (path / STATE).stat().st_size, file_sha256(path / STATE)
     if (size, sha256) != (manifest.size, manifest.sha256):
         raise UserError(

@@ -2,8 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,16 @@ from ddp_runner.errors import UserError, is_lost_peer, listed, typed
 from ddp_runner.parallelism.shards import is_shard, shard_like
 
 SCHEDULED = {"lr", "momentum", "betas"}  # keys of parameter groups that schedulers change
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """The attributes of a scheduler that a run uses."""
+
+    optimizer: Optimizer
+    step: Callable[..., Any]  # with a metric, or without arguments
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
@@ -134,19 +144,22 @@ def _continued(
     return merged
 
 
-def is_scheduler(value: Any) -> TypeGuard[Any]:
+def is_scheduler(value: Any) -> TypeGuard[Scheduler]:
     """Return whether a value has a state and schedules an optimizer."""
     has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     return has_state and isinstance(getattr(value, "optimizer", None), Optimizer)
 
 
-def scheduler_state(scheduler: Any) -> dict[str, Any]:
+def scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
     """Return a scheduler's class and state."""
     return {**_class(type(scheduler)), "state": scheduler.state_dict()}
 
 
 def load_scheduler(
-    scheduler: Any, saved: Mapping[str, Any], settings: Any, groups: Sequence[Any] | None
+    scheduler: Scheduler,
+    saved: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]] | None,
 ) -> None:
     """Load a scheduler's state; keep settings that it never changed.
 
@@ -185,7 +198,9 @@ def _last_epoch(state: Mapping[str, Any]) -> Any:
     return state.get("last_epoch")
 
 
-def groups_of(scheduler: Any, objects: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+def groups_of(
+    scheduler: Scheduler, objects: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]] | None:
     """Return the first groups of a scheduler's optimizer; None if it has other schedulers, too."""
     optimizer = scheduler.optimizer
     schedulers = [value for value in objects.values() if is_scheduler(value)]

@@ -17,6 +17,8 @@ from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.device import has_streams, synchronize
 from ddp_runner.host.wire import Wire
 
+Source = tuple[torch.device, int, int]  # of a copied storage: its device, address and bytes
+
 
 class CheckpointWriter:
     """Writes one checkpoint at a time, in the order of the calls. Rank 0 only.
@@ -103,7 +105,7 @@ class Stager:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[Any, Tensor] = {}
+        self._memory: dict[Source, Tensor] = {}
 
     def stage(self, state: dict[str, Any], copies: Container[int] = ()) -> dict[str, Any]:
         """Return a copy that shares no memory with the state, and overwrite the previous copy.
@@ -132,7 +134,7 @@ class Stager:
         return staged
 
     @torch.no_grad()
-    def _copy_tensor(self, tensor: Tensor, before: dict[Any, Tensor]) -> Tensor:
+    def _copy_tensor(self, tensor: Tensor, before: dict[Source, Tensor]) -> Tensor:
         source = tensor.untyped_storage()
         key = (tensor.device, source.data_ptr(), source.nbytes())
         if key not in self._memory:

@@ -35,7 +35,7 @@ def has_shards(module: nn.Module) -> bool:
     return any(map(is_shard, module.parameters()))
 
 
-def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: object) -> None:
+def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: str) -> None:
     """Let an optimizer, built from `keys`, step parameters that may be sharded.
 
     Raises:

@@ -8,11 +8,12 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
+from ddp_runner.checkpoint.optimizer_state import Scheduler
 from ddp_runner.config.instantiate import find, keywords, make
 from ddp_runner.config.rules import validate_warmup
 from ddp_runner.config.schema import RunConfig
@@ -23,20 +24,11 @@ from ddp_runner.errors import UserError
 TOTAL_STEPS = ("total_steps", "T_max", "num_training_steps", "num_steps", "max_steps", "max_iters")
 
 
-@runtime_checkable
-class Scheduler(Protocol):
-    """The attributes of a scheduler that a run uses, besides ``step``, which has two signatures."""
-
-    optimizer: Optimizer
-    state_dict: Callable[[], dict[str, Any]]
-    load_state_dict: Callable[[dict[str, Any]], None]
-
-
 @dataclass(frozen=True)
 class Schedule:
     """When a scheduler advances: at each optimizer step, or by a metric at each evaluation."""
 
-    scheduler: Any  # a Scheduler
+    scheduler: Scheduler
     monitor: str | None = None  # the metric, for schedulers such as ReduceLROnPlateau
 
     def step(self) -> None:

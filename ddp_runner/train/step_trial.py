@@ -6,7 +6,7 @@ A sum doubles. Most mistakes show up here, where the message can name them.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ NEGLIGIBLE = 1e-6  # a smaller loss is only rounding
 # Our sum for each mean of torch.nn.functional.
 SUMS = {"cross_entropy": "cross_entropy", "nll_loss": "nll", "mse_loss": "mse"}
 
+Kind = Literal["sum", "mean", "other"]
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -30,7 +32,7 @@ class Trial:
 
     once: float
     twice: float
-    kind: str  # sum, mean or other
+    kind: Kind
     scalars: tuple[str, ...] = ()  # names of the scalars that the step returns in training
 
     @property
@@ -167,7 +169,7 @@ def _compared(once: float, twice: float, state: TrainState, dtype: torch.dtype) 
     is_exact = state.work.config.train.precision == "fp32" and dtype.itemsize > 2
     # Far above rounding, and far below the factor of 2 between a sum and a mean.
     near = partial(math.isclose, twice, rel_tol=1e-3 if is_exact else 5e-2, abs_tol=NEGLIGIBLE)
-    kind = "mean" if near(once) else "other"
+    kind: Kind = "mean" if near(once) else "other"
     if near(2 * once) or not (math.isfinite(once) and math.isfinite(twice)):
         kind = "sum"
     return Trial(once, twice, kind)

@@ -307,7 +307,7 @@ def break_manifest(checkpoint: Path) -> str:
 def drop_state(checkpoint: Path) -> str:
     """Delete the state."""
     (checkpoint / STATE).unlink()
-    return f"{STATE}: No such file"
+    return rf"{STATE} \(No such file"
 
 
 def change_format(checkpoint: Path) -> str:
