@@ -140,16 +140,7 @@ class Saver:
         # Schedulers last: they may set their optimizer's rate.
         for name, value in sorted(self.objects.items(), key=lambda item: is_scheduler(item[1])):
             with _errors_name(path, name):
-                state = content["objects"][name]
-                if is_scheduler(value):
-                    groups = groups_of(value, self.objects, self.settings)
-                    load_scheduler(value, state, self.settings[name], groups)
-                elif isinstance(value, nn.Module):
-                    load_module(value, fitting_tensors(value, state, named="its state"))
-                elif isinstance(value, Optimizer):
-                    load_optimizer(value, state, self.settings[name], names)
-                else:
-                    _load_local_part(value, state)
+                self._load(name, value, content["objects"][name], names)
         self._load_by_rank(content, path, log=log)
         log(f"resumed from {path}, step {content['step']}")
         metrics = from_rank_zero(lambda: read_manifest(path).metrics)
@@ -177,6 +168,18 @@ class Saver:
                 f"this run restores {', '.join(sorted(expected)) or 'nothing'}",
                 f"use the same objects, or start a new run with model.weights={path}",
             )
+
+    def _load(self, name: str, value: Object, state: Any, names: Mapping[int, str]) -> None:
+        """Load an object; for `names` see ``parameter_names``."""
+        if is_scheduler(value):
+            groups = groups_of(value, self.objects, self.settings)
+            load_scheduler(value, state, self.settings[name], groups)
+        elif isinstance(value, nn.Module):
+            load_module(value, fitting_tensors(value, state, named="its state"))
+        elif isinstance(value, Optimizer):
+            load_optimizer(value, state, self.settings[name], names)
+        else:
+            _load_local_part(value, state)
 
     def _load_by_rank(
         self, content: Mapping[str, Any], path: Path, *, log: Callable[[str], None]

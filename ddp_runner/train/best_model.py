@@ -59,23 +59,31 @@ def export_best(
     records.logger.exported(best.step, best.metrics)
     records.export(best.state, step=best.step, metrics=best.metrics, is_average=is_average)
     if settings.export:
-        try:
-            files = export_programs(
-                work.config,
-                work.dataset,
-                arguments=work.dataset.model_arguments,
-                tensors=best.state,
-                samples=state.first().data,
-                folder=run_dir.path,
-            )
-            log(f"exported {', '.join(path.name for path in files)}")
-        except UserError as error:  # many models cannot be traced; the training is complete
-            add_warning(run_dir, str(error))
-            log(f"warning: {error}")
+        _try_programs(state, run_dir, best, log=log)
     if settings.monitor is not None:
         score = json_safe(best.metrics.get(settings.monitor))
         value = "not finite" if score is None else f"{score:.4f}"
         log(f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}")
+
+
+def _try_programs(
+    state: TrainState, run_dir: RunDir, best: _Model, *, log: Callable[[str], None]
+) -> None:
+    """Export the programs of ``checkpoint.export``, or warn: many models cannot be traced."""
+    work = state.work
+    try:
+        files = export_programs(
+            work.config,
+            work.dataset,
+            arguments=work.dataset.model_arguments,
+            tensors=best.state,
+            samples=state.first().data,
+            folder=run_dir.path,
+        )
+        log(f"exported {', '.join(path.name for path in files)}")
+    except UserError as error:  # the training is complete
+        add_warning(run_dir, str(error))
+        log(f"warning: {error}")
 
 
 def _best_model(

@@ -6,7 +6,7 @@ of ranks follows the new function.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,18 +68,9 @@ def build_schedule(
     allowed = config.allowed_targets
     accepted = keywords(find(settings["_target_"], key="scheduler._target_", allowed=allowed))
     lengths = {name: length for name, length in lengths.items() if name not in settings}
-    offered = {name: length for name, length in lengths.items() if length is not None}
-    unknown = sorted(accepted & (lengths.keys() - offered.keys()))
-    if unknown and not accepted & offered.keys():  # OneCycleLR needs only one of its two lengths
-        fix = "write train.max_steps" if {*unknown} & {*TOTAL_STEPS} else "write scheduler=cosine"
-        raise UserError(
-            f"scheduler={settings.get('name')} needs {' and '.join(unknown)}, which is unknown for "
-            f"a stream such as dataset={config.dataset.get('name')}",
-            fix,
-        )
+    arguments: dict[str, Any] = _known_lengths(config, lengths, accepted)
     if monitor is not None and "monitor" in accepted:  # a parameter of the scheduler itself
-        offered["monitor"], monitor = monitor, None
-    arguments: Any = {name: value for name, value in offered.items() if accepted & {name, ANY}}
+        arguments["monitor"], monitor = monitor, None
     scheduler = make("scheduler", settings, optimizer, kind=Scheduler, allowed=allowed, **arguments)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not set it
@@ -93,6 +84,26 @@ def build_schedule(
             "leave it out",
         )
     return Schedule(scheduler)
+
+
+def _known_lengths(
+    config: RunConfig, lengths: Mapping[str, int | None], accepted: Set[str]
+) -> dict[str, int]:
+    """Return the lengths that a scheduler accepts; a stream's lengths are None.
+
+    Raises:
+        UserError: it needs the length of a stream.
+    """
+    known = {name: length for name, length in lengths.items() if length is not None}
+    unknown = sorted(accepted & (lengths.keys() - known.keys()))
+    if unknown and not accepted & known.keys():  # OneCycleLR needs only one of its two lengths
+        fix = "write train.max_steps" if {*unknown} & {*TOTAL_STEPS} else "write scheduler=cosine"
+        raise UserError(
+            f"scheduler={config.scheduler.get('name')} needs {' and '.join(unknown)}, which is "
+            f"unknown for a stream such as dataset={config.dataset.get('name')}",
+            fix,
+        )
+    return {name: length for name, length in known.items() if accepted & {name, ANY}}
 
 
 def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:

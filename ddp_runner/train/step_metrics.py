@@ -20,7 +20,7 @@ from ddp_runner.parallelism.modules import blocks_of
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.train.clipping import gradient_norm
-from ddp_runner.train.state import DTYPES, TrainState, forward, restored_after
+from ddp_runner.train.state import DTYPES, TrainState, Work, forward, restored_after
 from ddp_runner.train.step import step_of
 
 EXCHANGE = (StepPart.COMM, StepPart.WAIT)  # Skew computes these from all ranks' times
@@ -50,15 +50,9 @@ def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float
     summands = [*(value * is_counted for value in values), *parts.values(), is_settled]
     # A column per rank: its peak memory, and the two times of each exchange.
     column = [peak_memory_gib(), *chain(*zip(*exchanges, strict=True))]
-    by_rank = torch.zeros(len(column), env.world_size, dtype=torch.float64)
-    by_rank[:, env.rank] = torch.tensor(column, dtype=torch.float64)
-    # A single all-reduce, because this runs in the training loop.
-    packed = torch.cat([torch.tensor(summands, dtype=torch.float64), by_rank.flatten()])
-    reduced = add_over_ranks(packed, state.work.group)
-    loss, *totals, num_settled = reduced[: len(summands)].tolist()
-    memory, times = reduced[len(summands) :].view_as(by_rank).split([1, len(column) - 1])
+    (loss, *totals, num_settled), by_rank = _over_ranks(state.work, summands, column)
     scalars, part_totals = totals[: len(sums.scalars)], totals[len(sums.scalars) :]
-    state.memory_gib = memory[0].tolist()
+    state.memory_gib, times = by_rank[0].tolist(), by_rank[1:]
     if norm is None:
         norm = gradient_norm(state.module.parameters())
     if state.peaks is None and num_settled == env.world_size and not is_slow:
@@ -82,6 +76,20 @@ def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float
         return metrics
     timed = {name for name in metrics if name.startswith("perf/")} - {MEMORY}
     return {name: value for name, value in metrics.items() if name not in timed}
+
+
+def _over_ranks(
+    work: Work, summands: Sequence[float], column: Sequence[float]
+) -> tuple[list[float], Tensor]:
+    """Return the sums over ranks, and the column of each rank: (len(column), world_size).
+
+    A single all-reduce gives both, because it runs in the training loop. Collective.
+    """
+    by_rank = torch.zeros(len(column), work.env.world_size, dtype=torch.float64)
+    by_rank[:, work.env.rank] = torch.tensor(column, dtype=torch.float64)
+    packed = torch.cat([torch.tensor(summands, dtype=torch.float64), by_rank.flatten()])
+    reduced = add_over_ranks(packed, work.group)
+    return reduced[: len(summands)].tolist(), reduced[len(summands) :].view_as(by_rank)
 
 
 def ensure_tried(name: str, state: TrainState) -> None:
