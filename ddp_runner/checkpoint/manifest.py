@@ -67,8 +67,8 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     )
 
 
-def verify(path: Path, *, fix: str | None = None) -> None:
-    """Compare the state's size and SHA-256 with the manifest.
+def verify(path: Path, *, fix: str | None = None) -> Manifest:
+    """Return the manifest, after a comparison with the state's size and SHA-256.
 
     Raises:
         UserError: the state cannot be read, or differs from the manifest.
@@ -82,6 +82,7 @@ def verify(path: Path, *, fix: str | None = None) -> None:
             f"{manifest.sha256}, found {size} bytes with {sha256}",
             fix,
         )
+    return manifest
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:

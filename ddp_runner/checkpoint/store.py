@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest, verify
+from ddp_runner.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Manifest,
+    manifest_text,
+    read_manifest,
+    verify,
+)
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError, os_errors, typed
 from ddp_runner.files import is_missing, leaves, replace_file, sync_folder
@@ -113,11 +120,7 @@ def newest_first(folder: Path) -> list[Path]:
 def first_undamaged(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
     """Return the first checkpoint that matches its checksum; log each skipped checkpoint."""
     for number, path in enumerate(paths):
-        try:
-            verify(path)
-        except UserError as error:
-            log(f"{error}; it is skipped")
-        else:
+        if _unless_damaged(verify, path, log=log) is not None:
             if number:
                 log(f"{path} is used in its place")
             return path
@@ -133,16 +136,23 @@ def best_checkpoints(
     """
     scores = {}
     for path in checkpoints_by_step(folder).values():
-        try:
-            score = read_manifest(path).metrics.get(monitor)
-        except UserError as error:
-            if log is not None:
-                log(f"{error}; it is skipped")
-            continue
-        if score is not None:
+        manifest = _unless_damaged(read_manifest, path, log=log)
+        if manifest is not None and (score := manifest.metrics.get(monitor)) is not None:
             scores[path] = score
     sign = {"max": -1, "min": 1}[mode]
     return sorted(scores, key=lambda path: sign * scores[path])
+
+
+def _unless_damaged(
+    read: Callable[[Path], Manifest], path: Path, *, log: Callable[[str], None] | None
+) -> Manifest | None:
+    """Return a checkpoint's manifest; log why it is skipped, and return None, if it is damaged."""
+    try:
+        return read(path)
+    except UserError as error:
+        if log is not None:
+            log(f"{error}; it is skipped")
+        return None
 
 
 def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
