@@ -74,7 +74,7 @@ def find_weights(
         if exported is not None:
             return exported
     fix = "call run.export in its loop" if has_own_loop else "name another run"
-    for is_last_try in (*[False] * (TRIES - 1), True):
+    for tries_left in reversed(range(TRIES)):
         path = find_checkpoint(run_dir.checkpoints, asked, settings=settings, log=log)
         if path is None:
             raise UserError(
@@ -86,7 +86,7 @@ def find_weights(
             tensors = read_model(path, is_average=is_average, fix=fix)
             return Weights(tensors, read_manifest(path).step, path, is_average)
         except UserError:
-            if path.exists() or is_last_try:  # else the live run has deleted it
+            if path.exists() or not tries_left:  # else the live run has deleted it
                 raise
     raise AssertionError("the last try returns or raises")
 
