@@ -129,7 +129,7 @@ def load_optimizer(
 def _continued(
     group: dict[str, Any], start: Mapping[str, Any], saved: Mapping[str, Any], index: int
 ) -> dict[str, Any]:
-    """Return a group with what training changed in the saved group of this index.
+    """Return a group with the values that training changed in the saved group `index`.
 
     `start` is the group before this optimizer's first step.
     """

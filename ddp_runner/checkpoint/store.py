@@ -170,7 +170,7 @@ def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
 def checkpoints_by_step(folder: Path) -> dict[int, Path]:
     """Return the checkpoints by step, oldest first, without looking inside.
 
-    After a kill between the two renames of a replacement, this is the folder that was set aside.
+    After a kill between the two renames of a replacement, the folder set aside is the checkpoint.
 
     Raises:
         UserError: the folder cannot be read.
@@ -217,7 +217,8 @@ def _write_files(
 def _put_in_place(temp: Path, final: Path) -> Path | None:
     """Rename a complete checkpoint; return the folder of the checkpoint that it replaces, or None.
 
-    A rename cannot replace a non-empty folder, so set the old folder aside. It counts until then.
+    A rename cannot replace a non-empty folder, so set the old folder aside first: until the second
+    rename it is the checkpoint.
     """
     replaced = None
     if final.exists():

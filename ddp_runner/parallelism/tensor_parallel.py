@@ -70,7 +70,7 @@ class _RankNumbers:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._rank = mesh.get_local_rank()
-        self._seed: int | None = None  # the ranks' common seed after the part
+        self._seed: int | None = None  # for all ranks, once the part has ended
 
     def begin(self, *_: Any) -> None:
         """Reset the seed: an earlier forward may have ended inside the part."""

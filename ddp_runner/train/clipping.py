@@ -23,7 +23,7 @@ def scale_and_clip(state: TrainState, factor: Tensor | None) -> Tensor | None:
     config, norm = state.work.config.train, None
     clips = config.clip_norm is not None or config.clip_value is not None
     if factor is None and not clips:
-        return None  # walking over the parameters of a small model is a tenth of its forward
+        return None  # visiting a small model's parameters takes a tenth of its forward's time
     parameters = list(state.module.parameters())
     if clips:
         state.scaler.unscale_(state.optimizer)

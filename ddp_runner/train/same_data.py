@@ -41,7 +41,7 @@ def agreed_samples(dataset: Dataset) -> Samples:
     }
     by_rank = gather_objects((own_samples, random_splits))
     samples = dict(by_rank[0][0])
-    # Samples that differ at each loading cannot be compared.
+    # Samples that differ each time they are loaded cannot be compared.
     samples |= {name: {} for _, names in by_rank for name in names}
     for rank, (rank_samples, _) in enumerate(by_rank):
         for name, split in splits.items():

@@ -16,7 +16,7 @@ from ddp_runner.tracking.run_record import RunFields
 MOST_EVENTS = 1024  # CUDA events kept; beyond that, the older half is read and dropped
 UNMEASURED_STEPS = 2  # ranks connect in the first step, DDP rebuilds its buckets in the second
 MOST_EXCHANGES = 128  # kept for a log line: the data that a line sends must not grow with its steps
-FEWEST_STEPS = 5  # of a session whose skew is reported; fewer may be noise
+FEWEST_STEPS = 5  # that a session must measure to report its skew; fewer may be noise
 
 # This rank's times between the ends of two gradient exchanges, in ms: work until its gradients are
 # computed, without saving, evaluating and logging; then waiting for slower ranks and the exchange.
