@@ -7,7 +7,7 @@ identifies them, and a run without shards does not import it.
 import copy
 from collections.abc import Iterable, Mapping
 from operator import is_
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from ddp_runner.device import values_of
 from ddp_runner.errors import UserError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 def reshard(module: nn.Module) -> None:
     """Free parameters that a forward without a backward has left gathered under FSDP2."""
@@ -25,7 +28,7 @@ def reshard(module: nn.Module) -> None:
             cast(Any, part).reshard()
 
 
-def is_shard(value: object) -> bool:
+def is_shard(value: object) -> "TypeGuard[DTensor]":
     """Return whether a value is a sharded tensor."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
 
@@ -66,19 +69,19 @@ def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: st
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; the tensor itself if it is not split."""
-    return cast(Any, tensor).to_local() if is_shard(tensor) else tensor
+    return tensor.to_local() if is_shard(tensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor. Collective if it is split."""
-    return cast(Any, tensor).full_tensor() if is_shard(tensor) else tensor
+    return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 def redistribute_like(value: Tensor, reference: Tensor) -> Tensor:
     """Return a tensor split as the reference is. Collective if its layout changes."""
-    if not is_shard(reference):
-        return value
-    return cast(Tensor, cast(Any, value).redistribute(placements=cast(Any, reference).placements))
+    if is_shard(reference) and is_shard(value):
+        return value.redistribute(placements=reference.placements)
+    return value
 
 
 def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
@@ -113,11 +116,10 @@ def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
 
 def shard_like(value: Tensor, reference: Tensor) -> Tensor:
     """Return a whole tensor split as the reference is."""
-    if not is_shard(reference) or is_shard(value):
+    if is_shard(value) or not is_shard(reference):
         return value
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    assert isinstance(reference, DTensor)
     mesh = reference.device_mesh
     return distribute_tensor(
         value.to(mesh.device_type), mesh, reference.placements, src_data_rank=None
