@@ -113,9 +113,8 @@ def load_optimizer(
     state = {}
     for name, values in saved["state"].items():
         if name in numbers:
-            parameter = parameters[numbers[name]]
-            copies = {key: _copied(value, parameter) for key, value in values.items()}
-            state[numbers[name]] = copies
+            number = numbers[name]
+            state[number] = {key: _copied(v, parameters[number]) for key, v in values.items()}
         elif name not in group_of:  # state of the optimizer itself, such as a count
             state[name] = copy.deepcopy(values)
     current, groups = optimizer.state_dict(), list[dict[str, Any]]()

@@ -217,8 +217,7 @@ def _write_files(
 def _put_in_place(temp: Path, final: Path) -> Path | None:
     """Rename a complete checkpoint; return the folder of the checkpoint that it replaces, or None.
 
-    A rename cannot replace a non-empty folder, so set the old folder aside first: until the second
-    rename it is the checkpoint.
+    A rename cannot replace a non-empty folder, so first set the old folder aside.
     """
     replaced = None
     if final.exists():

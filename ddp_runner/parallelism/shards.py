@@ -120,10 +120,8 @@ def shard_like(value: Tensor, reference: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    mesh = reference.device_mesh
-    return distribute_tensor(
-        value.to(mesh.device_type), mesh, reference.placements, src_data_rank=None
-    )
+    mesh, placements = reference.device_mesh, reference.placements
+    return distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
 
 
 @torch.no_grad()
