@@ -28,10 +28,9 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metric_names import StepPart
 from ddp_runner.train.loop import train_step
-from ddp_runner.train.skew import Skew
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step_metrics import step_metrics
-from ddp_runner.train.step_timer import StepTimer
+from ddp_runner.train.step_timer import Skew, StepTimer
 
 DELAY_S = 0.05
 BLOCK = 10  # steps, and the line of metrics after them

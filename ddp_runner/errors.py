@@ -34,7 +34,9 @@ class UserError(ValueError):
 
 
 @contextmanager
-def os_errors(rule: str, *, fix: str = "free space or make the folder writable") -> Iterator[None]:
+def os_errors(
+    rule: str, *, fix: str | None = "free space or make the folder writable"
+) -> Iterator[None]:
     """Turn an OSError of the block into a ``UserError``: what failed, the reason, the fix."""
     try:
         yield

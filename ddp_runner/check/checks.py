@@ -23,9 +23,8 @@ from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted
 from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.loop import train_step
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import TrainState, forward
 from ddp_runner.train.step_metrics import global_loss
-from ddp_runner.train.work import forward
 
 MAX_BYTES = 16 * 2**20  # of a split's inputs to compare over ranks
 MAX_LOADED = 64  # samples to compare in a split that loads each sample separately

@@ -19,7 +19,7 @@ from ddp_runner.device import synchronize
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
 from ddp_runner.parallelism.mode import Sums
-from ddp_runner.parallelism.shards import gathered, has_shards, whole
+from ddp_runner.parallelism.shards import full_tensor, gathered, has_shards
 from ddp_runner.parallelism.single import Single
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_model import one_process_model
@@ -75,7 +75,7 @@ def synced_gradients(state: TrainState, batch: StepBatch) -> dict[str, Tensor | 
     gradients = _gradients(state, batch)
     split = split_everywhere(gradients)
     return {
-        name: whole(gradient) if gradient is not None and name in split else gradient
+        name: full_tensor(gradient) if gradient is not None and name in split else gradient
         for name, gradient in gradients.items()
     }
 

@@ -15,7 +15,7 @@ from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.trees import shape_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
-from ddp_runner.parallelism.shards import is_shard, own_part, shard_like, whole
+from ddp_runner.parallelism.shards import full_tensor, is_shard, own_part, shard_like
 
 ABSENT = ("none", "")  # stands for a tensor that a rank does not have
 
@@ -57,7 +57,7 @@ def differences(
     gathered_names = split_everywhere(present) if expected is None else []
 
     def actual(name: str) -> Tensor:
-        return whole(present[name]) if name in gathered_names else own_part(present[name])
+        return full_tensor(present[name]) if name in gathered_names else own_part(present[name])
 
     def wanted(name: str) -> Tensor | None:
         return None if expected is None else own_part(shard_like(expected[name], present[name]))
@@ -65,7 +65,7 @@ def differences(
     by_rank = gather_objects(
         {
             name: (_mark(actual(name)), _mark(wanted(name)))
-            for name in dict.fromkeys((*gathered_names, *present))  # whole() in one order
+            for name in dict.fromkeys((*gathered_names, *present))  # full_tensor() in one order
         }
     )
     sentences = list[str]()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.errors import UserError, any_error
+from ddp_runner.errors import UserError, any_error, os_errors
 from ddp_runner.files import file_sha256, json_safe, read_file
 
 FORMAT_VERSION = 3
@@ -38,13 +38,13 @@ def manifest_text(state: Path, *, step: int, metrics: Mapping[str, float]) -> st
     return json.dumps(fields | {CHECKSUM: _checksum(fields)}, indent=2, allow_nan=False)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, *, fix: str | None = None) -> Manifest:
     """Return the manifest of a checkpoint folder.
 
     Raises:
         UserError: the manifest is missing, damaged or of another format.
     """
-    with any_error(f"checkpoint {path} is damaged: {MANIFEST}"):
+    with any_error(f"checkpoint {path} is damaged: {MANIFEST}", fix):
         fields = json.loads(read_file(path / MANIFEST))
         version = _whole_number(fields["format_version"])
         if version == FORMAT_VERSION:
@@ -67,22 +67,22 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     )
 
 
-def verify(path: Path) -> None:
-    """Compare the state's size and SHA-256 with the manifest.
+def verify(path: Path, *, fix: str | None = None) -> Manifest:
+    """Return the manifest, after a comparison with the state's size and SHA-256.
 
     Raises:
-        UserError: the state differs from the manifest; the message has both values.
+        UserError: the state cannot be read, or differs from the manifest.
     """
-    manifest = read_manifest(path)
-    try:
+    manifest = read_manifest(path, fix=fix)
+    with os_errors(f"checkpoint {path} is damaged: {STATE}", fix=fix):
         size, sha256 = (path / STATE).stat().st_size, file_sha256(path / STATE)
-    except OSError as error:  # missing, or not readable
-        raise UserError(f"checkpoint {path} is damaged: {STATE}: {error.strerror}") from error
     if (size, sha256) != (manifest.size, manifest.sha256):
         raise UserError(
             f"checkpoint {path} is damaged: expected {STATE} of {manifest.size} bytes with SHA-256 "
-            f"{manifest.sha256}, found {size} bytes with {sha256}"
+            f"{manifest.sha256}, found {size} bytes with {sha256}",
+            fix,
         )
+    return manifest
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:

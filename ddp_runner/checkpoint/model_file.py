@@ -7,7 +7,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ddp_runner.errors import UserError, listed
+from ddp_runner.errors import UserError, any_error, listed
 from ddp_runner.files import file_sha256, replacing, temp_folder_in
 
 
@@ -100,13 +100,10 @@ def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str,
     Raises:
         UserError: the file is missing or damaged.
     """
-    try:
+    with any_error(f"{named} cannot be read", "give another file"):
         with safe_open(path, framework="pt") as file:
             facts = dict(file.metadata() or {})
         return load_file(path), facts
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{named} cannot be read ({reason})", "give another file") from error
 
 
 def _without_compile(name: str) -> str:

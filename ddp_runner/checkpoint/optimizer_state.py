@@ -2,8 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,16 @@ from ddp_runner.errors import UserError, is_lost_peer, listed, typed
 from ddp_runner.parallelism.shards import is_shard, shard_like
 
 SCHEDULED = {"lr", "momentum", "betas"}  # keys of parameter groups that schedulers change
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """The attributes of a scheduler that a run uses."""
+
+    optimizer: Optimizer
+    step: Callable[..., Any]  # with a metric, or without arguments
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
@@ -52,16 +62,16 @@ def by_names(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         if is_lost_peer(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         raise UserError(
-            f"the optimizer, {_class(optimizer)}, gives no state to save ({typed(error)})",
-            "its "
-            "state_dict must work on every rank and before the first step: write a class that "
+            f"the optimizer, {type(optimizer).__qualname__}, gives no state to save "
+            f"({typed(error)})",
+            "its state_dict must work on every rank and before the first step: write a class that "
             "gathers the state there",
         ) from error
     if not state.keys() >= {"state", "param_groups"}:
-        return {"class": _class(optimizer), "own": state}
+        return {**_class(type(optimizer)), "own": state}
     own_names = _names_by_number(optimizer, names)
     return {
-        "class": _class(optimizer),
+        **_class(type(optimizer)),
         "state": {own_names.get(key, key): value for key, value in state["state"].items()},
         "groups": [
             {**group, "params": [own_names[number] for number in group["params"]]}
@@ -84,66 +94,71 @@ def load_optimizer(
     Raises:
         UserError: the state belongs to another class, or has groups that `optimizer` lacks.
     """
-    if saved["class"] != _class(optimizer):
-        raise UserError(
-            f"the optimizer was {saved['class']} and is {_class(optimizer)} now",
-            "keep it, or start a new run with model.weights",
-        )
+    _validate_class("optimizer", saved, _class(type(optimizer)))
     if "own" in saved:
         optimizer.load_state_dict(copy.deepcopy(saved["own"]))
         return
     own_names = _names_by_number(optimizer, names)
     numbers = {name: number for number, name in own_names.items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    saved_groups = saved["groups"]
-    group_of = {name: i for i, group in enumerate(saved_groups) for name in group["params"]}
+    group_of = {name: i for i, group in enumerate(saved["groups"]) for name in group["params"]}
     dropped = [name for name in group_of if name not in numbers]
-    # A loop added groups that are missing now. Without added groups, this run froze parameters.
-    if dropped and len(saved_groups) > max(len(saved["settings"]), len(optimizer.param_groups)):
+    # If the saved run added no groups after its first step, this run froze the parameters.
+    if dropped and len(saved["groups"]) > max(len(saved["settings"]), len(settings)):
         raise UserError(
-            f"it had {len(saved_groups)} groups of parameters, with {listed(dropped)}, and now it "
-            f"has {len(optimizer.param_groups)}",
+            f"it had {len(saved['groups'])} groups of parameters, with {listed(dropped)}, and now "
+            f"it has {len(settings)}",
             "add the groups before restoring it",
         )
     state = {}
-    for key, values in saved["state"].items():
-        if key in numbers:
-            parameter = parameters[numbers[key]]
-            state[numbers[key]] = {name: _copied(v, parameter) for name, v in values.items()}
-        elif key not in group_of:  # state of the optimizer itself, such as a count
-            state[key] = copy.deepcopy(values)
+    for name, values in saved["state"].items():
+        if name in numbers:
+            number = numbers[name]
+            state[number] = {key: _copied(v, parameters[number]) for key, v in values.items()}
+        elif name not in group_of:  # state of the optimizer itself, such as a count
+            state[name] = copy.deepcopy(values)
     current, groups = optimizer.state_dict(), list[dict[str, Any]]()
     for group, start in zip(current["param_groups"], settings, strict=True):
         saved_in = [group_of[own_names[n]] for n in group["params"] if own_names[n] in group_of]
-        if not saved_in:  # none of its parameters was trained
-            groups.append(group)
-            continue
-        now = saved_groups[saved_in[0]]
-        if saved_in[0] >= len(saved["settings"]):  # added by the loop after the first step
-            groups.append({**now, "params": group["params"]})
-            continue
-        before = saved["settings"][saved_in[0]]
-        merged = _merged(group, before, now) | {"params": group["params"]}
-        if not _is_same(before.get("lr"), now.get("lr")):  # by a scheduler: keep its factor
-            new_lr, old_lr = (first.get("initial_lr", first["lr"]) for first in (start, before))
-            merged["lr"] = now["lr"] * (new_lr / old_lr if old_lr else 1.0)
-        groups.append(merged)
+        # Without a saved group none of its parameters was trained.
+        groups.append(_continued(group, start, saved, saved_in[0]) if saved_in else group)
     optimizer.load_state_dict({**current, "state": state, "param_groups": groups})
 
 
-def is_scheduler(value: Any) -> TypeGuard[Any]:
+def _continued(
+    group: dict[str, Any], start: Mapping[str, Any], saved: Mapping[str, Any], index: int
+) -> dict[str, Any]:
+    """Return a group with the values that training changed in the saved group `index`.
+
+    `start` is the group before this optimizer's first step.
+    """
+    now, own_parameters = saved["groups"][index], {"params": group["params"]}
+    if index >= len(saved["settings"]):  # the loop added it after the first step
+        return {**now, **own_parameters}
+    before = saved["settings"][index]
+    merged: dict[str, Any] = _merged(group, before, now) | own_parameters
+    if not _is_same(before.get("lr"), now.get("lr")):  # by a scheduler: keep its factor
+        new_lr, old_lr = (first.get("initial_lr", first["lr"]) for first in (start, before))
+        merged["lr"] = now["lr"] * (new_lr / old_lr if old_lr else 1.0)
+    return merged
+
+
+def is_scheduler(value: Any) -> TypeGuard[Scheduler]:
     """Return whether a value has a state and schedules an optimizer."""
     has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     return has_state and isinstance(getattr(value, "optimizer", None), Optimizer)
 
 
-def scheduler_state(scheduler: Any) -> dict[str, Any]:
+def scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
     """Return a scheduler's class and state."""
-    return {"class": _class(scheduler), "state": scheduler.state_dict()}
+    return {**_class(type(scheduler)), "state": scheduler.state_dict()}
 
 
 def load_scheduler(
-    scheduler: Any, saved: Mapping[str, Any], settings: Any, groups: Sequence[Any] | None
+    scheduler: Scheduler,
+    saved: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]] | None,
 ) -> None:
     """Load a scheduler's state; keep settings that it never changed.
 
@@ -160,11 +175,7 @@ def load_scheduler(
         ValueError: this scheduler allows fewer steps than the state has taken.
     """
     before, now = saved["settings"]["state"], saved["state"]
-    if now["class"] != settings["class"]:
-        raise UserError(
-            f"the scheduler was {now['class']} and is {settings['class']} now",
-            "keep it, or start a new run with model.weights",
-        )
+    _validate_class("scheduler", now, settings)
     start, state = settings["state"], now["state"]
     first_step, last_step = _last_epoch(start), _last_epoch(state)
     is_by_metric = isinstance(scheduler, ReduceLROnPlateau) or last_step is None
@@ -186,7 +197,9 @@ def _last_epoch(state: Mapping[str, Any]) -> Any:
     return state.get("last_epoch")
 
 
-def groups_of(scheduler: Any, objects: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+def groups_of(
+    scheduler: Scheduler, objects: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Sequence[Mapping[str, Any]] | None:
     """Return the first groups of a scheduler's optimizer; None if it has other schedulers, too."""
     optimizer = scheduler.optimizer
     schedulers = [value for value in objects.values() if is_scheduler(value)]
@@ -207,8 +220,25 @@ def _names_by_number(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int
     return {number: names.get(id(p), f"#{number}") for number, p in enumerate(parameters)}
 
 
-def _class(value: object) -> str:
-    return type(value).__qualname__
+def _class(kind: type) -> dict[str, str]:
+    """Return the name and the module of a class: of torch's, which move inside it, only torch."""
+    module = kind.__module__
+    module = "torch" if module.startswith("torch.") else module
+    return {"class": kind.__qualname__, "module": module}
+
+
+def _validate_class(noun: str, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Reject the state of another class; checkpoints of earlier versions name no module."""
+    module = saved.get("module", now["module"])
+    if (saved["class"], module) == (now["class"], now["module"]):
+        return
+    names = saved["class"], now["class"]
+    if names[0] == names[1]:
+        names = f"{module}.{names[0]}", f"{now['module']}.{names[1]}"
+    raise UserError(
+        f"the {noun} was {names[0]} and is {names[1]} now",
+        "keep it, or start a new run with model.weights",
+    )
 
 
 def _copied(value: Any, parameter: Tensor) -> Any:

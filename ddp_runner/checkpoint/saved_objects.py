@@ -36,8 +36,7 @@ from ddp_runner.checkpoint.optimizer_state import (
     parameter_names,
     scheduler_state,
 )
-from ddp_runner.checkpoint.plain_data import reject_sharded
-from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint
+from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, reject_sharded
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, listed, typed
 from ddp_runner.parallelism.shards import first_not_finite, gathered, is_shard, load_module
@@ -62,14 +61,14 @@ class Restored(NamedTuple):
     metrics: dict[str, float]  # metrics of this step
 
 
-Objects = Mapping[str, nn.Module | Optimizer | Saved | dict[Any, Any]]
+Object = nn.Module | Optimizer | Saved | dict[Any, Any]
 
 
 @dataclass(frozen=True)
 class Saver:
     """Saves and restores objects. Each method is collective: every rank must call."""
 
-    objects: Objects  # by their names in a checkpoint
+    objects: Mapping[str, Object]  # by their names in a checkpoint
     settings: Mapping[str, Any]  # ``settings_of(objects)`` before the first step
     task: str
     num_shares: int  # parts of a global batch
@@ -141,16 +140,7 @@ class Saver:
         # Schedulers last: they may set their optimizer's rate.
         for name, value in sorted(self.objects.items(), key=lambda item: is_scheduler(item[1])):
             with _errors_name(path, name):
-                state, settings = content["objects"][name], self.settings.get(name)
-                if is_scheduler(value):
-                    groups = groups_of(value, self.objects, self.settings)
-                    load_scheduler(value, state, settings, groups)
-                elif isinstance(value, nn.Module):
-                    load_module(value, fitting_tensors(value, state, named="its state"))
-                elif isinstance(value, Optimizer):
-                    load_optimizer(value, state, settings, names)
-                else:
-                    _load_local_part(value, state)
+                self._load(name, value, content["objects"][name], names)
         self._load_by_rank(content, path, log=log)
         log(f"resumed from {path}, step {content['step']}")
         metrics = from_rank_zero(lambda: read_manifest(path).metrics)
@@ -179,6 +169,18 @@ class Saver:
                 f"use the same objects, or start a new run with model.weights={path}",
             )
 
+    def _load(self, name: str, value: Object, state: Any, names: Mapping[int, str]) -> None:
+        """Load an object; for `names` see ``parameter_names``."""
+        if is_scheduler(value):
+            groups = groups_of(value, self.objects, self.settings)
+            load_scheduler(value, state, self.settings[name], groups)
+        elif isinstance(value, nn.Module):
+            load_module(value, fitting_tensors(value, state, named="its state"))
+        elif isinstance(value, Optimizer):
+            load_optimizer(value, state, self.settings[name], names)
+        else:
+            _load_local_part(value, state)
+
     def _load_by_rank(
         self, content: Mapping[str, Any], path: Path, *, log: Callable[[str], None]
     ) -> None:
@@ -196,18 +198,17 @@ class Saver:
                 _load_local_part(self.objects[name], state)
 
 
-def _validate_finite(name: str, value: Any, step: int) -> None:
+def _validate_finite(name: str, value: Object, step: int) -> None:
     named = value.named_parameters() if isinstance(value, nn.Module) else ()
     if (key := first_not_finite(named)) is not None:
         raise UserError(
             f"parameter {name}.{key} became NaN or infinite by step {step}",
-            "it was not saved: "
-            "start again with a smaller optimizer.lr, or resume from a checkpoint whose loss was "
-            "still small",
+            "it was not saved: start again with a smaller optimizer.lr, or resume from a "
+            "checkpoint whose loss was still small",
         )
 
 
-def _state(value: Any, settings: Any, names: Mapping[int, str]) -> Any:
+def _state(value: Object, settings: Any, names: Mapping[int, str]) -> Any:
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, Optimizer):
@@ -217,7 +218,7 @@ def _state(value: Any, settings: Any, names: Mapping[int, str]) -> Any:
     return value.state_dict()
 
 
-def _local_part(value: Any, state: Any, *, compares_buffers: bool) -> Any:
+def _local_part(value: Object, state: Any, *, compares_buffers: bool) -> Any:
     """Return the part of a state that may differ between ranks."""
     if isinstance(value, nn.Module) and compares_buffers:
         buffers = value.named_buffers()
@@ -227,7 +228,7 @@ def _local_part(value: Any, state: Any, *, compares_buffers: bool) -> Any:
     return state
 
 
-def _load_local_part(value: Any, state: Any) -> None:
+def _load_local_part(value: Object, state: Any) -> None:
     if isinstance(value, nn.Module):
         with torch.no_grad():
             for name, buffer in value.named_buffers():

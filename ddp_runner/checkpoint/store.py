@@ -14,11 +14,17 @@ from typing import Any
 
 import torch
 
-from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest, verify
-from ddp_runner.checkpoint.plain_data import load_plain_data, reject_sharded
+from ddp_runner.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Manifest,
+    manifest_text,
+    read_manifest,
+    verify,
+)
 from ddp_runner.config.training import CheckpointConfig
-from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import is_missing, replace_file, sync_folder
+from ddp_runner.errors import UserError, os_errors, typed
+from ddp_runner.files import is_missing, leaves, replace_file, sync_folder
 
 TEMP_PREFIX = ".tmp-"
 REPLACED_SUFFIX = ".replaced"
@@ -81,7 +87,8 @@ def retain(
     monitor, mode = config.monitor, config.mode
     best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
     checkpoints = checkpoints_by_step(folder)
-    # Keep later checkpoints: they were damaged when this run resumed from an earlier step.
+    # A run that found its newest checkpoints damaged resumed from an earlier step: leave them to
+    # the user.
     up_to_now = [path for path_step, path in checkpoints.items() if path_step <= step]
     for path in up_to_now[: -config.keep]:
         if path not in best:
@@ -95,7 +102,7 @@ def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | Non
         UserError: every checkpoint is damaged, or the folder cannot be read.
     """
     paths = newest_first(folder)
-    newest = first_whole(paths, log=log)
+    newest = first_undamaged(paths, log=log)
     if newest is None and paths:
         raise UserError(
             f"nothing is left to resume from: every checkpoint in {folder} is damaged "
@@ -110,14 +117,10 @@ def newest_first(folder: Path) -> list[Path]:
     return list(reversed(checkpoints_by_step(folder).values()))
 
 
-def first_whole(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
+def first_undamaged(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
     """Return the first checkpoint that matches its checksum; log each skipped checkpoint."""
     for number, path in enumerate(paths):
-        try:
-            verify(path)
-        except UserError as error:
-            log(f"{error}; it is skipped")
-        else:
+        if _unless_damaged(verify, path, log=log) is not None:
             if number:
                 log(f"{path} is used in its place")
             return path
@@ -133,16 +136,23 @@ def best_checkpoints(
     """
     scores = {}
     for path in checkpoints_by_step(folder).values():
-        try:
-            score = read_manifest(path).metrics.get(monitor)
-        except UserError as error:
-            if log is not None:
-                log(f"{error}; it is skipped")
-            continue
-        if score is not None:
+        manifest = _unless_damaged(read_manifest, path, log=log)
+        if manifest is not None and (score := manifest.metrics.get(monitor)) is not None:
             scores[path] = score
     sign = {"max": -1, "min": 1}[mode]
     return sorted(scores, key=lambda path: sign * scores[path])
+
+
+def _unless_damaged(
+    read: Callable[[Path], Manifest], path: Path, *, log: Callable[[str], None] | None
+) -> Manifest | None:
+    """Return a checkpoint's manifest; log why it is skipped, and return None, if it is damaged."""
+    try:
+        return read(path)
+    except UserError as error:
+        if log is not None:
+            log(f"{error}; it is skipped")
+        return None
 
 
 def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
@@ -151,10 +161,7 @@ def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
     Raises:
         UserError: the checkpoint is damaged, or holds more than plain data; its code did not run.
     """
-    try:
-        verify(path)
-    except UserError as error:
-        raise UserError(str(error), "use another checkpoint") from error
+    verify(path, fix="use another checkpoint")
     named, fix = f"checkpoint {path}", "use a checkpoint that this program wrote"
     state: dict[str, Any] = load_plain_data(path / STATE, named=named, fix=fix, is_mapped=is_mapped)
     return state
@@ -163,7 +170,7 @@ def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
 def checkpoints_by_step(folder: Path) -> dict[int, Path]:
     """Return the checkpoints by step, oldest first, without looking inside.
 
-    After a kill between the two renames of a replacement, this is the folder that was set aside.
+    After a kill between the two renames of a replacement, the folder set aside is the checkpoint.
 
     Raises:
         UserError: the folder cannot be read.
@@ -210,7 +217,7 @@ def _write_files(
 def _put_in_place(temp: Path, final: Path) -> Path | None:
     """Rename a complete checkpoint; return the folder of the checkpoint that it replaces, or None.
 
-    A rename cannot replace a non-empty folder, so set the old folder aside. It counts until then.
+    A rename cannot replace a non-empty folder, so first set the old folder aside.
     """
     replaced = None
     if final.exists():
@@ -245,3 +252,38 @@ def _delete(path: Path, *, log: Callable[[str], None]) -> None:
         shutil.rmtree(path.rename(temp))
     except OSError as error:
         log(f"{path} could not be deleted ({error.strerror or error}); the run continues")
+
+
+def load_plain_data(file: Path, *, named: str, fix: str, is_mapped: bool = False) -> Any:
+    """Return the plain data of a torch.save file, with tensors on the CPU; never run its code.
+
+    With `is_mapped`, tensors are read from the file when used; do not change them.
+
+    Raises:
+        UserError: the file is damaged or has other objects; `named` starts the message.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except Exception as error:  # foreign bytes raise anything
+        reason = f"it is damaged or of another kind ({typed(error)[:200]})"
+        if (forbidden := re.search(r"GLOBAL (\S+)", str(error))) is not None:
+            reason = f"refused: it names {forbidden[1]}, which could run code (none was run)"
+        raise UserError(f"{named} cannot be loaded: {reason}", fix) from error
+
+
+def reject_sharded(state: Any, name: str = "the state") -> None:
+    """Reject sharded tensors: rank 0 would save only its own part.
+
+    Raises:
+        UserError: the state holds a sharded tensor; the message has its key.
+    """
+    for key, value in leaves(state, name):
+        # Recognise DTensor, ShardedTensor, … by module: importing the classes takes time.
+        kinds = type(value).__mro__ if isinstance(value, torch.Tensor) else ()
+        if any(kind.__module__.startswith("torch.distributed") for kind in kinds):
+            raise UserError(
+                f"{key} is a {type(value).__name__}, so each rank has only a part of it, but a "
+                "checkpoint holds whole tensors",
+                "train under parallelism=ddp, or return whole tensors from the model's "
+                "state_dict()",
+            )

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.manifest import MANIFEST, read_manifest
 from ddp_runner.checkpoint.model_file import fitting_tensors, read_export
-from ddp_runner.checkpoint.plain_data import load_plain_data
 from ddp_runner.checkpoint.store import (
     best_checkpoints,
     checkpoints_by_step,
-    first_whole,
+    first_undamaged,
     load_checkpoint,
+    load_plain_data,
     newest_first,
 )
 from ddp_runner.config.schema import RunConfig
@@ -74,7 +74,7 @@ def find_weights(
         if exported is not None:
             return exported
     fix = "call run.export in its loop" if has_own_loop else "name another run"
-    for is_last_try in (*[False] * (TRIES - 1), True):
+    for tries_left in reversed(range(TRIES)):
         path = find_checkpoint(run_dir.checkpoints, asked, settings=settings, log=log)
         if path is None:
             raise UserError(
@@ -86,7 +86,7 @@ def find_weights(
             tensors = read_model(path, is_average=is_average, fix=fix)
             return Weights(tensors, read_manifest(path).step, path, is_average)
         except UserError:
-            if path.exists() or is_last_try:  # else the live run has deleted it
+            if path.exists() or not tries_left:  # else the live run has deleted it
                 raise
     raise AssertionError("the last try returns or raises")
 
@@ -113,7 +113,7 @@ def find_checkpoint(
     ranking, monitor = list[Path](), settings.monitor
     if asked == "best" and monitor is not None:
         ranking = best_checkpoints(folder, monitor=monitor, mode=settings.mode, log=log)
-    return first_whole(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
+    return first_undamaged(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
 
 
 def read_model(path: Path, *, is_average: bool, fix: str) -> Mapping[str, Tensor]:

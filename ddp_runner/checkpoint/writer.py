@@ -14,8 +14,9 @@ from torch import Tensor
 from ddp_runner.checkpoint.store import retain, save_checkpoint
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.device import has_streams, synchronize
-from ddp_runner.errors import UserError
 from ddp_runner.host.wire import Wire
+
+Source = tuple[torch.device, int, int]  # of a copied storage: its device, address and bytes
 
 
 class CheckpointWriter:
@@ -78,11 +79,10 @@ class CheckpointWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            self.wait()
-        except (UserError, TypeError) as save_error:
             if error is None:
-                raise
-            self._log(f"in addition, {save_error}")  # raise the error that ended the run
+                self.wait()
+            elif self._pending is not None and (failure := self._pending.exception()) is not None:
+                self._log(f"in addition, {failure}")  # the error that ended the run is raised
         finally:
             self._thread.shutdown()
 
@@ -99,7 +99,7 @@ class Stager:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[Any, Tensor] = {}
+        self._memory: dict[Source, Tensor] = {}
 
     def stage(self, state: dict[str, Any], copies: Container[int] = ()) -> dict[str, Any]:
         """Return a copy that shares no memory with the state, and overwrite the previous copy.
@@ -128,7 +128,7 @@ class Stager:
         return staged
 
     @torch.no_grad()
-    def _copy_tensor(self, tensor: Tensor, before: dict[Any, Tensor]) -> Tensor:
+    def _copy_tensor(self, tensor: Tensor, before: dict[Source, Tensor]) -> Tensor:
         source = tensor.untyped_storage()
         key = (tensor.device, source.data_ptr(), source.nbytes())
         if key not in self._memory:

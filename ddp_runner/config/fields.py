@@ -26,6 +26,7 @@ class Rule:
     above: float | None = None
     least: float | None = None
     most: float | None = None
+    below: float | None = None
     choices: tuple[str | None, ...] = ()  # for a list: the choices for each item
     check: Callable[[Any], object] | None = None  # raises a UserError
     packages: Mapping[str, str] = field(default_factory=dict)  # choice -> the package it needs
@@ -97,7 +98,7 @@ def validate_value(name: str, value: Any, rule: Rule) -> None:
             hint = f"; did you mean {match}?" if match else ""
             among = "among" if isinstance(value, list) else "one of"
             raise UserError(f"{name} ({in_yaml(item)}) must be {among} {', '.join(choices)}{hint}")
-    if value is not None and (rule.above, rule.least, rule.most) != (None, None, None):
+    if value is not None and (rule.above, rule.least, rule.most, rule.below) != (None,) * 4:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UserError(f"{name} ({in_yaml(value)}) must be a number")
         if rule.above is not None and not value > rule.above:
@@ -106,5 +107,7 @@ def validate_value(name: str, value: Any, rule: Rule) -> None:
             raise UserError(f"{name} ({value}) must be {rule.least} or greater")
         if rule.most is not None and value > rule.most:
             raise UserError(f"{name} ({value}) must be {rule.most} or less")
+        if rule.below is not None and not value < rule.below:
+            raise UserError(f"{name} ({value}) must be less than {rule.below}")
     if rule.check is not None:
         rule.check(value)

@@ -66,6 +66,7 @@ def _kind_words(key: Key) -> str:
     words += [f"greater than {rule.above}"] if rule.above is not None else []
     words += [f"{rule.least} or greater"] if rule.least is not None else []
     words += [f"{rule.most} or less"] if rule.most is not None else []
+    words += [f"less than {rule.below}"] if rule.below is not None else []
     words += ["or null"] if plain is not key.kind else []
     return ", ".join(words)
 

@@ -86,16 +86,23 @@ def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
         )
 
 
+def validate_warmup(warmup: int, *, total_steps: int) -> None:
+    """Reject a warm-up that does not fit in the run."""
+    if not 0 <= warmup <= total_steps:
+        raise UserError(
+            f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps "
+            f"({total_steps})",
+            "shorten the warm-up or train longer",
+        )
+
+
 def validate_steps(config: RunConfig) -> None:
     """Reject a warm-up or a profile beyond the end of a run with a resolved batch."""
     warmup, steps = config.scheduler.get("warmup_steps"), known_steps(config)
     if steps is None or config.task in INFERENCE:
         return
-    if isinstance(warmup, int) and warmup > steps:
-        raise UserError(
-            f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps ({steps})",
-            "shorten the warm-up or train longer",
-        )
+    if isinstance(warmup, int):
+        validate_warmup(warmup, total_steps=steps)
     profile = config.train.profile
     if profile is None or config.task != "train":
         return

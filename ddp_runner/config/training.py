@@ -51,13 +51,6 @@ def _validate_step(step: object) -> None:
         )
 
 
-def _validate_decay(decay: float) -> None:
-    if not 0 <= decay < 1:
-        raise UserError(
-            f"ema.decay ({decay:g}) must be 0 or greater and less than 1", "write 0.999"
-        )
-
-
 @dataclass
 class BatchConfig:
     """Set either global_size or per_rank; the other follows from it."""
@@ -174,7 +167,8 @@ class EmaConfig:
     decay: float | None = key(
         None,
         "part of the average that a step keeps, such as 0.999; null: off",
-        check=_validate_decay,
+        least=0,
+        below=1,
     )
     evaluate: bool = key(True, "evaluate and export the average instead of the trained weights")
 

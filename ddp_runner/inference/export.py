@@ -9,7 +9,7 @@ from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.start_block import shown_path
-from ddp_runner.train.programs import export_programs
+from ddp_runner.train.best_model import export_programs
 
 
 def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:

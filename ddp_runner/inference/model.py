@@ -37,7 +37,7 @@ from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.start_block import count_of
 from ddp_runner.train.build_model import place_alone, place_model
 from ddp_runner.train.build_state import build_work
-from ddp_runner.train.work import Work, forward
+from ddp_runner.train.state import Work, forward
 
 # Groups of a run's config that do not affect its model.
 UNUSED = ("trackers", "metrics", "loop", "optimizer", "scheduler", "dataset", "launch", "sweep")

@@ -21,7 +21,7 @@ from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.tracking.run_record import write_run_record
 from ddp_runner.tracking.start_block import shown_path
 from ddp_runner.train.evaluation import together
-from ddp_runner.train.work import forward
+from ddp_runner.train.state import forward
 
 
 class _StoppedError(Exception):

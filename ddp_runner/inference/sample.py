@@ -22,7 +22,7 @@ from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import derive
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import shown_path
-from ddp_runner.train.work import autocast
+from ddp_runner.train.state import autocast
 
 FILE = "sample.txt"
 DEFAULT_PROMPT = "\n"

@@ -129,10 +129,10 @@ class Evaluation:
         results = dict[str, float]()
         for name, metric in self._metrics.items():
             with _named(name, metric, "cannot merge the object of another rank"):
-                whole = merged(metric, [states[name] for states in by_rank], self._device)
+                total = merged(metric, [states[name] for states in by_rank], self._device)
             after = " after its merge" if len(by_rank) > 1 else ""
             with _named(name, metric, f"cannot be computed{after}", kind=ComputeError):
-                value = whole.compute()
+                value = total.compute()
             fix = "return a number, a vector of numbers, or a mapping from names to numbers"
             with _named(name, metric, f"computes {shape_of(value)}", fix):
                 results |= _numbers(name, value)
@@ -194,10 +194,10 @@ def merged(metric: Metric, by_rank: Sequence[bytes], device: torch.device) -> An
         for part, part_states in zip(parts, zip(*states, strict=True), strict=True):
             _merge(part, part_states)
         return metric
-    whole = states[0]
+    total = states[0]
     for other in states[1:]:
-        whole.merge(other)
-    return whole
+        total.merge(other)
+    return total
 
 
 def _fresh(metric: Metric, device: torch.device) -> Any:

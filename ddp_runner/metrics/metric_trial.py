@@ -29,20 +29,20 @@ def try_metrics(
     names, undetermined = set[str](), set[str]()
     for name, metric in metrics.items():
         first, second = batches
-        single_rank = [[first, second, second]]
+        one_rank = [[first, second, second]]
         try:
-            whole = _simulated(name, metric, single_rank, device)
+            single = _simulated(name, metric, one_rank, device)
         except ComputeError:  # such as a correlation, which needs more samples
             undetermined.add(name)
             continue
-        names |= whole.keys()
+        names |= single.keys()
         parts = _simulated(name, metric, [[], [first], [], [second, second]], device)
-        key = _differing(whole, parts, like=first[0])
-        repeated = _simulated(name, metric, single_rank, device) if key else {}
-        if key and not _differing(whole, repeated, like=first[0]):
+        key = _differing(single, parts, like=first[0])
+        repeated = _simulated(name, metric, one_rank, device) if key else {}
+        if key and not _differing(single, repeated, like=first[0]):
             raise UserError(
                 f"{title(name, metric)} depends on the number of ranks: {key} is "
-                f"{whole.get(key, math.nan):.6g} in one object and {parts.get(key, math.nan):.6g} "
+                f"{single.get(key, math.nan):.6g} in one object and {parts.get(key, math.nan):.6g} "
                 "merged from several",
                 "correct its merge(self, other), which must add everything in the other",
             )
@@ -55,20 +55,22 @@ def _simulated(
     """Return the results of a metric over simulated ranks with these batches."""
     states = []
     for batches in by_rank:
-        rank = Evaluation({name: metric}, device=device)  # keeps only 1: it may hold a network
+        rank = Evaluation(
+            {name: metric}, device=device
+        )  # one at a time: a metric may hold a network
         for outputs, targets in batches:
             rank.update(outputs, targets)
         states.append(rank.packed())
     return rank.over(states)
 
 
-def _differing(whole: Mapping[str, float], parts: Mapping[str, float], *, like: Any) -> str | None:
+def _differing(single: Mapping[str, float], parts: Mapping[str, float], *, like: Any) -> str | None:
     """Return the first name with a difference above the rounding of outputs like these."""
     tensor, rounding = first_tensor(like), 1e-3  # far above the rounding of float32
     if tensor is not None and tensor.is_floating_point():
         rounding = max(rounding, 8 * torch.finfo(tensor.dtype).eps)
-    for key in [*whole, *parts]:
-        expected, value = whole.get(key, math.nan), parts.get(key, math.nan)
+    for key in [*single, *parts]:
+        expected, value = single.get(key, math.nan), parts.get(key, math.nan)
         if not np.isclose(value, expected, rtol=rounding, atol=1e-6, equal_nan=True):
             return key
     return None

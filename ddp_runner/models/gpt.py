@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 INIT_STD = 0.02  # as in GPT-2
 ROTARY_BASE = 10_000.0
-FEEDFORWARD_MULTIPLE = 64  # GPUs multiply matrices of such sizes faster
+FEEDFORWARD_MULTIPLE = 64  # GPUs multiply faster if it divides a matrix's size
 
 
 class ResidualLinear(nn.Linear):

@@ -1,9 +1,10 @@
 """The log of a user's own loop: rank 0's metrics, images and speed."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -71,12 +72,11 @@ class OwnRecords(Records):
         for name, value in values.items():
             if name in LINE_FIELDS:
                 raise UserError(f"run.log: {name} is a field of each line", "give another name")
-            try:
-                numbers[name] = number(value)
-            except (TypeError, ValueError, RuntimeError) as error:
+            if not isinstance(value, SupportsFloat) or math.prod(getattr(value, "shape", ())) != 1:
                 raise UserError(
                     f"run.log: {name} is {shape_of(value)}, not a single number", "reduce it first"
-                ) from error
+                )
+            numbers[name] = number(value)
         if step != self._metrics_step:  # a checkpoint keeps only the metrics of its own step
             self._metrics, self._metrics_step = {}, step
         self._metrics |= numbers

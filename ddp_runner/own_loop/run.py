@@ -245,8 +245,8 @@ class Run:
         if self._records is None:  # log may run on a single rank, restore is a collective
             raise UserError(
                 "the loop began without run.restore",
-                "call it before the loop, with the objects to "
-                "save, as in step = run.restore(model=model), or with nothing",
+                "call it before the loop, with the objects to save, as in "
+                "step = run.restore(model=model), or with nothing",
             )
         self._step = self._step if step is None else step
         return self._records

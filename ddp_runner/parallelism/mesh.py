@@ -23,9 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.freed_memory import return_freed_memory
-from ddp_runner.parallelism.initial_weights import initialise
 from ddp_runner.parallelism.mode import Layout, local_engine, no_wrapper
-from ddp_runner.parallelism.module_names import blocks_of
+from ddp_runner.parallelism.modules import blocks_of, initialise
 from ddp_runner.parallelism.tensor_parallel import split_layers
 
 
@@ -124,20 +123,18 @@ class Mesh:
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.data = tensor.data.contiguous()  # as FSDP requires
                 dist.broadcast(tensor.data, src=0)  # each rank keeps a part of the same values
-        if "tensor" in (mesh.mesh_dim_names or ()):
+        axes = mesh.mesh_dim_names or ()
+        if "tensor" in axes:
             split_layers(
                 module, mesh["tensor"], self.plan, is_sequence_split=self.sequence_parallel
             )
-        if "shard" in (mesh.mesh_dim_names or ()):
+        if "shard" in axes:
             self._shard(module, mesh, devices[0])
         if is_meta:
             module.to_empty(device="cpu" if self.cpu_offload else devices[0])
             initialise(module)
-        if isinstance(module, FSDPModule):
-            groups = [mesh[axis].get_group() for axis in _data_axes(mesh)]
-            for scalar in filter(_is_scalar, module.parameters()):
-                if scalar.requires_grad:
-                    scalar.register_post_accumulate_grad_hook(partial(_average, groups=groups))
+        if "shard" in axes:
+            _average_scalars(module, mesh)
         return module
 
     @contextmanager
@@ -220,6 +217,14 @@ def _data_axes(mesh: DeviceMesh) -> tuple[str, ...]:
 def _is_scalar(parameter: nn.Parameter) -> bool:
     """Return whether a parameter has no dimensions, so that FSDP2 cannot shard it."""
     return not parameter.ndim
+
+
+def _average_scalars(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let each backward average the gradients of scalar parameters, which FSDP2 ignores."""
+    groups = [mesh[axis].get_group() for axis in _data_axes(mesh)]
+    for scalar in filter(_is_scalar, module.parameters()):
+        if scalar.requires_grad:
+            scalar.register_post_accumulate_grad_hook(partial(_average, groups=groups))
 
 
 def _average(parameter: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> None:

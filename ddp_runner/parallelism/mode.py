@@ -8,13 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Status
+
+StateT = TypeVar("StateT")  # a ``TrainState``, which this package must not import
+BatchT = TypeVar("BatchT")  # this rank's ``StepBatch``
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,18 @@ class Sums:
     grad_norm: Tensor | None = None  # norm of the whole gradient before clipping, if computed
 
 
-class Engine(ABC):
-    """Computes a rank's steps. `state` is a TrainState, which this package does not import."""
+class Engine(ABC, Generic[StateT, BatchT]):
+    """Computes a rank's steps."""
 
     @abstractmethod
-    def backward(self, state: Any, batch: Any) -> Sums:
-        """Leave a step's gradients, averaged over the shares, in the module. Collective.
-
-        `batch` is this rank's ``StepBatch``.
-        """
+    def backward(self, state: StateT, batch: BatchT) -> Sums:
+        """Leave a step's gradients, averaged over the shares, in the module. Collective."""
 
     def may_stop(self, is_asked: bool) -> bool:
         """Return whether the loop stops now; `is_asked`: a stop was requested."""
         return is_asked
 
-    def serve(self, state: Any) -> Status | None:
+    def serve(self, state: StateT) -> Status | None:
         """Compute for another rank's loop until the run ends, and return its status.
 
         None: this rank runs the loop.
@@ -78,7 +78,7 @@ class Engine(ABC):
         """Return the mode's metrics of the steps since the last call."""
         return {}
 
-    def close(self, status: Status) -> None:  # noqa: B027, most modes have no other ranks
+    def close(self, status: Status) -> None:
         """Tell the ranks outside the loop the run's status."""
 
 
@@ -98,7 +98,7 @@ class Mode(Protocol):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward does not reduce this rank's gradients."""
 
-    def engine(self, state: Any, local: Engine) -> Engine:
+    def engine(self, state: StateT, local: Engine[StateT, BatchT]) -> Engine[StateT, BatchT]:
         """Return this rank's engine. Collective: every rank must call.
 
         It is called once, after a checkpoint has been loaded and before the first step. `local`
@@ -111,7 +111,7 @@ def one_share_each(env: DistEnv) -> Layout:
     return Layout(share=env.rank, num_shares=env.world_size, env=env)
 
 
-def local_engine(state: Any, local: Engine) -> Engine:
+def local_engine(state: StateT, local: Engine[StateT, BatchT]) -> Engine[StateT, BatchT]:
     """Return the local engine: the mode's backward reduces gradients if necessary."""
     return local
 

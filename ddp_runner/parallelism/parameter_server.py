@@ -63,7 +63,7 @@ class ParameterServer:
             return Layout(0, num_shares, alone, computes_batches=False)
         return Layout((env.rank - 1) % num_shares, num_shares, env, runs_loop=False)
 
-    def engine(self, state: Any, local: Engine) -> "Server | Trainer":
+    def engine(self, state: Any, local: Engine[Any, Any]) -> "Server | Trainer":
         """Return the server, or a trainer. Collective: every rank must call."""
         seconds = state.work.config.backend.timeout_s
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
@@ -73,10 +73,10 @@ class ParameterServer:
         return Trainer(local, group)
 
 
-class Trainer(Engine):
+class Trainer(Engine[Any, Any]):
     """Computes gradients for the server; see ``Engine``."""
 
-    def __init__(self, local: Engine, group: dist.ProcessGroup) -> None:
+    def __init__(self, local: Engine[Any, Any], group: dist.ProcessGroup) -> None:
         self._local, self._group = local, group
 
     def backward(self, state: Any, batch: Any) -> Sums:
@@ -114,7 +114,7 @@ class Trainer(Engine):
             pushed_at = time.perf_counter()
 
 
-class Server(Engine):
+class Server(Engine[Any, Any]):
     """Collects gradients from all trainers or from any; see ``Engine``."""
 
     def __init__(self, state: Any, group: dist.ProcessGroup, *, waits_for_all: bool) -> None:

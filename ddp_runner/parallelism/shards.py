@@ -7,7 +7,7 @@ identifies them, and a run without shards does not import it.
 import copy
 from collections.abc import Iterable, Mapping
 from operator import is_
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from ddp_runner.device import values_of
 from ddp_runner.errors import UserError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 def reshard(module: nn.Module) -> None:
     """Free parameters that a forward without a backward has left gathered under FSDP2."""
@@ -25,7 +28,7 @@ def reshard(module: nn.Module) -> None:
             cast(Any, part).reshard()
 
 
-def is_shard(value: object) -> bool:
+def is_shard(value: object) -> "TypeGuard[DTensor]":
     """Return whether a value is a sharded tensor."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
 
@@ -35,7 +38,7 @@ def has_shards(module: nn.Module) -> bool:
     return any(map(is_shard, module.parameters()))
 
 
-def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: object) -> None:
+def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: str) -> None:
     """Let an optimizer, built from `keys`, step parameters that may be sharded.
 
     Raises:
@@ -66,19 +69,19 @@ def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: ob
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; the tensor itself if it is not split."""
-    return cast(Any, tensor).to_local() if is_shard(tensor) else tensor
+    return tensor.to_local() if is_shard(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor. Collective if it is split."""
-    return cast(Any, tensor).full_tensor() if is_shard(tensor) else tensor
+    return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 def redistribute_like(value: Tensor, reference: Tensor) -> Tensor:
     """Return a tensor split as the reference is. Collective if its layout changes."""
-    if not is_shard(reference):
-        return value
-    return cast(Tensor, cast(Any, value).redistribute(placements=cast(Any, reference).placements))
+    if is_shard(reference) and is_shard(value):
+        return value.redistribute(placements=reference.placements)
+    return value
 
 
 def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
@@ -101,7 +104,7 @@ def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
         return state if all(map(is_, items, state)) else items
     if not is_shard(state):
         return state
-    full = whole(state.detach())
+    full = full_tensor(state.detach())
     if not keep:
         return None
     full, source = full.cpu(), own_part(state).untyped_storage()
@@ -113,15 +116,12 @@ def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
 
 def shard_like(value: Tensor, reference: Tensor) -> Tensor:
     """Return a whole tensor split as the reference is."""
-    if not is_shard(reference) or is_shard(value):
+    if is_shard(value) or not is_shard(reference):
         return value
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
-    assert isinstance(reference, DTensor)
-    mesh = reference.device_mesh
-    return distribute_tensor(
-        value.to(mesh.device_type), mesh, reference.placements, src_data_rank=None
-    )
+    mesh, placements = reference.device_mesh, reference.placements
+    return distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
 
 
 @torch.no_grad()

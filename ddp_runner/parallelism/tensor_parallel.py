@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism.module_names import matched
+from ddp_runner.parallelism.modules import matched
 from ddp_runner.seeds import seed_all
 
 WHOLE, SPLIT = Replicate(), Shard(1)  # of activations (batch, length, features)
@@ -70,7 +70,7 @@ class _RankNumbers:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._rank = mesh.get_local_rank()
-        self._seed: int | None = None  # the ranks' common seed after the part
+        self._seed: int | None = None  # for all ranks, once the part has ended
 
     def begin(self, *_: Any) -> None:
         """Reset the seed: an earlier forward may have ended inside the part."""
@@ -152,8 +152,8 @@ class _Gather(ParallelStyle):
         has_parameters = any(True for _ in module.parameters(recurse=False))
 
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            whole = _redistribute(args[0], mesh, self._placement, WHOLE)
-            return whole.to_local() if has_parameters else whole, *args[1:]
+            first = _redistribute(args[0], mesh, self._placement, WHOLE)
+            return first.to_local() if has_parameters else first, *args[1:]
 
         module.register_forward_pre_hook(gather)
         return module

@@ -1,24 +1,45 @@
-"""Exports the best model of a completed run, and evaluates it on request."""
+"""Exports the best model of a completed run, also as a program that runs without Python code.
 
-from collections.abc import Callable, Mapping
+Sources: https://docs.pytorch.org/docs/stable/export.html and
+https://docs.pytorch.org/docs/stable/onnx_export.html
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only  # as torch.export itself does
 
 from ddp_runner.checkpoint.manifest import read_manifest
-from ddp_runner.checkpoint.model_file import fitting_tensors
+from ddp_runner.checkpoint.model_file import fitting_tensors, load_tensors
 from ddp_runner.checkpoint.store import best_checkpoints
 from ddp_runner.checkpoint.weights import read_model
-from ddp_runner.errors import UserError
-from ddp_runner.files import json_safe
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.data.dataset import Dataset
+from ddp_runner.data.splits import NUM_FIRST
+from ddp_runner.data.trees import tensors_of
+from ddp_runner.errors import UserError, os_errors, typed
+from ddp_runner.files import json_safe, temp_folder_in
 from ddp_runner.parallelism.shards import gathered, send_module
 from ddp_runner.rank.records import Records
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import add_warning
+from ddp_runner.train.build_model import place_alone
+from ddp_runner.train.build_state import build_step
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.programs import export_programs
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.step import StepFunction
+
+FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
+MAX_REASON = 200  # characters of an error of torch's exporter, which may fill a page
+CPU = torch.device("cpu")
+MAX_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; more go to a second file
 
 
 class _Model(NamedTuple):
@@ -59,23 +80,31 @@ def export_best(
     records.logger.exported(best.step, best.metrics)
     records.export(best.state, step=best.step, metrics=best.metrics, is_average=is_average)
     if settings.export:
-        try:
-            files = export_programs(
-                work.config,
-                work.dataset,
-                arguments=work.dataset.model_arguments,
-                tensors=best.state,
-                samples=state.first().data,
-                folder=run_dir.path,
-            )
-            log(f"exported {', '.join(path.name for path in files)}")
-        except UserError as error:  # many models cannot be traced; the training is complete
-            add_warning(run_dir, str(error))
-            log(f"warning: {error}")
+        _try_programs(state, run_dir, best, log=log)
     if settings.monitor is not None:
         score = json_safe(best.metrics.get(settings.monitor))
         value = "not finite" if score is None else f"{score:.4f}"
         log(f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}")
+
+
+def _try_programs(
+    state: TrainState, run_dir: RunDir, best: _Model, *, log: Callable[[str], None]
+) -> None:
+    """Export the programs of ``checkpoint.export``, or warn: many models cannot be traced."""
+    work = state.work
+    try:
+        files = export_programs(
+            work.config,
+            work.dataset,
+            arguments=work.dataset.model_arguments,
+            tensors=best.state,
+            samples=state.first().data,
+            folder=run_dir.path,
+        )
+        log(f"exported {', '.join(path.name for path in files)}")
+    except UserError as error:  # the training is complete
+        add_warning(run_dir, str(error))
+        log(f"warning: {error}")
 
 
 def _best_model(
@@ -100,3 +129,114 @@ def _best_model(
             log(f"{error}; trying the next best checkpoint")
     log(f"no valid checkpoint has a finite {settings.monitor}; exporting the last model")
     return last
+
+
+def export_programs(
+    config: RunConfig,
+    dataset: Dataset,
+    *,
+    arguments: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    samples: Any,
+    folder: Path,
+) -> list[Path]:
+    """Write the model in each format of ``checkpoint.export``, and return the files.
+
+    The programs are traced on the CPU and take any number of samples; texts may be of any length.
+    Rank 0 only.
+
+    Args:
+        config: of the run.
+        dataset: prepares the samples for the training step, which calls the model.
+        arguments: facts of the data that the model is built with.
+        tensors: the weights, a state_dict.
+        samples: a batch of ``NUM_FIRST``, as the split loads it.
+        folder: where the files go.
+
+    Raises:
+        UserError: torch cannot trace the model, or a file cannot be written.
+    """
+    module, step = place_alone(config, arguments, CPU), build_step(config, [CPU])
+    load_tensors(module, tensors, named="the exported model")
+    module.eval()
+    is_text = dataset.padding_id is not None or dataset.vocab_size is not None
+    written = []
+    for name in dict.fromkeys(config.checkpoint.export):
+        path = folder / FILES[name]
+        try:
+            with (
+                os_errors(f"{path} cannot be written"),
+                _quiet(),
+                torch.no_grad(),
+                temp_folder_in(folder, prefix=".export-") as temp,
+            ):
+                args, kwargs = _model_arguments(module, step, dataset.prepare(samples, CPU))
+                shapes = _dynamic_axes((args, kwargs), is_text=is_text)
+                program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+                _save(program, temp / path.name)
+                for file in temp.iterdir():  # large weights are in a second file
+                    written.append(file.replace(folder / file.name))
+        except Exception as error:  # torch raises many types for models that it cannot trace
+            if isinstance(error, UserError):
+                raise
+            reason = typed(error.__cause__ or error)[:MAX_REASON]
+            raise UserError(
+                f"checkpoint.export={name}: torch cannot make a program of "
+                f"model={config.model.get('name')} ({reason})",
+                "leave it out, or change the model: model.safetensors has the weights",
+            ) from error
+    return written
+
+
+def _model_arguments(
+    module: nn.Module, step: StepFunction, data: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of the training step's first call of the model.
+
+    The tensors are copied: a program would keep the strides of a slice.
+    """
+    calls = list[tuple[Any, dict[str, Any]]]()
+    record = module.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        step(module, data)
+    record.remove()
+    if not calls:
+        raise UserError(
+            "checkpoint.export: the training step calls parts of the model, not the model itself, "
+            "so there is no single program to export",
+            "leave it out",
+        )
+    copy = partial(torch.clone, memory_format=torch.contiguous_format)
+    args, kwargs = tree_map_only(Tensor, copy, calls[0])
+    return args, kwargs
+
+
+def _dynamic_axes(trees: Any, *, is_text: bool) -> torch.export.ShapesCollection:
+    """Return the axes of the tensors that may vary: the batch, and the length of texts."""
+    shapes = torch.export.ShapesCollection()
+    for _, tensor in tensors_of(trees):
+        if tensor.ndim and len(tensor) == NUM_FIRST:
+            axes = {0: torch.export.Dim.DYNAMIC}
+            if is_text and tensor.ndim > 1:
+                axes[1] = torch.export.Dim.DYNAMIC
+            shapes[tensor] = axes
+    return shapes
+
+
+def _save(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write a program in the format of the path's suffix."""
+    if path.suffix == ".pt2":
+        torch.export.save(program, path)
+        return
+    num_bytes = sum(tensor.nbytes for tensor in program.state_dict.values())
+    torch.onnx.export(program, f=path, external_data=num_bytes > MAX_INLINE, verbose=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the output and the warnings of torch's exporter in the block."""
+    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -14,9 +14,8 @@ from ddp_runner.data.trees import shape_of
 from ddp_runner.distributed import broadcast_tensors, gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.state import TrainState, restored_after
+from ddp_runner.train.state import TrainState, forward, restored_after
 from ddp_runner.train.step import modules_of, step_of
-from ddp_runner.train.work import forward
 
 Owners = dict[str, tuple[nn.Module, str]]  # by full name: a buffer's module and its name there
 

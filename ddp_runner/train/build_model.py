@@ -12,13 +12,12 @@ from ddp_runner.checkpoint.weights import Weights, load_weights
 from ddp_runner.config.instantiate import find, keywords, make
 from ddp_runner.config.schema import Config, RunConfig, mode_needs
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism.initial_weights import build_by_modules
 from ddp_runner.parallelism.mode import Mode
-from ddp_runner.parallelism.module_names import blocks_of
+from ddp_runner.parallelism.modules import blocks_of, build_by_modules
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.parallelism.single import Single
 from ddp_runner.train.optimizers import freeze
-from ddp_runner.train.work import Work
+from ddp_runner.train.state import Work
 
 
 def build_module(work: Work, *, weights: Weights | None) -> nn.Module:

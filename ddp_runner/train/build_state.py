@@ -29,14 +29,13 @@ from ddp_runner.rank.session import Session
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.build_model import build_module, place_model
 from ddp_runner.train.ema import Ema
-from ddp_runner.train.engine import LocalEngine
+from ddp_runner.train.loop import LocalEngine
 from ddp_runner.train.optimizers import build_optimizer
 from ddp_runner.train.schedules import build_schedule
 from ddp_runner.train.snapshot import saved_objects
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import TrainState, Work
 from ddp_runner.train.step import StepFunction
 from ddp_runner.train.step_timer import StepTimer
-from ddp_runner.train.work import Work
 
 
 def build_session_state(session: Session, config: RunConfig) -> TrainState:

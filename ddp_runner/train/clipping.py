@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.parallelism.shards import own_part, redistribute_like, whole
+from ddp_runner.parallelism.shards import full_tensor, own_part, redistribute_like
 from ddp_runner.train.state import TrainState
 
 SMALLEST_NORM = 1e-6  # torch's; a norm of 0 would divide by 0
@@ -23,7 +23,7 @@ def scale_and_clip(state: TrainState, factor: Tensor | None) -> Tensor | None:
     config, norm = state.work.config.train, None
     clips = config.clip_norm is not None or config.clip_value is not None
     if factor is None and not clips:
-        return None  # walking over the parameters of a small model is a tenth of its forward
+        return None  # visiting a small model's parameters takes a tenth of its forward's time
     parameters = list(state.module.parameters())
     if clips:
         state.scaler.unscale_(state.optimizer)
@@ -103,5 +103,5 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         if (grad := parameter.grad) is not None:
             dense = grad.coalesce().values() if grad.is_sparse else grad
             by_mesh[getattr(grad, "device_mesh", None)].append(dense)
-    norms = [whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+    norms = [full_tensor(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)

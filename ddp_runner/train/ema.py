@@ -32,7 +32,7 @@ class Ema:
         Args:
             module: the trained model.
             decay: weight of the previous average.
-            build: builds the model again: FSDP2 cannot copy a split model, nor torch every other.
+            build: builds the model again: not every model can be copied, and no model under FSDP2.
         """
         self._decay = decay
         self.averaged = AveragedModel(nn.Identity())

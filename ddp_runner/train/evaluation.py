@@ -17,12 +17,12 @@ from ddp_runner.distributed import (
     sum_over_ranks,
 )
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import classification_metrics, confusion_counts, reject_strays
 from ddp_runner.metrics.metric import Evaluation
+from ddp_runner.metrics.shipped import classification_metrics, confusion_counts, reject_strays
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.seeds import seed_all
+from ddp_runner.train.state import Work, forward
 from ddp_runner.train.step import StepOutput
-from ddp_runner.train.work import Work, forward
 
 
 @torch.no_grad()

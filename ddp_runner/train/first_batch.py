@@ -20,7 +20,7 @@ from ddp_runner.seeds import seed_all
 from ddp_runner.train.buffers import find_changing
 from ddp_runner.train.evaluation import has_classes, step_confusion
 from ddp_runner.train.same_data import agreed_samples, has_same_first_sample
-from ddp_runner.train.state import TrainState, restored_after
+from ddp_runner.train.state import TrainState, Work, forward, restored_after
 from ddp_runner.train.step import step_of, supervised
 from ddp_runner.train.step_trial import (
     Trial,
@@ -30,7 +30,6 @@ from ddp_runner.train.step_trial import (
     try_loss,
     try_step,
 )
-from ddp_runner.train.work import Work, forward
 
 
 def try_run(state: TrainState) -> tuple[KnownMetrics, list[str]]:

@@ -12,29 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_runner.config.monitors import ensure_monitored
-from ddp_runner.config.training import EarlyStopConfig
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
-from ddp_runner.parallelism.mode import Sums
+from ddp_runner.parallelism.mode import Engine, Sums
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.buffers import share_changing
 from ddp_runner.train.clipping import has_gradient, scale_and_clip, step_unless_overflowed
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.progress import (
-    count_evaluation,
-    early_stop_of,
-    evaluation_is_due,
-    is_due,
-    stop_reason,
-)
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.progress import count_evaluation, evaluation_is_due, is_due
+from ddp_runner.train.state import TrainState, forward
 from ddp_runner.train.step_metrics import ensure_tried, step_metrics
 from ddp_runner.train.torch_errors import torch_errors
-from ddp_runner.train.work import forward
 
 
 def train(
@@ -53,40 +45,17 @@ def train(
         UserError: the loss became NaN or infinite. All ranks raise at the same step.
     """
     work, progress, batches, timer = state.work, state.progress, state.batches, state.timer
-    config, checkpoint = work.config.train, work.config.checkpoint
-    early_stop = early_stop_of(work.config.early_stop, work.metrics)
-    monitors_training = not (checkpoint.monitor or "eval/").startswith("eval/")
-    vote = StopVote(work.group)
-
-    def is_over() -> bool:
-        return state.is_done or stop_reason(progress, early_stop) is not None
-
-    def checkpoint_is_due() -> bool:
-        every_steps, every_epochs = checkpoint.every_steps, checkpoint.every_epochs
-        return is_due(batches, progress, every_steps=every_steps, every_epochs=every_epochs)
-
-    def evaluate_and_save() -> None:
-        if is_evaluated := progress.owes_evaluation:
-            vote.settle()  # before loader processes are forked
-            _evaluate(state, early_stop, logger)
-        if is_saved := is_over() or checkpoint_is_due():
-            save()
-        if epoch_ended := batches.step == 0:
-            vote.settle()
-        if is_evaluated or epoch_ended:
-            state.model.train()
-        if is_evaluated or is_saved or epoch_ended:
-            timer.restart()
-        timer.mark(None)
-
+    config, vote = work.config.train, StopVote(work.group)
+    monitors_training = not (work.config.checkpoint.monitor or "eval/").startswith("eval/")
     state.model.train()
     timer.restart()
     if progress.owes_evaluation:  # the run was stopped after a step, before its evaluation
-        evaluate_and_save()
+        _evaluate_and_save(state, vote, save=save, logger=logger)
     steps = iter(batches)
-    while not is_over():
+    while not state.has_ended:
         batch = next(steps)
         timer.mark(StepPart.DATA)
+        # The last group has the optimizer's own rate; the groups of params.groups come first.
         lr = state.optimizer.param_groups[-1]["lr"]
         sums = train_step(state, batch)
         progress.step += 1
@@ -95,21 +64,47 @@ def train(
         logger.step_done(step=progress.step, epoch=batches.epoch_number)
         if progress.step == 1:
             _log_first_loss(state, sums, logger)
-        is_last = is_over()
-        needs_monitor = monitors_training and checkpoint_is_due()
+        is_last = state.has_ended
+        needs_monitor = monitors_training and _checkpoint_is_due(state)
         if is_last or needs_monitor or progress.step % config.log_every_steps == 0:
             progress.metrics |= step_metrics(state, sums, lr=lr)
             ensure_monitored(work.config, progress.metrics, part="train")
             logger.log(progress.metrics, step=progress.step, epoch=batches.epoch_number)
         state.profiler.step_done(progress.step)
-        progress.owes_evaluation = evaluation_is_due(batches, progress, config, is_over=is_last)
+        progress.owes_evaluation = evaluation_is_due(batches, progress, config, is_last=is_last)
         # After the last step only the evaluation remains, and stopping would delay it.
         if not is_last and state.engine.may_stop(vote.agreed(stop_requested())):
             save()
             return Status.PREEMPTED
-        evaluate_and_save()
+        _evaluate_and_save(state, vote, save=save, logger=logger)
     vote.settle()
     return Status.COMPLETED
+
+
+def _evaluate_and_save(
+    state: TrainState, vote: StopVote, *, save: Callable[[], None], logger: Logger
+) -> None:
+    """Evaluate and save if that is due after the last step. Collective: every rank must call."""
+    is_evaluated, epoch_ended = state.progress.owes_evaluation, state.batches.step == 0
+    if is_evaluated or epoch_ended:
+        vote.settle()  # before loader processes are forked
+    if is_evaluated:
+        _evaluate(state, logger)
+    # The evaluation may end the run early.
+    if is_saved := state.has_ended or _checkpoint_is_due(state):
+        save()
+    if is_evaluated or epoch_ended:
+        state.model.train()
+    if is_evaluated or is_saved or epoch_ended:
+        state.timer.restart()
+    state.timer.mark(None)
+
+
+def _checkpoint_is_due(state: TrainState) -> bool:
+    """Return whether ``checkpoint.every_steps`` or ``every_epochs`` asks for a save here."""
+    config = state.work.config.checkpoint
+    every_steps, every_epochs = config.every_steps, config.every_epochs
+    return is_due(state.batches, state.progress, every_steps=every_steps, every_epochs=every_epochs)
 
 
 def _log_first_loss(state: TrainState, sums: Sums, logger: Logger) -> None:
@@ -204,7 +199,7 @@ def token_factor(
     return batch.global_count / torch.where(num_tokens > 0, num_tokens, 1.0)
 
 
-def _evaluate(state: TrainState, early_stop: EarlyStopConfig, logger: Logger) -> None:
+def _evaluate(state: TrainState, logger: Logger) -> None:
     """Evaluate, log the results and count them for early stopping."""
     work, progress = state.work, state.progress
     logger.evaluating()
@@ -213,6 +208,31 @@ def _evaluate(state: TrainState, early_stop: EarlyStopConfig, logger: Logger) ->
     ensure_monitored(work.config, results, part="eval")
     progress.metrics |= results
     state.schedule.evaluated(results)
-    count_evaluation(progress, early_stop, results)
+    count_evaluation(progress, state.early_stop, results)
     epoch = state.batches.epoch_number
     logger.log(results, step=progress.step, epoch=epoch, confusion=confusion)
+
+
+class LocalEngine(Engine[TrainState, StepBatch]):
+    """Computes this rank's share of a step."""
+
+    def backward(self, state: TrainState, batch: StepBatch) -> Sums:
+        """Accumulate over the micro-batches and reduce with the last micro-batch. Collective.
+
+        Raises:
+            UserError: DDP waits for gradients of parameters that the loss does not depend on, or
+                the mode does not support sparse gradients.
+        """
+        mode = f"parallelism={state.work.config.parallelism.get('name')}"
+        with torch_errors(state, mode, dense="parallelism=ddp"):
+            return accumulate_gradients(state, batch)
+
+
+def engage(state: TrainState) -> Status | None:
+    """Let the state's mode compute its steps from here on. Collective: every rank must call.
+
+    Returns:
+        How the run ended, if this rank served the loop until the end; None if it runs the loop.
+    """
+    state.engine = state.work.mode.engine(state, LocalEngine())
+    return state.engine.serve(state)

@@ -6,7 +6,7 @@ The config selects parameters by shell patterns that match the whole dotted name
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,7 +35,7 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     keys, params = config.optimizer, config.params
     name = f"optimizer={keys.get('name')} ({keys['_target_']})"
     factory = find(keys["_target_"], key="optimizer._target_", allowed=config.allowed_targets)
-    argument: object
+    argument: nn.Module | Iterable[Any]
     if next(iter(inspect.signature(factory).parameters), None) == MODULE:
         if params.groups or params.no_decay:
             raise UserError(
@@ -59,7 +59,7 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     return optimizer
 
 
-def optimizer_of(config: RunConfig, argument: object) -> Optimizer:
+def optimizer_of(config: RunConfig, argument: nn.Module | Iterable[Any]) -> Optimizer:
     """Return the config's optimizer of its first argument: parameters, groups of them, a module.
 
     Raises:
@@ -67,7 +67,7 @@ def optimizer_of(config: RunConfig, argument: object) -> Optimizer:
     """
     keys, allowed = config.optimizer, config.allowed_targets
     optimizer: Optimizer = make("optimizer", keys, argument, kind=Optimizer, allowed=allowed)
-    fit_optimizer(optimizer, keys, config.parallelism.get("name"))
+    fit_optimizer(optimizer, keys, config.parallelism["name"])
     return optimizer
 
 

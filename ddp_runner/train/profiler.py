@@ -78,7 +78,7 @@ class Profiler:
         self._first, self._last = max(steps[0], done + 1), steps[-1]
         self._done, self._device = done, device
         self._restart_timer, self._log, self._warn = restart_timer, log, warn
-        self._is_over = self._has_history = False
+        self._is_finished = self._has_history = False
         # Otherwise Kineto prints to stderr that a trace begins, and that there is no GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._tracer = profile(
@@ -97,7 +97,7 @@ class Profiler:
     @property
     def is_slow(self) -> bool:
         """Whether tracing slows this step; torch prepares in the step before the first."""
-        return not self._is_over and self._first - 1 <= self._done + 1 <= self._last
+        return not self._is_finished and self._first - 1 <= self._done + 1 <= self._last
 
     def __enter__(self) -> Self:
         self._tracer.start()
@@ -105,7 +105,7 @@ class Profiler:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[1] is None and not self._is_over:
+        if error[1] is None and not self._is_finished:
             self._finish()
         elif self._has_history and isinstance(error[1], torch.OutOfMemoryError):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class Profiler:
 
     def step_done(self, step: int) -> None:
         """End a step; after the last step, write the files."""
-        if self._is_over:
+        if self._is_finished:
             return
         self._done = step
         if step == self._last:
@@ -131,7 +131,7 @@ class Profiler:
     def _finish(self) -> None:
         """Stop tracing and write the files."""
         self._tracer.stop()
-        self._is_over = True
+        self._is_finished = True
         if self._done < self._first:
             self._warn(
                 f"train.profile={self._setting} traced nothing: this run ends at step "

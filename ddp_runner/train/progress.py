@@ -94,11 +94,11 @@ def is_due(
 
 
 def evaluation_is_due(
-    batches: Batches, progress: Progress, config: TrainConfig, *, is_over: bool
+    batches: Batches, progress: Progress, config: TrainConfig, *, is_last: bool
 ) -> bool:
-    """Return whether to evaluate after the last step: also at the end, if the run evaluates."""
+    """Return whether to evaluate after a step: also after the last, if the run evaluates."""
     by_steps, by_epochs = config.eval_every_steps, config.eval_every_epochs
-    if is_over:
+    if is_last:
         return bool(by_steps or by_epochs)
     return is_due(batches, progress, every_steps=by_steps, every_epochs=by_epochs)
 

@@ -41,13 +41,21 @@ def agreed_samples(dataset: Dataset) -> Samples:
     }
     by_rank = gather_objects((own_samples, random_splits))
     samples = dict(by_rank[0][0])
-    # Samples that differ at each loading cannot be compared.
+    # Samples that differ each time they are loaded cannot be compared.
     samples |= {name: {} for _, names in by_rank for name in names}
     for rank, (rank_samples, _) in enumerate(by_rank):
         for name, split in splits.items():
             if samples[name] and not are_same(rank_samples[name], samples[name]):
                 raise UserError(_mismatch(dataset, name, split, rank))
-    train, evaluation = (inputs_of(data[0]) if data else None for data in loaded.values())
+    _validate_normalisation(dataset, *loaded.values())
+    return samples
+
+
+def _validate_normalisation(
+    dataset: Dataset, train_data: Sequence[Any], eval_data: Sequence[Any]
+) -> None:
+    """Reject a dataset of which only one split is normalised; the data may be empty."""
+    train, evaluation = (inputs_of(data[0]) if data else None for data in (train_data, eval_data))
     are_pixels = {getattr(inputs, "dtype", None) == torch.uint8 for inputs in (train, evaluation)}
     if dataset.mean is not None and evaluation is not None and len(are_pixels) == 2:
         raise UserError(
@@ -56,7 +64,6 @@ def agreed_samples(dataset: Dataset) -> Samples:
             "dataset.std",
             "let the transforms of both return uint8, or both floats, normalised",
         )
-    return samples
 
 
 def _mismatch(dataset: Dataset, name: str, split: Split, rank: int) -> str:

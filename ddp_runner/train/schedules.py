@@ -6,14 +6,16 @@ of ranks follows the new function.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, SequentialLR
 
+from ddp_runner.checkpoint.optimizer_state import Scheduler
 from ddp_runner.config.instantiate import find, keywords, make
+from ddp_runner.config.rules import validate_warmup
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.signatures import ANY
 from ddp_runner.errors import UserError
@@ -22,20 +24,11 @@ from ddp_runner.errors import UserError
 TOTAL_STEPS = ("total_steps", "T_max", "num_training_steps", "num_steps", "max_steps", "max_iters")
 
 
-@runtime_checkable
-class Scheduler(Protocol):
-    """The attributes of a scheduler that a run uses, besides ``step``, which has two signatures."""
-
-    optimizer: Optimizer
-    state_dict: Callable[[], dict[str, Any]]
-    load_state_dict: Callable[[dict[str, Any]], None]
-
-
 @dataclass(frozen=True)
 class Schedule:
     """When a scheduler advances: at each optimizer step, or by a metric at each evaluation."""
 
-    scheduler: Any  # a Scheduler
+    scheduler: Scheduler
     monitor: str | None = None  # the metric, for schedulers such as ReduceLROnPlateau
 
     def step(self) -> None:
@@ -75,18 +68,9 @@ def build_schedule(
     allowed = config.allowed_targets
     accepted = keywords(find(settings["_target_"], key="scheduler._target_", allowed=allowed))
     lengths = {name: length for name, length in lengths.items() if name not in settings}
-    offered = {name: length for name, length in lengths.items() if length is not None}
-    unknown = sorted(accepted & (lengths.keys() - offered.keys()))
-    if unknown and not accepted & offered.keys():  # OneCycleLR needs only one of its two lengths
-        fix = "write train.max_steps" if {*unknown} & {*TOTAL_STEPS} else "write scheduler=cosine"
-        raise UserError(
-            f"scheduler={settings.get('name')} needs {' and '.join(unknown)}, which is unknown for "
-            f"a stream such as dataset={config.dataset.get('name')}",
-            fix,
-        )
+    arguments: dict[str, Any] = _known_lengths(config, lengths, accepted)
     if monitor is not None and "monitor" in accepted:  # a parameter of the scheduler itself
-        offered["monitor"], monitor = monitor, None
-    arguments: Any = {name: value for name, value in offered.items() if accepted & {name, ANY}}
+        arguments["monitor"], monitor = monitor, None
     scheduler = make("scheduler", settings, optimizer, kind=Scheduler, allowed=allowed, **arguments)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau does not set it
@@ -100,6 +84,26 @@ def build_schedule(
             "leave it out",
         )
     return Schedule(scheduler)
+
+
+def _known_lengths(
+    config: RunConfig, lengths: Mapping[str, int | None], accepted: Set[str]
+) -> dict[str, int]:
+    """Return the lengths that a scheduler accepts; a stream's lengths are None.
+
+    Raises:
+        UserError: it needs the length of a stream.
+    """
+    known = {name: length for name, length in lengths.items() if length is not None}
+    unknown = sorted(accepted & (lengths.keys() - known.keys()))
+    if unknown and not accepted & known.keys():  # OneCycleLR needs only one of its two lengths
+        fix = "write train.max_steps" if {*unknown} & {*TOTAL_STEPS} else "write scheduler=cosine"
+        raise UserError(
+            f"scheduler={config.scheduler.get('name')} needs {' and '.join(unknown)}, which is "
+            f"unknown for a stream such as dataset={config.dataset.get('name')}",
+            fix,
+        )
+    return {name: length for name, length in known.items() if accepted & {name, ANY}}
 
 
 def constant(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
@@ -121,12 +125,7 @@ def cosine(
     Raises:
         UserError: the warm-up does not fit in the run.
     """
-    if not 0 <= warmup_steps <= total_steps:
-        raise UserError(
-            f"scheduler.warmup_steps ({warmup_steps}) must be from 0 to the run's total steps "
-            f"({total_steps})",
-            "shorten the warm-up or train longer",
-        )
+    validate_warmup(warmup_steps, total_steps=total_steps)
 
     def factor(step: int) -> float:
         if step < warmup_steps:

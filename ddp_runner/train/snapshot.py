@@ -9,9 +9,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_runner.checkpoint.optimizer_state import set_rates
 from ddp_runner.checkpoint.saved_objects import Saver
 from ddp_runner.train.same_data import RunData
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import TrainState, forward
 from ddp_runner.train.step import modules_of
-from ddp_runner.train.work import forward
 
 
 def snapshot(state: TrainState, *, copies: set[int] | None = None) -> dict[str, Any]:

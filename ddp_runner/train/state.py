@@ -1,29 +1,74 @@
-"""The train state of a rank: everything that its training changes."""
+"""A rank's work, which config and launch determine, and its state, which training changes."""
 
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from ddp_runner.data.batches import Batches
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.training import EarlyStopConfig
+from ddp_runner.data.batches import Batches, StepBatch
+from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import NUM_FIRST, MicroBatch
-from ddp_runner.parallelism.mode import Engine
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.metrics.metric import Metric
+from ddp_runner.parallelism.mode import Engine, Layout, Mode
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
 from ddp_runner.train.profiler import AnyProfiler, NullProfiler
-from ddp_runner.train.progress import Progress
+from ddp_runner.train.progress import Progress, early_stop_of, stop_reason
 from ddp_runner.train.same_data import Samples
 from ddp_runner.train.schedules import Schedule
-from ddp_runner.train.skew import Skew
-from ddp_runner.train.step import modules_of
-from ddp_runner.train.step_timer import StepTimer
-from ddp_runner.train.work import Work
+from ddp_runner.train.step import StepFunction, StepOutput, modules_of
+from ddp_runner.train.step_timer import Skew, StepTimer
+
+DTYPES = {  # dtype of matrix products, by train.precision
+    **dict.fromkeys(("fp32", "tf32"), torch.float32),
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The objects that config and launch determine for a rank, in all tasks with a model."""
+
+    config: RunConfig
+    mode: Mode
+    layout: Layout  # this rank's part of the run
+    devices: tuple[torch.device, ...]  # batches go to the first, outputs are on the last
+    dataset: Dataset
+    step_fn: StepFunction
+    metrics: Mapping[str, Metric]  # the config's metrics for evaluations
+    group: ProcessGroup | None  # the ranks of the loop; None: all
+    data_group: ProcessGroup | None  # ranks that together have each sample once; None: all
+
+    @property
+    def env(self) -> DistEnv:
+        """The rank's position among the ranks of the loop."""
+        return self.layout.env
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Return the context for a forward in this ``train.precision``."""
+    is_half = precision in ("bf16", "fp16")
+    return torch.autocast(device.type, dtype=DTYPES[precision], enabled=is_half)
+
+
+def forward(work: Work, model: nn.Module, batch: MicroBatch) -> StepOutput:
+    """Run the training step on a batch."""
+    device = work.devices[0]
+    data = work.dataset.prepare(batch.data, device, randoms=batch.randoms)
+    with autocast(device, work.config.train.precision):
+        return work.step_fn(model, data)
 
 
 @dataclass
@@ -37,7 +82,7 @@ class TrainState:
     schedule: Schedule
     scaler: torch.amp.GradScaler
     batches: Batches
-    engine: Engine  # how this rank computes a step
+    engine: "Engine[TrainState, StepBatch]"  # how this rank computes a step
     timer: StepTimer
     profiler: AnyProfiler = field(default_factory=NullProfiler)
     progress: Progress = field(default_factory=Progress)
@@ -98,6 +143,16 @@ class TrainState:
         if config.max_steps is None:
             return self.batches.epoch >= config.epochs
         return self.step >= config.max_steps
+
+    @cached_property
+    def early_stop(self) -> EarlyStopConfig:
+        """The settings of early stopping, with the metric's best end as mode."""
+        return early_stop_of(self.work.config.early_stop, self.work.metrics)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run takes no further step: the last is done, or it stops early."""
+        return self.is_done or stop_reason(self.progress, self.early_stop) is not None
 
     def steps_ahead(self, number: int) -> int:
         """Return the number of steps from batch `number` to the next save, evaluation or epoch end.

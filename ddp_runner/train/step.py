@@ -57,13 +57,7 @@ def supervised(
     Raises:
         UserError: the batch is not a pair, or lacks the key.
     """
-    if targets is not None and isinstance(batch, Mapping) and targets in batch:
-        inputs = {key: value for key, value in batch.items() if key != targets}
-        expected = batch[targets]
-    elif targets is None and isinstance(batch, tuple | list) and len(batch) == 2:
-        inputs, expected = batch
-    else:
-        raise UserError(_misfit(batch, targets))
+    inputs, expected = _inputs_and_targets(batch, targets)
     if isinstance(inputs, Mapping):
         outputs = model(**inputs)
     elif isinstance(inputs, tuple | list):
@@ -91,6 +85,25 @@ def supervised(
     if ignored != IGNORED and isinstance(expected, Tensor):  # the metrics only ignore -100
         expected = expected.masked_fill(expected == ignored, IGNORED)
     return StepOutput(loss_sum, num_counted, outputs=outputs, targets=expected)
+
+
+def _inputs_and_targets(batch: Any, targets: str | None) -> tuple[Any, Any]:
+    """Return the two parts of a batch; for `targets` and the error see ``supervised``."""
+    if targets is not None and isinstance(batch, Mapping) and targets in batch:
+        return {key: value for key, value in batch.items() if key != targets}, batch[targets]
+    if targets is None and isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    actual = f"a {type(batch).__name__}"
+    if isinstance(batch, Mapping):
+        actual += f" with {', '.join(map(str, batch))}"
+    elif isinstance(batch, tuple | list):
+        actual += f" of {len(batch)}"
+    expected = "a pair (inputs, targets)" if targets is None else f"a mapping with {targets}"
+    raise UserError(
+        f"the ordinary training step takes {expected}, and the dataset's batches are {actual}",
+        "write train.step={_target_:ddp_runner.train.step.supervised,targets:KEY} for a mapping, "
+        "or a step of your own: train.step=my_package.step",
+    )
 
 
 def _ignore_index(loss: Callable[..., Any]) -> int:
@@ -134,17 +147,3 @@ def modules_of(step: StepFunction) -> dict[str, Any]:
 def _has_state(value: object) -> bool:
     methods = ("state_dict", "load_state_dict")
     return not isinstance(value, type) and all(hasattr(value, name) for name in methods)
-
-
-def _misfit(batch: Any, targets: str | None) -> str:
-    actual = f"a {type(batch).__name__}"
-    if isinstance(batch, Mapping):
-        actual += f" with {', '.join(map(str, batch))}"
-    elif isinstance(batch, tuple | list):
-        actual += f" of {len(batch)}"
-    expected = "a pair (inputs, targets)" if targets is None else f"a mapping with {targets}"
-    return (
-        f"the ordinary training step takes {expected}, and the dataset's batches are {actual}; "
-        "write train.step={_target_:ddp_runner.train.step.supervised,targets:KEY} for a mapping, "
-        "or a step of your own: train.step=my_package.step"
-    )

@@ -1,9 +1,9 @@
-"""Measures throughput and the parts of a step's time."""
+"""Measures throughput and the parts of a step's time, and finds slow ranks."""
 
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ddp_runner.device import has_streams
 from ddp_runner.metric_names import StepPart
+from ddp_runner.tracking.run_record import RunFields
 
 MOST_EVENTS = 1024  # CUDA events kept; beyond that, the older half is read and dropped
 UNMEASURED_STEPS = 2  # ranks connect in the first step, DDP rebuilds its buckets in the second
 MOST_EXCHANGES = 128  # kept for a log line: the data that a line sends must not grow with its steps
-
+FEWEST_STEPS = 5  # that a session must measure to report its skew; fewer may be noise
 
 # This rank's times between the ends of two gradient exchanges, in ms: work until its gradients are
 # computed, without saving, evaluating and logging; then waiting for slower ranks and the exchange.
@@ -151,3 +152,67 @@ class StepTimer:
         for (before, _, _), (event, part, restarts) in pairwise(events):
             self._count(part, before.elapsed_time(event), restarts=restarts)
         del self._events[: count - 1]  # the next time begins at the last event
+
+
+def lateness(work_ms: Tensor) -> Tensor:
+    """Return how much each rank's work in each step exceeds the median rank's, at least 0.
+
+    At least half of the ranks wait that long for a late rank. torch takes the lower median, so with
+    two ranks the slower counts as late.
+
+    Args:
+        work_ms: (num_steps, world_size), like the result.
+    """
+    return (work_ms - work_ms.median(dim=1, keepdim=True).values).clamp(min=0)
+
+
+@dataclass
+class Skew:
+    """The lateness of each rank in a session, the same on every rank.
+
+    No clocks are compared. An exchange ends on all ranks at nearly the same moment, so each rank
+    times its own work between two ends. The longer the work, the later the rank arrives.
+    """
+
+    num_steps: int = 0
+    step_ms: float = 0.0  # total over the steps
+    late_ms: list[float] = field(default_factory=list)  # by rank, total over the steps
+
+    def add(self, times: Tensor, *, step_time_ms: float) -> dict[str, float]:
+        """Count the steps of a log line, and return its metrics.
+
+        The shortest time of a rank in a step's exchange counts as communication; the other ranks
+        spend the rest of their time waiting.
+
+        Args:
+            times: (2, num_steps, world_size), each rank's ``Exchange`` of each step.
+            step_time_ms: mean step time of the log line.
+        """
+        work_ms, comm_ms = times
+        num_steps, world_size = work_ms.shape
+        if not num_steps:
+            return {}
+        late_ms = lateness(work_ms).sum(dim=0).tolist()
+        self.num_steps += num_steps
+        self.step_ms += float(times.sum()) / world_size
+        self.late_ms = [
+            before + late
+            for before, late in zip(self.late_ms or [0.0] * world_size, late_ms, strict=True)
+        ]
+        exchange_ms = float(comm_ms.amin(dim=1).mean())
+        return {
+            StepPart.COMM.metric: exchange_ms,
+            StepPart.WAIT.metric: float(comm_ms.mean()) - exchange_ms,
+            "perf/comm_share": exchange_ms / step_time_ms,
+            "perf/skew_ms": max(late_ms) / num_steps,
+            "perf/skew_rank": float(late_ms.index(max(late_ms))),
+        }
+
+    def fields(self) -> RunFields:
+        """Return the fields of run.json; None replaces an earlier session's values."""
+        if self.num_steps < FEWEST_STEPS:
+            return RunFields(skew_ms_by_rank=None, skew_step_ms=None)
+        by_rank = [round(ms / self.num_steps, 3) for ms in self.late_ms]
+        return RunFields(
+            skew_ms_by_rank=by_rank, skew_step_ms=round(self.step_ms / self.num_steps, 3)
+        )

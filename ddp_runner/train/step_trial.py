@@ -6,7 +6,7 @@ A sum doubles. Most mistakes show up here, where the message can name them.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from ddp_runner.data.splits import NUM_FIRST, MicroBatch
 from ddp_runner.data.trees import shape_of, shapes_on_failure
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import seed_all
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import TrainState, Work, forward
 from ddp_runner.train.step import StepOutput, step_of
-from ddp_runner.train.work import forward
 
 NEGLIGIBLE = 1e-6  # a smaller loss is only rounding
 # Our sum for each mean of torch.nn.functional.
 SUMS = {"cross_entropy": "cross_entropy", "nll_loss": "nll", "mse_loss": "mse"}
+
+Kind = Literal["sum", "mean", "other"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Trial:
 
     once: float
     twice: float
-    kind: str  # sum, mean or other
+    kind: Kind
     scalars: tuple[str, ...] = ()  # names of the scalars that the step returns in training
 
     @property
@@ -58,26 +59,14 @@ def try_loss(state: TrainState, batch: MicroBatch) -> Trial:
 @torch.enable_grad()
 def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
     """Compare the loss of a model's outputs with the loss of the same outputs twice."""
-    config, dataset = state.work.config, state.work.dataset
+    config = state.work.config
     model, name = model_of(config), loss_of(config)
-    if not isinstance(outputs, Tensor):
-        keys = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else ""
-        raise UserError(
-            f"{model} returns a {type(outputs).__name__}{keys}, not a tensor",
-            "write a train.step of your own, or return only the outputs",
-        )
-    classes, pixels = dataset.num_classes, targets.shape[1:]  # of a segmentation, else empty
-    if classes and (outputs.ndim < 2 or outputs.shape[1] < classes or outputs.shape[2:] != pixels):
-        raise UserError(
-            f"{model} returns {tuple(outputs.shape)} for {len(targets)} samples of "
-            f"dataset={dataset.name} with {classes} classes",
-            f"return a score for each class: {(len(targets), classes, *pixels)}",
-        )
+    outputs = _validated_outputs(outputs, targets, state.work)
     loss = cast("partial[StepOutput]", state.work.step_fn).keywords["loss"]
     outputs = outputs.detach().requires_grad_(outputs.is_floating_point() or outputs.is_complex())
     action = (
         f"{name} cannot take the outputs of {model}, {shape_of(outputs)}, with the targets of "
-        f"dataset={dataset.name},"
+        f"dataset={state.work.dataset.name},"
     )
     with shapes_on_failure(action, targets, fix="choose a loss that fits"):
         once = loss(outputs, targets)
@@ -103,6 +92,25 @@ def _try_outputs(outputs: object, targets: Tensor, state: TrainState) -> Trial:
         if gradient is None or not gradient.reshape(len(gradient), -1).any(dim=1).all():
             return replace(trial, kind="other")
     return trial
+
+
+def _validated_outputs(outputs: object, targets: Tensor, work: Work) -> Tensor:
+    """Return a model's outputs, if they are a tensor with a score for each of the classes."""
+    model, dataset = model_of(work.config), work.dataset
+    if not isinstance(outputs, Tensor):
+        keys = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, dict) else ""
+        raise UserError(
+            f"{model} returns a {type(outputs).__name__}{keys}, not a tensor",
+            "write a train.step of your own, or return only the outputs",
+        )
+    classes, pixels = dataset.num_classes, targets.shape[1:]  # of a segmentation, else empty
+    if classes and (outputs.ndim < 2 or outputs.shape[1] < classes or outputs.shape[2:] != pixels):
+        raise UserError(
+            f"{model} returns {tuple(outputs.shape)} for {len(targets)} samples of "
+            f"dataset={dataset.name} with {classes} classes",
+            f"return a score for each class: {(len(targets), classes, *pixels)}",
+        )
+    return outputs
 
 
 @torch.enable_grad()
@@ -168,7 +176,7 @@ def _compared(once: float, twice: float, state: TrainState, dtype: torch.dtype) 
     is_exact = state.work.config.train.precision == "fp32" and dtype.itemsize > 2
     # Far above rounding, and far below the factor of 2 between a sum and a mean.
     near = partial(math.isclose, twice, rel_tol=1e-3 if is_exact else 5e-2, abs_tol=NEGLIGIBLE)
-    kind = "mean" if near(once) else "other"
+    kind: Kind = "mean" if near(once) else "other"
     if near(2 * once) or not (math.isfinite(once) and math.isfinite(twice)):
         kind = "sum"
     return Trial(once, twice, kind)

@@ -47,7 +47,7 @@ def torch_errors(state: TrainState, name: str, *, dense: str) -> Iterator[None]:
         if reason.startswith(PAST_END):
             raise UserError(
                 f"{type(state.schedule.scheduler).__name__}: {one_line(error)}",
-                "set its steps to "
-                "all steps of the run, or start a new run: a resumed run keeps its schedule",
+                "set its steps to all steps of the run, or start a new run: a resumed run keeps "
+                "its schedule",
             ) from error
         raise

@@ -19,9 +19,8 @@ from ddp_runner.tracking.run_record import RunFields, add_changes, add_warning
 from ddp_runner.tracking.start_block import sizes, training_facts
 from ddp_runner.train.best_model import export_best
 from ddp_runner.train.build_state import build_session_state
-from ddp_runner.train.engine import engage
 from ddp_runner.train.first_batch import try_run
-from ddp_runner.train.loop import train
+from ddp_runner.train.loop import engage, train
 from ddp_runner.train.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.train.progress import early_stop_of, stop_reason
 from ddp_runner.train.snapshot import restore, snapshot

@@ -22,7 +22,7 @@ from tiers import only
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from ddp_runner.checkpoint.store import (
     best_checkpoints,
-    first_whole,
+    first_undamaged,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -307,7 +307,7 @@ def break_manifest(checkpoint: Path) -> str:
 def drop_state(checkpoint: Path) -> str:
     """Delete the state."""
     (checkpoint / STATE).unlink()
-    return f"{STATE}: No such file"
+    return rf"{STATE} \(No such file"
 
 
 def change_format(checkpoint: Path) -> str:
@@ -450,7 +450,7 @@ def test_the_best_that_is_whole_is_found(tmp_path: Path) -> None:
     ranking = best_checkpoints(tmp_path, monitor="eval/f1", mode="max")
     assert [path.name[-3:] for path in ranking] == ["200", "300", "100"]
     logged: list[str] = []
-    assert first_whole(ranking, log=logged.append) == tmp_path / "step-00000300"
+    assert first_undamaged(ranking, log=logged.append) == tmp_path / "step-00000300"
     assert len(logged) == 2
 
 

@@ -22,8 +22,8 @@ from ddp_runner.errors import UserError
          "params.groups.1.lr (-1) must be greater than 0"),
         ("params.groups=[{match:head.*,weight_decay:much}]",
          "params.groups.0.weight_decay (much) must be a number"),
-        ("ema.decay=1", "ema.decay (1) must be 0 or greater and less than 1; write 0.999"),
-        ("ema.decay=-0.1", "ema.decay (-0.1) must be 0 or greater and less than 1; write 0.999"),
+        ("ema.decay=1", "ema.decay (1.0) must be less than 1"),
+        ("ema.decay=-0.1", "ema.decay (-0.1) must be 0 or greater"),
         ("early_stop.monitor=train/loss", "early_stop.monitor (train/loss) must be one of "
          "eval/accuracy, eval/loss, eval/f1, eval/precision, eval/recall; did you mean eval/loss?"),
         ("early_stop.monitor=eval/loss train.eval_every_epochs=0",

@@ -181,7 +181,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], int, str]] = {
         1,
         r"expected state\.pt of \d+ bytes with",
     ),
-    "no state": ("state.pt", Path.unlink, 1, r"state\.pt: No such file or directory"),
+    "no state": ("state.pt", Path.unlink, 1, r"state\.pt \(No such file or directory"),
     "half a manifest": ("manifest.json", partial(truncate, size=60), 1, r"manifest\.json"),
     "the two newest": (
         "state.pt",

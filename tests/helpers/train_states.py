@@ -25,12 +25,11 @@ from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
-from ddp_runner.parallelism.shards import whole
+from ddp_runner.parallelism.shards import full_tensor
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build_state import build_state, build_work
-from ddp_runner.train.engine import engage
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.loop import train, train_step
+from ddp_runner.train.loop import engage, train, train_step
 from ddp_runner.train.progress import Progress
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
@@ -139,7 +138,9 @@ def _cast(dataset: Dataset, split: Split) -> Split:
 
 def flat_weights(module: nn.Module) -> Tensor:
     """Return all parameters as a flat vector. Collective if they are split."""
-    return torch.cat([whole(parameter.detach()).flatten() for parameter in module.parameters()])
+    return torch.cat(
+        [full_tensor(parameter.detach()).flatten() for parameter in module.parameters()]
+    )
 
 
 def at(

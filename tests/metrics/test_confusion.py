@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ddp_runner.errors import UserError
-from ddp_runner.metrics.confusion import classification_metrics, confusion_counts, reject_strays
+from ddp_runner.metrics.shipped import classification_metrics, confusion_counts, reject_strays
 
 NUM_CLASSES = 10
 

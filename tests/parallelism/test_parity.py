@@ -32,7 +32,7 @@ from train_states import (
 
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.work import forward
+from ddp_runner.train.state import forward
 
 MODES = {
     path.stem: DictConfig(OmegaConf.load(path))

@@ -18,9 +18,8 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism import mesh
-from ddp_runner.parallelism.initial_weights import build_by_modules
-from ddp_runner.parallelism.module_names import matched
-from ddp_runner.parallelism.shards import gathered, is_shard, own_part, shard_like, whole
+from ddp_runner.parallelism.modules import build_by_modules, matched
+from ddp_runner.parallelism.shards import full_tensor, gathered, is_shard, own_part, shard_like
 from ddp_runner.train.step import StepOutput
 
 GPT = ("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2")
@@ -262,7 +261,7 @@ def test_a_whole_tensor_is_no_shard() -> None:
     state = nn.Linear(2, 2).state_dict()
     assert gathered(state, keep=True) is state
     assert not any(map(is_shard, state.values()))
-    assert whole(state["weight"]) is state["weight"]
+    assert full_tensor(state["weight"]) is state["weight"]
     mode = make("parallelism", resolved("parallelism=fsdp")[0].parallelism)
     assert mode.layout(DistEnv(3, 3, 4, 4)).eval_share == (3, 4)
 

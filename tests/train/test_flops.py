@@ -18,12 +18,11 @@ from train_states import TOY, Trace, build, compose_config, run_loop, with_work
 from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train import flops, step_metrics
+from ddp_runner.train import step_metrics
 from ddp_runner.train.first_batch import try_first_batch
-from ddp_runner.train.flops import flops_per_sample, matmul_flops_per_s
 from ddp_runner.train.profiler import NullProfiler
 from ddp_runner.train.step import StepOutput
-from ddp_runner.train.step_metrics import MEMORY
+from ddp_runner.train.step_metrics import MEMORY, flops_per_sample, matmul_flops_per_s
 
 CPU, LINEAR = torch.device("cpu"), 2 * 5 * 3 * 4  # a product of (5, 3) and (3, 4)
 IMAGES = ("dataset=fake_images", "dataset.num_samples=80", "batch.global_size=8")
@@ -140,12 +139,12 @@ def test_the_matmul_peak_is_that_of_large_products(monkeypatch: pytest.MonkeyPat
     def timed(factor: Tensor, product: Tensor, *, count: int) -> float:
         assert torch.equal(product, factor @ factor)  # has been computed once before
         calls.append((len(factor), count))
-        return count * (len(factor) / 1024) ** 3 * flops.BUDGET_S / 4
+        return count * (len(factor) / 1024) ** 3 * step_metrics.BUDGET_S / 4
 
-    monkeypatch.setattr(flops, "_timed", timed)
+    monkeypatch.setattr(step_metrics, "_timed", timed)
     peak = matmul_flops_per_s([CPU, CPU], torch.float32)
     assert calls == [(256, 1), (512, 1), (1024, 1), (1024, 4)]
-    assert peak == pytest.approx(2 * 1024**3 * 4 / flops.BUDGET_S)
+    assert peak == pytest.approx(2 * 1024**3 * 4 / step_metrics.BUDGET_S)
 
 
 def draw(module: object, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -164,7 +163,7 @@ def train(
     state.module.register_forward_pre_hook(draw)
     try_first_batch(state)
     if env.rank == failing:
-        flops.matmul_flops_per_s = None  # as on a full device, an error
+        step_metrics.matmul_flops_per_s = None  # as on a full device, an error
     return run_loop(env, config, max_steps=5, state=state), state.measured
 
 

@@ -37,8 +37,8 @@ from ddp_runner.job import Job
 from ddp_runner.tracking.provenance import versions
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.schedules import cosine
+from ddp_runner.train.state import forward
 from ddp_runner.train.step_metrics import step_metrics
-from ddp_runner.train.work import forward
 from ddp_runner.worker import run_task
 
 EACH_STEP = "train.log_every_steps=1"

@@ -8,23 +8,23 @@ import pytest
 
 from ddp_runner import files
 from ddp_runner.errors import UserError
-from ddp_runner.train import programs
+from ddp_runner.train import best_model
 
 
 @pytest.fixture
 def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mock:
     """Return what exports to a folder with formats; its model and torch's exporter are fake."""
-    monkeypatch.setattr(programs, "_model_arguments", Mock(return_value=((), {})))
-    monkeypatch.setattr(programs, "_save", lambda _, path: path.write_text("program"))
+    monkeypatch.setattr(best_model, "_model_arguments", Mock(return_value=((), {})))
+    monkeypatch.setattr(best_model, "_save", lambda _, path: path.write_text("program"))
     monkeypatch.setattr("torch.export.export", MagicMock())
     for name in ("place_alone", "build_step", "load_tensors"):
-        monkeypatch.setattr(programs, name, MagicMock())
+        monkeypatch.setattr(best_model, name, MagicMock())
 
     def run(*formats: str) -> list[str]:
         config = MagicMock()
         config.checkpoint.export = list(formats)
         fakes = dict.fromkeys(("arguments", "tensors", "samples"), MagicMock())
-        found = programs.export_programs(config, MagicMock(), folder=tmp_path, **fakes)
+        found = best_model.export_programs(config, MagicMock(), folder=tmp_path, **fakes)
         return [path.name for path in found]
 
     return Mock(side_effect=run)

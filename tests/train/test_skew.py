@@ -16,7 +16,7 @@ from trainings import NUM_STEPS, run_training
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.train.skew import FEWEST_STEPS, Skew, lateness
+from ddp_runner.train.step_timer import FEWEST_STEPS, Skew, lateness
 
 NAP_S = 0.1
 
