@@ -29,7 +29,7 @@ JOINED = {  # the fields of ``join``
     **{"host": str, "nnodes": int, "rdzv_id": str, "number": int | None},
     **{"num_ranks": int | None, "sees_run": bool, "serves": bool, "port": int},
 }
-FAILED = {"rank": int, "kind": str, "sentence": str, "traceback": str, "time_ns": int}
+FAILED = {"rank": int | None, "kind": str, "sentence": str, "traceback": str, "time_ns": int}
 
 
 @dataclass(eq=False)

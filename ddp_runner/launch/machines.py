@@ -105,10 +105,10 @@ class Machines(OneMachine):
         """Send this machine's first failure to the hub; return the run's first failure.
 
         Its kind is ``machine`` if a machine was lost. Its rank is then the first of that machine,
-        or -1 if the hub is lost as well.
+        or None if the hub is lost as well.
         """
         assert self._joined is not None
-        if failure.kind != "user":  # a mistake may name several ranks, or none
+        if failure.rank is not None and failure.kind != "user":  # a mistake may name several ranks
             sentence = self._joined.with_host(failure.sentence, failure.rank)
             failure = replace(failure, sentence=sentence)
         begun_at = time.monotonic()
@@ -119,7 +119,7 @@ class Machines(OneMachine):
             time.sleep(POLL_S)
         if self._verdict is not None:
             return self._verdict
-        return Failure(-1, "machine", self._hub_is_lost()) if failure.kind == "peer" else failure
+        return Failure(None, "machine", self._hub_is_lost()) if failure.kind == "peer" else failure
 
     def close(self) -> None:
         """Leave the other machines; the hub waits until they know how the run ended."""

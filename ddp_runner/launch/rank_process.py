@@ -18,16 +18,16 @@ from ddp_runner.host.processes import (
     release_fork_server,
 )
 from ddp_runner.host.wire import MOST_BYTES, Wire, cut
-from ddp_runner.job import Failure, Job
+from ddp_runner.job import Failure, FailureKind, Job
 
 PEER_GRACE_S = 2.0  # a rank that lost a peer waits, so that the peer's end is noticed first
 
 
 def failure_of(error: BaseException, *, rank: int) -> Failure:
     """Return an exception of a rank as a failure."""
-    if isinstance(error, UserError):
-        kind, sentence = "user", str(error)
-    else:
+    kind: FailureKind = "user"
+    sentence = str(error)
+    if not isinstance(error, UserError):
         kind = "peer" if is_lost_peer(error) else "crash"
         summary = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         notes = getattr(error, "__notes__", [])  # the last names the line in the user's code

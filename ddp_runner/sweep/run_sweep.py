@@ -109,7 +109,7 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
         if is_first:
             is_first = False
             change_plan(folder, partial(restarted, sweep_command(planner.command.words)))
-        outcomes += [Outcome.invalid(folder / job.folder, str(job.fault)) for job in failed]
+        outcomes += [Outcome(Status.FAILED, EXIT_USER_ERROR, job.fault) for job in failed]
         num_failed += len(failed)
         batch = planner.queue(drafts, num_failed=num_failed)
         ended = planner.where.run(batch) if batch.jobs and not batch.must_stop(0) else {}

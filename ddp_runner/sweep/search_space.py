@@ -45,10 +45,8 @@ def search_direction(objective: str, chosen: str | None) -> Any:
     """
     if chosen not in (None, "minimize", "maximize"):
         raise UserError(f"hydra.sweeper.direction ({chosen}) must be minimize or maximize")
-    known = None
-    if objective in LISTED or objective.endswith(
-        "loss"
-    ):  # other names of users' metrics say nothing
+    known = None  # the names of other metrics of a user say nothing
+    if objective in LISTED or objective.endswith("loss"):
         known = {"min": "minimize", "max": "maximize", None: None}[best_end(objective)]
     if chosen is None and known is None:
         meant = nearest(objective, MONITORS, cutoff=0.7)

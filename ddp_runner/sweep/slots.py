@@ -89,7 +89,7 @@ class Slots:
                             )
         outcomes = batch.outcomes()
         if stop.received is not None:
-            outcomes["signal"] = Outcome(Status.PREEMPTED, 128 + stop.received)
+            outcomes["signal"] = Outcome.stopped(stop.received)
         elif len(outcomes) < len(batch.jobs) and not batch.must_stop(batch.num_failures(outcomes)):
             # All slots have ended early, and each has printed the reason.
             outcomes["slots"] = Outcome(Status.FAILED, EXIT_FAILED)
@@ -115,10 +115,8 @@ def run_slot(slot: Slot, pipe: Connection) -> None:
     # Ctrl-C reaches every process of a terminal. The parent decides, and sends SIGTERM.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     ignore_stop_signals(but=signal.SIGTERM)
-    if sys.platform == "linux":
-        os.sched_setaffinity(
-            0, slot.cores
-        )  # before starting threads or processes, which inherit it
+    if sys.platform == "linux":  # first: threads and processes inherit it
+        os.sched_setaffinity(0, slot.cores)
     tempfile.tempdir = str(slot.temp)
     os.environ.update(slot.gpus)
     die_with_launcher()
