@@ -1,6 +1,7 @@
 """This process's rank, world size and so on, from the launcher's variables. Torch-free.
 
-Only this module reads RANK, WORLD_SIZE and the like of torchrun, Slurm, Open MPI and MPICH.
+Only this module reads RANK, WORLD_SIZE and the like of torchrun, Slurm, Open MPI and MPICH. They
+also say which of a machine's ranks prints a mistake that all of them meet.
 """
 
 import os
@@ -8,6 +9,7 @@ import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ddp_runner.errors import UserError
 
@@ -257,3 +259,30 @@ def _integer(environ: Mapping[str, str], key: str, default: str | None = None) -
             f"{key} ({value}) must be a whole number in a launcher's rank",
             "unset RANK and WORLD_SIZE to let the runner start its own workers",
         ) from None
+
+
+def mistake_is_noted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a mistake ended an earlier attempt of this torchrun: do not repeat it."""
+    note = _note(environ)
+    return note is not None and note.exists()
+
+
+def note_mistake(environ: Mapping[str, str] = os.environ) -> bool:
+    """Note a mistake for other ranks and later attempts; return whether this rank prints it.
+
+    All attempts of a torchrun share a folder, which it removes at its end. The first rank that
+    creates the file ``mistake`` there prints.
+    """
+    if (note := _note(environ)) is None:
+        return prints_errors(environ)
+    try:
+        note.touch(exist_ok=False)
+    except FileExistsError:  # another rank was first
+        return False
+    return True
+
+
+def _note(environ: Mapping[str, str]) -> Path | None:
+    """Return FOLDER/mistake if a rank's file is FOLDER/attempt_N/RANK/error.json."""
+    attempt = Path(environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return attempt.with_name("mistake") if re.fullmatch(r"attempt_\d+", attempt.name) else None

@@ -12,10 +12,12 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from ddp_runner.config.sections import SweepConfig
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted, os_sentence
+from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.sweep.plan_file import (
+from ddp_runner.sweep.sweep_dir import (
     PLAN,
     TO_RUN,
     Plan,
@@ -30,6 +32,27 @@ from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
 POLL_S = 0.5  # between two looks, while other launchers run all remaining jobs
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """The nodes of a job, each with the same number of ranks."""
+
+    num_nodes: int
+    ranks_per_node: int
+
+    @property
+    def num_ranks(self) -> int:
+        """The world size."""
+        return self.num_nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class JobHardware:
+    """The hardware on which a job's config depends."""
+
+    hardware: Hardware  # of one node
+    env: DistEnv | None = None  # of rank 0, if srun starts the ranks
 
 
 @dataclass(frozen=True)

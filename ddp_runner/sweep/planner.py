@@ -20,12 +20,19 @@ from ddp_runner.config.sections import CollectivesConfig, SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.sweep.jobs import JobBatch, SweepJob, freeze_unheld, num_sessions
-from ddp_runner.sweep.layout import JobHardware
+from ddp_runner.sweep.jobs import JobBatch, JobHardware, SweepJob, freeze_unheld, num_sessions
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.plan_file import Plan, PlannedJob, change_plan, read_plan, with_jobs
 from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.sweep_dir import change_lines, sweep_command, without_stale_jobs
+from ddp_runner.sweep.sweep_dir import (
+    Plan,
+    PlannedJob,
+    change_lines,
+    change_plan,
+    read_plan,
+    sweep_command,
+    with_jobs,
+    without_stale_jobs,
+)
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.outputs import job_name
 from ddp_runner.tracking.run_dir import RunDir

@@ -16,14 +16,19 @@ from ddp_runner.errors import UserError, counted, printable
 from ddp_runner.host.streams import line_width, wrap_lines
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Outcome, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.sweep.grid import Grid
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.plan_file import PLAN, change_plan, read_plan, restarted
 from ddp_runner.sweep.planner import Draft, Planner, SweepCommand, validate_resumed
-from ddp_runner.sweep.search import Search
+from ddp_runner.sweep.search import Grid, Search
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.slurm_settings import slurm_settings
-from ddp_runner.sweep.sweep_dir import sweep_command, sweep_dir
+from ddp_runner.sweep.sweep_dir import (
+    PLAN,
+    change_plan,
+    read_plan,
+    restarted,
+    sweep_command,
+    sweep_dir,
+)
 from ddp_runner.sweep.sweep_table import (
     aligned,
     failed_jobs,

@@ -1,6 +1,6 @@
-"""A search: Optuna chooses each batch of jobs by the results of the earlier jobs. Torch-free.
+"""Which jobs a sweep runs: all of a grid, or those that Optuna chooses. Torch-free.
 
-It uses Optuna's ask and tell:
+A search chooses each batch of jobs by the results of the earlier jobs, with Optuna's ask and tell:
 https://optuna.readthedocs.io/en/stable/tutorial/20_recipes/009_ask_and_tell.html
 The study is in the sweep's folder: a stopped search continues, and Optuna's tools can read it.
 """
@@ -8,6 +8,7 @@ The study is in the sweep's folder: a stopped search continues, and Optuna's too
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,38 @@ from ddp_runner.tracking.start_block import shown_path
 STUDY, RESULTS = "optuna.db", "optimization_results.yaml"
 LOCK = ".search.lock"  # held while the study is read and changed
 SAMPLERS = "optuna.samplers."  # prefix of hydra.sweeper.sampler._target_
+
+
+class Grid:
+    """Makes every combination of the values as one batch of jobs; the last key varies first.
+
+    Raises:
+        UserError: there are no jobs.
+    """
+
+    def __init__(self, overrides: Sequence[Override]) -> None:
+        axes = dict[str, list[str]]()  # the last override of a repeated key wins
+        for override in overrides:
+            if override.is_hydra_override():
+                continue
+            key = override.get_key_element()
+            axes[key] = [str(override.input_line)]
+            if override.is_sweep_override():
+                axes[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        self._batches = [[list(words) for words in product(*axes.values())]]
+        self.numbers = count()  # of the batch's jobs
+        if not self._batches[0]:
+            raise UserError("the sweep has no jobs: a range is empty", "write range(3) or 1,2")
+
+    def ask(self) -> list[list[str]]:
+        """Return the words of each job of the next batch; an empty list at the end."""
+        return self._batches.pop() if self._batches else []
+
+    def tell(self, results: Sequence[float | str | None]) -> None:
+        """Ignore the results: they do not change a grid."""
+
+    def finish(self) -> None:
+        """Do nothing: a grid has no best job."""
 
 
 class Search:

@@ -16,7 +16,7 @@ from ddp_runner.config.sections import WITHOUT_STEPS
 from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import open_file
 from ddp_runner.job import Status
-from ddp_runner.sweep.plan_file import PLAN, plan_or_fault
+from ddp_runner.sweep.sweep_dir import PLAN, plan_or_fault
 from ddp_runner.tracking.alive import DAMAGED, LOST, SILENT, Standing, standing
 from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS, RunDir
 

@@ -13,7 +13,7 @@ from ddp_runner.host.streams import shortened, wrap_lines
 from ddp_runner.job import Outcome, Status
 from ddp_runner.metric_names import headlines
 from ddp_runner.sweep.jobs import failed_outcome
-from ddp_runner.sweep.plan_file import PlannedJob, read_plan
+from ddp_runner.sweep.sweep_dir import PlannedJob, read_plan
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.start_block import shown_path
 

@@ -13,7 +13,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import COMPLETED, Job, Outcome
 from ddp_runner.sweep import __main__ as sweep
 from ddp_runner.sweep.jobs import freeze_unheld, run_jobs
-from ddp_runner.sweep.plan_file import PLAN, read_plan
+from ddp_runner.sweep.sweep_dir import PLAN, read_plan
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record

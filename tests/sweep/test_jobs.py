@@ -12,7 +12,7 @@ from sweeps import batch_of, planned, statuses, table_row
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import jobs as module
 from ddp_runner.sweep.jobs import failed_outcome, run_jobs
-from ddp_runner.sweep.plan_file import change_plan, read_plan
+from ddp_runner.sweep.sweep_dir import change_plan, read_plan
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.run_dir import RunDir
