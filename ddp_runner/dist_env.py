@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from ddp_runner.errors import UserError
 
@@ -25,6 +26,8 @@ MPICH = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
 RANKS = ("RANK", OPEN_MPI[0], "SLURM_PROCID", MPICH[0])
 START = " start "  # separates a job's name from the number of its earlier starts
 
+Launcher = Literal["torchrun", "srun", "mpirun", "environment"]
+
 
 @dataclass(frozen=True)
 class DistEnv:
@@ -36,7 +39,7 @@ class DistEnv:
     local_world_size: int
     node_rank: int = 0
     restart_count: int = 0
-    launcher: str = "environment"  # torchrun, srun, mpirun; environment: variables set by hand
+    launcher: Launcher = "environment"  # environment: variables set by hand
     init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: unknown
     launch_id: str | None = None  # see ``launch_id``
 
@@ -252,13 +255,12 @@ def _port(name: str) -> int:
 
 def _integer(environ: Mapping[str, str], key: str, default: str | None = None) -> int:
     value = environ.get(key, default)
-    try:
-        return int(value or "")
-    except ValueError:
+    if value is None or not value.strip().isdecimal():
         raise UserError(
             f"{key} ({value}) must be a whole number in a launcher's rank",
             "unset RANK and WORLD_SIZE to let the runner start its own workers",
-        ) from None
+        )
+    return int(value)
 
 
 def mistake_is_noted(environ: Mapping[str, str] = os.environ) -> bool:

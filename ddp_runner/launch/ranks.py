@@ -81,7 +81,7 @@ class Ranks:
                 if late_at == math.inf and (self.results or machines.has_ended):
                     late_at = time.monotonic() + self._job.config.backend.timeout_s
                 if None in self._exit_codes.values():
-                    # No peer waits for a suspended rank in a collective, and would time out.
+                    # No peer waits in a collective, so none would report a suspended rank.
                     if time.monotonic() > late_at and (suspended := self._suspended()):
                         self._wait_for_answers()  # another rank may be saving
                         return stayed_suspended(suspended[0], self._job.config)

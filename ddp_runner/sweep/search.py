@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.identity import digest
-from ddp_runner.errors import UserError, one_line, os_errors
+from ddp_runner.errors import UserError, any_error, one_line, os_errors
 from ddp_runner.files import locked, replace_file, yaml_dump
 from ddp_runner.sweep.search_space import grid_values, search_direction, search_distribution
 from ddp_runner.tracking.start_block import shown_path
@@ -86,13 +86,8 @@ class Search:
         retries: bool = False,
         is_dry: bool = False,
     ) -> None:
-        try:
+        with any_error("hydra/sweeper=optuna needs Optuna", "pip install 'ddp-runner[optuna]'"):
             import optuna
-        except ImportError as error:
-            raise UserError(
-                f"hydra/sweeper=optuna needs Optuna ({one_line(error)})",
-                "pip install 'ddp-runner[optuna]'",
-            ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._node, self._folder = optuna, node, folder
         self._objective, self._is_dry = objective, is_dry
@@ -103,13 +98,7 @@ class Search:
                 self._space[key] = search_distribution(override, optuna.distributions)
             else:
                 self._fixed.append(str(override.input_line))
-        for name, value in {"n_trials": node.n_trials, "n_jobs": node.n_jobs or batch_size}.items():
-            if not isinstance(value, int) or value < 1:
-                raise UserError(f"hydra.sweeper.{name} ({value}) must be a number greater than 0")
-        self._batch_size, self._num_trials = node.n_jobs or batch_size, node.n_trials
-        if str(node.sampler.get("_target_")) == f"{SAMPLERS}GridSampler":
-            sizes = [len(grid_values(key, values)) for key, values in self._space.items()]
-            self._num_trials = min(self._num_trials, math.prod(sizes))
+        self._num_trials, self._batch_size = self._limits(node.n_jobs or batch_size)
         self._study = self._open_study()
         self._states = optuna.trial.TrialState
         self.numbers: list[int] = []  # trials of the last batch
@@ -119,6 +108,17 @@ class Search:
             self._stopped = self._study.get_trials(deepcopy=False, states=[self._states.RUNNING])
             if retries:
                 self._retry_failed()
+
+    def _limits(self, batch_size: int) -> tuple[int, int]:
+        """Return the number of trials, at most those of a grid, and of trials in a batch."""
+        node = self._node
+        for name, value in {"n_trials": node.n_trials, "n_jobs": batch_size}.items():
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"hydra.sweeper.{name} ({value}) must be a number greater than 0")
+        if str(node.sampler.get("_target_")) != f"{SAMPLERS}GridSampler":
+            return node.n_trials, batch_size
+        sizes = [len(grid_values(key, values)) for key, values in self._space.items()]
+        return min(node.n_trials, math.prod(sizes)), batch_size
 
     def _open_study(self) -> Any:
         optuna, node = self._optuna, self._node
@@ -276,7 +276,5 @@ class Search:
             }
         elif keywords.get("seed") is not None:
             keywords["seed"] = int(digest([keywords["seed"], number]), 16) % 2**32
-        try:
+        with any_error(f"hydra.sweeper.sampler ({target}) cannot be built"):
             return kind(**keywords)
-        except (TypeError, ValueError, ImportError, AttributeError) as error:  # a wrong key
-            raise UserError(f"hydra.sweeper.sampler: {target}: {one_line(error)}") from error

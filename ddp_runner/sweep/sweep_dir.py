@@ -12,20 +12,20 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.config.sections import AUTO
-from ddp_runner.errors import UserError, listed, os_errors
+from ddp_runner.errors import UserError, any_error, os_errors
 from ddp_runner.files import locked, read_file, replace_file
-from ddp_runner.job import Job, Status
+from ddp_runner.job import Status
 from ddp_runner.sweep.slurm.queue import submitted_as
 from ddp_runner.tracking.alive import LOST, Standing, standing
 from ddp_runner.tracking.outputs import claim, sweep_folder
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_folder_claim import changed_keys
 from ddp_runner.tracking.run_record import last_session_start
+
+if TYPE_CHECKING:  # the status command starts without it
+    from omegaconf import DictConfig
 
 PLAN = "sweep.json"
 FORMAT_VERSION = 2
@@ -70,8 +70,8 @@ class Plan:
 
 def read_plan(folder: Path) -> Plan:
     """Return the plan in a folder, empty if it is missing; raise a UserError if it is damaged."""
-    path = folder / PLAN
-    try:
+    path, fix = folder / PLAN, "delete it: the runs stay in their folders"
+    with any_error(f"{path} is damaged or of another version", fix):
         if not path.exists():
             return Plan()
         fields = json.loads(read_file(path))
@@ -82,11 +82,6 @@ def read_plan(folder: Path) -> Plan:
         if not (isinstance(command, list) and all(isinstance(word, str) for word in command)):
             raise ValueError("a command that is not a list of texts")
         return Plan(command, {job.job_id: job for job in jobs}, fields["is_open"] is True)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # any content
-        raise UserError(
-            f"{path} is damaged or of another version ({error})",
-            "delete it: the runs stay in their folders",
-        ) from error
 
 
 def plan_or_fault(folder: Path) -> tuple[Plan, str | None]:
@@ -155,7 +150,7 @@ def _checked_job(fields: Any) -> PlannedJob:
 
 
 @contextmanager
-def sweep_dir(composed: DictConfig, words: Sequence[str]) -> Iterator[tuple[Path, Path | None]]:
+def sweep_dir(composed: "DictConfig", words: Sequence[str]) -> Iterator[tuple[Path, Path | None]]:
     """Yield the sweep's folder, and for a new sweep the last ended sweep of the same command.
 
     Use the folder that the user names, else that of an unfinished sweep of the same command, else a
@@ -232,25 +227,3 @@ def without_stale_jobs(folder: Path, wanted: Container[str], plan: Plan) -> Plan
         or submitted_as(folder / job.folder) is not None
     }
     return replace(plan, jobs=kept)
-
-
-def change_lines(folder: Path, before: Plan, plan: Plan, jobs: Mapping[str, Job]) -> Iterator[str]:
-    """Yield lines about jobs of the plan `before` that the command no longer makes."""
-    new = {plan.jobs[job_id].name: job_id for job_id in jobs}
-    same = {job.name for job_id, job in before.jobs.items() if job_id in jobs}
-    gone = {
-        job.name: job
-        for job_id, job in before.jobs.items()
-        if job_id not in jobs and job.name not in same and job.fault is None
-    }
-    if changed := [name for name in new if name in gone]:
-        old = RunDir(folder / gone[changed[0]].folder)
-        keys = changed_keys(jobs[new[changed[0]]].config, old) if old.is_frozen else []
-        folders = [(plan.jobs[new[name]].folder, gone[name].folder) for name in changed]
-        shown = [now if now == then else f"{now} in place of {then}" for now, then in folders]
-        yield (
-            f"changed since this sweep began: {listed(keys) or 'how its jobs are made'}; "
-            f"so these are new jobs: {listed(shown, separator='; ')}"
-        )
-    if dropped := [job.folder for name, job in gone.items() if name not in new]:
-        yield f"no longer made by the sweep's command: {listed(dropped, separator='; ')}"
