@@ -64,16 +64,16 @@ class Group:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What a machine tells the others when it joins; ``nnodes`` and so on are keys of launch."""
+    """What a machine tells the hub when it joins."""
 
     host: str
-    nnodes: int
+    nnodes: int  # of its section launch, as the next two
     rdzv_id: str
     node_rank: int | None
     num_ranks: int | None  # None: it lacks the run to resume
-    sees_run: bool  # the run's folder
-    serves: bool  # the hub
-    port: int  # where its ranks can meet
+    sees_run: bool  # whether it sees the run's folder
+    serves: bool  # whether it serves the hub
+    port: int  # where the ranks meet if it has rank 0
 
 
 def mismatch(machines: Sequence[MachineFacts]) -> str | None:

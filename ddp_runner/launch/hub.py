@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import wait
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from ddp_runner.config.sections import LaunchConfig, meeting_place
 from ddp_runner.host.network import SILENT_S, Link, is_loopback
@@ -206,12 +206,12 @@ def parsed(kind: type[T], value: Mapping[str, Any]) -> T:
         TypeError: a field has another type.
         KeyError: a field is missing.
     """
-    fields = {name: (value[name], hint) for name, hint in get_type_hints(kind).items()}
-    for name, (field_value, hint) in fields.items():
-        is_word = get_origin(hint) is Literal
-        if not (field_value in get_args(hint) if is_word else isinstance(field_value, hint)):
-            raise TypeError(f"{name} is {field_value!r}")
-    return kind(**{name: field_value for name, (field_value, _) in fields.items()})
+    hints = get_type_hints(kind)
+    fields = {name: value[name] for name in hints}
+    for name, hint in hints.items():
+        if not isinstance(fields[name], str if get_origin(hint) is Literal else hint):
+            raise TypeError(f"{name} is {fields[name]!r}")
+    return kind(**fields)
 
 
 def run_failure(group: Group, machines: Sequence[Machine]) -> Failure:

@@ -21,15 +21,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.processes import adopt_orphans, start_fork_server
 from ddp_runner.host.streams import print_line
 from ddp_runner.host.temp_folder import temp_folder
-from ddp_runner.job import (
-    COMPLETED,
-    EXIT_FAILED,
-    EXIT_USER_ERROR,
-    Failure,
-    Job,
-    Outcome,
-    Status,
-)
+from ddp_runner.job import COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome, Status
 from ddp_runner.launch.group import OneMachine
 from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.ranks import Ranks
