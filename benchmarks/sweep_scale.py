@@ -31,9 +31,8 @@ from ddp_runner.job import EXIT_COMPLETED, Job, Outcome, Status
 from ddp_runner.sweep import run_sweep as run_module
 from ddp_runner.sweep.jobs import JobBatch, run_jobs
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.plan_file import read_plan
 from ddp_runner.sweep.survey import survey
-from ddp_runner.sweep.sweep_dir import unfinished_sweep
+from ddp_runner.sweep.sweep_dir import read_plan, unfinished_sweep
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.run_record import end_session, record_session_start
 

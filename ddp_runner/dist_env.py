@@ -1,6 +1,7 @@
 """This process's rank, world size and so on, from the launcher's variables. Torch-free.
 
-Only this module reads RANK, WORLD_SIZE and the like of torchrun, Slurm, Open MPI and MPICH.
+Only this module reads RANK, WORLD_SIZE and the like of torchrun, Slurm, Open MPI and MPICH. They
+also say which of a machine's ranks prints a mistake that all of them meet.
 """
 
 import os
@@ -8,6 +9,8 @@ import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 from ddp_runner.errors import UserError
 
@@ -23,6 +26,8 @@ MPICH = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
 RANKS = ("RANK", OPEN_MPI[0], "SLURM_PROCID", MPICH[0])
 START = " start "  # separates a job's name from the number of its earlier starts
 
+Launcher = Literal["torchrun", "srun", "mpirun", "environment"]
+
 
 @dataclass(frozen=True)
 class DistEnv:
@@ -34,7 +39,7 @@ class DistEnv:
     local_world_size: int
     node_rank: int = 0
     restart_count: int = 0
-    launcher: str = "environment"  # torchrun, srun, mpirun; environment: variables set by hand
+    launcher: Launcher = "environment"  # environment: variables set by hand
     init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: unknown
     launch_id: str | None = None  # see ``launch_id``
 
@@ -250,10 +255,36 @@ def _port(name: str) -> int:
 
 def _integer(environ: Mapping[str, str], key: str, default: str | None = None) -> int:
     value = environ.get(key, default)
-    try:
-        return int(value or "")
-    except ValueError:
+    if value is None or not value.strip().isdecimal():
         raise UserError(
             f"{key} ({value}) must be a whole number in a launcher's rank",
             "unset RANK and WORLD_SIZE to let the runner start its own workers",
-        ) from None
+        )
+    return int(value)
+
+
+def mistake_is_noted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a mistake ended an earlier attempt of this torchrun: do not repeat it."""
+    note = _note(environ)
+    return note is not None and note.exists()
+
+
+def note_mistake(environ: Mapping[str, str] = os.environ) -> bool:
+    """Note a mistake for other ranks and later attempts; return whether this rank prints it.
+
+    All attempts of a torchrun share a folder, which it removes at its end. The first rank that
+    creates the file ``mistake`` there prints.
+    """
+    if (note := _note(environ)) is None:
+        return prints_errors(environ)
+    try:
+        note.touch(exist_ok=False)
+    except FileExistsError:  # another rank was first
+        return False
+    return True
+
+
+def _note(environ: Mapping[str, str]) -> Path | None:
+    """Return FOLDER/mistake if a rank's file is FOLDER/attempt_N/RANK/error.json."""
+    attempt = Path(environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return attempt.with_name("mistake") if re.fullmatch(r"attempt_\d+", attempt.name) else None

@@ -116,12 +116,9 @@ def gpus() -> Finding:
 def cores() -> Finding:
     """Return how many cores this process may use, and the load."""
     num_present, load = os.cpu_count() or 1, os.getloadavg()[0]
-    busy = (
-        "other programs keep them busy: measured speeds mean little"
-        if load > num_present / 2
-        else ""
-    )
-    return Finding(f"{usable_cores()} of {num_present}; load {load:.1f}", warning=busy)
+    slow = "other programs keep them busy: measured speeds mean little"
+    text = f"{usable_cores()} of {num_present}; load {load:.1f}"
+    return Finding(text, warning=slow if load > num_present / 2 else "")
 
 
 def memory() -> Finding:

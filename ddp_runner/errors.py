@@ -52,9 +52,9 @@ def any_error(rule: str, fix: str | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:  # libraries and users raise any type
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{rule} ({typed(error)})", fix) from error
 
 

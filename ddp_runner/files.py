@@ -15,7 +15,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,8 +64,7 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
                 os.fsync(file.fileno())
         temp.replace(path)
     except Exception:
-        with suppress(OSError):
-            temp.unlink()
+        temp.unlink(missing_ok=True)
         raise
 
 
@@ -121,12 +120,10 @@ def is_locked(path: Path) -> bool | None:
     try:
         with open_file(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
     except BlockingIOError:
         return True
-    except OSError:
-        return None  # a file system without locks, or somebody else's file
+    except OSError as error:  # None: a file system without locks, or somebody else's file
+        return False if isinstance(error, FileNotFoundError | NotADirectoryError) else None
     return False
 
 
@@ -138,10 +135,8 @@ def is_missing(path: Path) -> bool:
     """
     try:
         path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.secrets import Secrets
@@ -32,12 +32,17 @@ class Status(StrEnum):
 TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure", "wait timeout")
 
 
+# A mistake of the user; an error or exit; the loss of another rank; a rank that came too late; a
+# signal to a rank; the loss of a machine.
+FailureKind = Literal["user", "crash", "peer", "late", "signal", "machine"]
+
+
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed: `kind` is user, crash, peer, late, signal or machine."""
+    """How a run failed."""
 
-    rank: int
-    kind: str
+    rank: int | None  # None: the launcher's own failure
+    kind: FailureKind
     sentence: str
     traceback: str = ""
     time_ns: int = field(default_factory=time.time_ns)  # since the epoch
@@ -97,15 +102,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: completed, preempted or failed."""
+    """How a job, or a rank of it, ended: completed, preempted or failed."""
 
     status: Status
     exit_code: int
-    run_dir: Path | None = None
-    failure: Failure | None = None
+    fault: str | None = None  # why it failed
 
     @classmethod
-    def invalid(cls, run_dir: Path, sentence: str) -> "Outcome":
-        """Return the outcome of a job that could not start because of a user's mistake."""
-        failure = Failure(rank=0, kind="user", sentence=sentence)
-        return cls(Status.FAILED, EXIT_USER_ERROR, run_dir, failure)
+    def stopped(cls, signum: int) -> "Outcome":
+        """Return the outcome of a job that a signal stopped."""
+        return cls(Status.PREEMPTED, 128 + signum)
+
+
+COMPLETED = Outcome(Status.COMPLETED, EXIT_COMPLETED)

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -16,13 +16,13 @@ from ddp_runner.inference.evaluate import run_evaluation
 from ddp_runner.inference.export import run_export
 from ddp_runner.inference.predict import run_prediction
 from ddp_runner.inference.sample import run_sampling
-from ddp_runner.job import EXIT_COMPLETED, Job, Status
+from ddp_runner.job import COMPLETED, Job, Outcome, Status
 from ddp_runner.own_loop.own_task import run_own_loop
 from ddp_runner.rank.session import Session, open_session
 from ddp_runner.train.train_task import run_training
 
 # (session, stop_requested) -> completed or preempted.
-TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
+TASKS: dict[str, Callable[[Session, Callable[[], bool]], Status]] = {
     "train": run_training,
     "evaluate": run_evaluation,
     "predict": run_prediction,
@@ -33,11 +33,8 @@ TASKS: dict[str, Callable[[Session, Callable[[], bool]], str]] = {
 }
 
 
-def run_task(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
+def run_task(job: Job, env: DistEnv | None = None) -> Outcome:
     """Run the job's task as one rank; `env` is read from the environment if None. Collective.
-
-    Returns:
-        status, run_dir, and the signal that stopped this rank, or None.
 
     Raises:
         UserError: the input is invalid: the data, a checkpoint, a loss that became NaN.
@@ -51,16 +48,14 @@ def run_task(job: Job, env: DistEnv | None = None) -> dict[str, Any]:
         signum = stop_requested.received
         if signum is not None and job.wire is not None and not job.wire.stop:
             session.log(f"rank {env.rank} alone received {signal.Signals(signum).name}")
-    run_dir = str(session.run_dir)
-    return {"status": status, "run_dir": run_dir, "signal": stop_requested.received}
+    return COMPLETED if status == Status.COMPLETED else Outcome.stopped(signum or signal.SIGTERM)
 
 
 def run_under_launcher(job: Job, env: DistEnv) -> NoReturn:
     """Run a rank that torchrun, Slurm or mpirun started, and end the process."""
-    result = record(run_task)(job, env) or {"status": Status.COMPLETED}  # None after sys.exit(0)
+    outcome = record(run_task)(job, env) or COMPLETED  # None after sys.exit(0)
     sys.stdout.flush()
     sys.stderr.flush()
     # Skip the interpreter's shutdown: it sometimes aborts in gloo's threads while a peer's
     # connection closes. Ranks of our own launcher end in the same way.
-    is_completed = result["status"] == Status.COMPLETED
-    os._exit(EXIT_COMPLETED if is_completed else 128 + (result["signal"] or signal.SIGTERM))
+    os._exit(outcome.exit_code)

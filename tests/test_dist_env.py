@@ -1,12 +1,19 @@
 """Rank facts from what each launcher sets, and where its ranks meet."""
 
+import sys
+from pathlib import Path
+
 import pytest
+from commands import TORCHRUN, WATCH_TORCH, run_command
+from run_folders import rank_log
 
 from ddp_runner.dist_env import (
     DistEnv,
     continues,
     dist_env,
     launch_id,
+    mistake_is_noted,
+    note_mistake,
     prints_errors,
     starts_our_launchers,
     validate_rendezvous,
@@ -24,6 +31,20 @@ OPEN_MPI = {
     **{"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "1"},
 }
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+# The samples of rank 1 alone are wrong.
+ODD = """
+import os
+from dataclasses import dataclass
+from ddp_runner.data.sources.offline import RandomRegression
+from ddp_runner.errors import UserError
+
+@dataclass(frozen=True)
+class Odd(RandomRegression):
+    def build(self, *args, **keys):
+        if os.environ["RANK"] == "1":
+            raise UserError("the shard of rank 1 is empty; fill it")
+        return super().build(*args, **keys)
+"""
 
 
 def read(environ: dict[str, str]) -> DistEnv:
@@ -174,3 +195,79 @@ def test_ranks_that_know_no_address_are_reported_by_their_launchers_name() -> No
     by_hand = read({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(UserError, match=r"^RANK and WORLD_SIZE describe 2 ranks"):
         validate_rendezvous(by_hand, init_method=None, backend="gloo")
+
+
+def rank_of(folder: Path, rank: int, attempt: int = 0) -> dict[str, str]:
+    """Return the variables that an agent gives a rank."""
+    file = folder / f"attempt_{attempt}" / str(rank) / "error.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    facts |= {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": attempt}
+    return {key: str(value) for key, value in facts.items()} | {
+        "TORCHELASTIC_ERROR_FILE": str(file)
+    }
+
+
+def test_the_first_rank_that_notes_a_mistake_prints_it(tmp_path: Path) -> None:
+    """Whichever it is; another agent has a folder of its own."""
+    first, second = rank_of(tmp_path / "one", 1), rank_of(tmp_path / "one", 0)
+    again, other = rank_of(tmp_path / "one", 0, attempt=1), rank_of(tmp_path / "other", 0)
+    assert not mistake_is_noted(first)
+    assert [note_mistake(one) for one in (first, second, again)] == [True, False, False]
+    assert [mistake_is_noted(one) for one in (first, again, other)] == [True, True, False]
+
+
+def test_without_an_agents_folder_the_first_rank_of_a_machine_prints(tmp_path: Path) -> None:
+    """As under srun, or where torchrun keeps no logs."""
+    for file in ("", str(tmp_path / "error.json")):
+        zero, one = (rank_of(tmp_path, rank) | {"TORCHELASTIC_ERROR_FILE": file} for rank in (0, 1))
+        assert [note_mistake(env) for env in (zero, one, zero)] == [True, False, True]
+        assert not mistake_is_noted(zero)
+
+
+def test_the_next_attempt_ends_before_torch_is_imported(tmp_path: Path) -> None:
+    """In silence: the line has been printed."""
+    here = tmp_path / "here"
+    ends = [
+        run_command("train.epochs=-3", folder=here, environ=rank_of(tmp_path, rank))
+        for rank in (0, 1)
+    ]
+    assert [end.exit_code for end in ends] == [2, 2]
+    assert [end.stderr for end in ends] == ["error: train.epochs (-3) must be greater than 0\n", ""]
+    watched = (sys.executable, "-c", WATCH_TORCH)
+    again = rank_of(tmp_path, 0, attempt=1)
+    end = run_command("train.epochs=-3", folder=here, program=watched, environ=again)
+    assert (end.exit_code, end.stdout, end.stderr) == (2, "False\n", "")
+
+
+ON_ONE_RANK = (
+    *("dataset._target_=odd.Odd", "dataset.num_samples=8", "dataset.eval_samples=8"),
+    *("dataset.input_size=10", "dataset.target_size=5", "dataset.seed=0"),
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(ON_ONE_RANK, id="one"),
+        # Before torch a mistake is found as above, with the variables that torchrun sets.
+        pytest.param(("train.epochs=-3",), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_torchrun_prints_a_mistake_once(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """Found by every rank before torch, or by rank 1 alone, whose output goes to its log."""
+    (tmp_path / "odd.py").write_text(ODD)
+    end = run_command(
+        *("-m", "ddp_runner", "model=toy", "allowed_targets=[odd]", *keys),
+        folder=tmp_path,
+        program=(*TORCHRUN, "--max-restarts=3"),
+        environ={"PYTHONPATH": str(tmp_path)},
+    )
+    assert end.exit_code == 1
+    lines = [line for line in end.stderr.splitlines() if line.startswith("error: ")]
+    expected = "train.epochs (-3) must be greater than 0"
+    if "odd" in keys[0]:
+        expected = "the shard of rank 1 is empty; fill it"
+        assert rank_log(end.run_dir, 1).count("resumed") == 0
+    assert lines == [f"error: {expected}"]

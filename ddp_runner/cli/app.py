@@ -23,14 +23,20 @@ from ddp_runner.cli.plan import Invocation, compose, is_sweep, job_folder, plan,
 from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.config.load import find_secrets
 from ddp_runner.config.sections import AUTO
-from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, validate_rendezvous
+from ddp_runner.dist_env import (
+    dist_env,
+    launch_id,
+    mistake_is_noted,
+    note_mistake,
+    starts_our_launchers,
+    validate_rendezvous,
+)
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
 from ddp_runner.host.processes import handled_signals, start_fork_server
 from ddp_runner.host.streams import keep_streams, print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import is_over, launch
-from ddp_runner.launch.mistakes import is_noted, note_mistake
 from ddp_runner.sweep.planner import SweepCommand
 from ddp_runner.sweep.run_sweep import run_sweep
 from ddp_runner.tracking.provenance import git_revision, versions
@@ -52,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "--version" in arguments:
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         sys.exit()
-    if is_noted():
+    if mistake_is_noted():
         sys.exit(EXIT_USER_ERROR)
     try:
         sys.exit(run(arguments, started_at=started_at, warnings=warnings))

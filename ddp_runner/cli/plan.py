@@ -31,11 +31,11 @@ from ddp_runner.errors import UserError
 from ddp_runner.files import safe_name
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import Job
-from ddp_runner.sweep.layout import JobHardware
+from ddp_runner.sweep.jobs import JobHardware
 from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.outputs import job_name
 
-GRID = "ddp_runner.sweep.grid.Grid"  # the _target_ of hydra/sweeper=grid
+GRID = "ddp_runner.sweep.search.Grid"  # the _target_ of hydra/sweeper=grid
 
 
 @dataclass(frozen=True)

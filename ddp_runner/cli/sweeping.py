@@ -21,7 +21,7 @@ from ddp_runner.config.load import resolved_texts, to_config, value_at, with_val
 from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import AUTO
 from ddp_runner.job import Job
-from ddp_runner.sweep.layout import JobHardware
+from ddp_runner.sweep.jobs import JobHardware
 
 MAX_SHAPES = 200  # kept in memory
 # Keys that decide how other keys are composed, or that hold for the whole sweep.

@@ -58,7 +58,7 @@ def num_local_ranks(config: Config, hardware: Hardware, ranks: int) -> int:
     most = MOST_RANKS_A_CORE * hardware.num_cores
     if nproc > most:
         raise UserError(
-            f"{nproc} ranks on a machine of {hardware.num_cores} cores would never meet",
+            f"{nproc} ranks are too many for a machine of {hardware.num_cores} cores",
             f"write world_size={most * num_nodes} or less",
         )
     if nproc * num_nodes != ranks:

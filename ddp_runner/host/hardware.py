@@ -190,7 +190,7 @@ def quota_cores() -> int | None:
 
     Every group up to the root sets a limit: cpu.max (version 2), cpu.cfs_quota_us (version 1).
     """
-    quotas = [quota for group in own_groups("cpu") if (quota := _quota(group)) is not None]
+    quotas = [quota for group in own_cgroups("cpu") if (quota := _quota(group)) is not None]
     return max(1, int(min(quotas))) if quotas else None
 
 
@@ -201,7 +201,7 @@ def memory_bytes() -> int:
     ulimit -v and -d count.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for group in own_groups("memory"):
+    for group in own_cgroups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = kernel_text(group / name).strip()
             limits += [int(text)] if text.isdigit() else []  # not "max"
@@ -209,7 +209,7 @@ def memory_bytes() -> int:
     return min(limits + [limit for limit in soft if limit != resource.RLIM_INFINITY])
 
 
-def own_groups(controller: str) -> Iterator[Path]:
+def own_cgroups(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroups for a controller, from the innermost up.
 
     In a container the path may be the host's; then some of the folders do not exist.

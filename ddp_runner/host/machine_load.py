@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ddp_runner.host.hardware import own_groups
+from ddp_runner.host.hardware import own_cgroups
 from ddp_runner.host.processes import PROC, kernel_text, process_stats
 
 IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
@@ -73,7 +73,7 @@ def oom_kills() -> int:
     The nearest group that has a counter decides: memory.events (version 2), memory.oom_control
     (version 1).
     """
-    for group in own_groups("memory"):
+    for group in own_cgroups("memory"):
         for name in ("memory.events", "memory.oom_control"):
             if match := re.search(r"^oom_kill (\d+)", kernel_text(group / name), re.MULTILINE):
                 return int(match[1])

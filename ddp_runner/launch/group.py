@@ -3,9 +3,8 @@
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ddp_runner.errors import counted, listed
 from ddp_runner.job import Failure, Job
@@ -63,23 +62,37 @@ class Group:
         ]
 
 
-def mismatch(machines: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return how two machines' ``join`` messages contradict each other, and the fix."""
-    first = next((facts for facts in machines if facts["num_ranks"]), machines[0])
-    hosts = dict[int | None, str]()  # by launch.node_rank
+@dataclass(frozen=True)
+class MachineFacts:
+    """What a machine tells the hub when it joins."""
+
+    host: str
+    nnodes: int  # of its section launch, as the next two
+    rdzv_id: str
+    node_rank: int | None
+    num_ranks: int | None  # None: it lacks the run to resume
+    sees_run: bool  # whether it sees the run's folder
+    serves: bool  # whether it serves the hub
+    port: int  # where the ranks meet if it has rank 0
+
+
+def mismatch(machines: Sequence[MachineFacts]) -> str | None:
+    """Return how the facts of two machines contradict each other, and the fix."""
+    first = next((facts for facts in machines if facts.num_ranks), machines[0])
+    hosts = dict[int, str]()  # by launch.node_rank
     for facts in machines:
-        host, number = facts["host"], facts["number"]
-        if facts["num_ranks"] not in (None, first["num_ranks"]):
+        if facts.num_ranks not in (None, first.num_ranks):
             return (
-                f"{first['host']} starts {counted(first['num_ranks'], 'rank')} and {host} "
-                f"{facts['num_ranks']}; give each machine the same launch.nproc_per_node"
+                f"{first.host} starts {counted(first.num_ranks or 0, 'rank')} and {facts.host} "
+                f"{facts.num_ranks}; give each machine the same launch.nproc_per_node"
             )
-        if number is not None and number in hosts:
+        if facts.node_rank in hosts:
             return (
-                f"{hosts[number]} and {host} both have launch.node_rank={number}; give each "
-                "machine its own number, or none"
+                f"{hosts[facts.node_rank]} and {facts.host} both have "
+                f"launch.node_rank={facts.node_rank}; give each machine its own number, or none"
             )
-        hosts[number] = host
+        if facts.node_rank is not None:
+            hosts[facts.node_rank] = facts.host
     return None
 
 

@@ -15,21 +15,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from ddp_runner.config.sections import LaunchConfig, meeting_place
 from ddp_runner.host.network import SILENT_S, Link, is_loopback
 from ddp_runner.job import Failure
-from ddp_runner.launch.group import Group, mismatch
+from ddp_runner.launch.group import Group, MachineFacts, mismatch
 from ddp_runner.launch.ranks import SAVING_FACTOR
 
 PAUSE_S = 0.1  # the longest wait for a message
 ENDING_S = 15.0  # for a machine to end its ranks, besides the time for a save
-JOINED = {  # the fields of ``join``
-    **{"host": str, "nnodes": int, "rdzv_id": str, "number": int | None},
-    **{"num_ranks": int | None, "sees_run": bool, "serves": bool, "port": int},
-}
-FAILED = {"rank": int, "kind": str, "sentence": str, "traceback": str, "time_ns": int}
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -38,8 +34,8 @@ class Machine:
 
     link: Link
     address: str
-    joined: Mapping[str, Any] = field(default_factory=dict)  # the value of its ``join``
-    state: str = "new"  # then waiting, running, and ended, failed, refused or gone
+    joined: MachineFacts | None = None
+    state: Literal["new", "waiting", "running", "ended", "failed", "refused", "gone"] = "new"
     failure: Failure | None = None  # in this attempt
     came_at: float = field(default_factory=time.monotonic)
 
@@ -115,11 +111,11 @@ class Hub:
 
     def _take(self, machine: Machine, word: str, value: Any) -> None:
         if word == "join":
-            machine.joined, machine.state = typed_fields(value, JOINED), "waiting"
-            nnodes, rule = self._launch.nnodes, ""
-            if value["nnodes"] != nnodes:
-                rule = f"launch.nnodes is {value['nnodes']} here and {nnodes}"
-            elif value["rdzv_id"] != self._launch.rdzv_id:  # may be a secret: do not print it
+            machine.joined = facts = parsed(MachineFacts, value)
+            machine.state, rule = "waiting", ""
+            if facts.nnodes != self._launch.nnodes:
+                rule = f"launch.nnodes is {facts.nnodes} here and {self._launch.nnodes}"
+            elif facts.rdzv_id != self._launch.rdzv_id:  # may be a secret: do not print it
                 rule = "launch.rdzv_id differs from the id"
             if rule:
                 fix = "start the same command on each machine"
@@ -127,10 +123,10 @@ class Hub:
         elif machine not in self._machines_of_attempt:
             return
         elif word == "failed":
-            machine.failure, machine.state = Failure(**typed_fields(value, FAILED)), word
+            machine.failure, machine.state = parsed(Failure, value), "failed"
         elif word == "ended":
-            machine.state = word
-            self._send_to_attempt(word)
+            machine.state = "ended"
+            self._send_to_attempt("ended")
 
     def _refuse(self, machine: Machine, sentence: str) -> None:
         machine.state = "refused"
@@ -164,18 +160,18 @@ class Hub:
         if len(waiting) < self._launch.nnodes:
             return
         machines = sorted(waiting[: self._launch.nnodes], key=_order)
-        facts = [machine.joined for machine in machines]
+        facts = [machine.joined for machine in machines if machine.joined is not None]
         if (sentence := mismatch(facts)) is not None:
             for machine in machines:
                 self._refuse(machine, sentence)
             return
         # Without any number, no machine has the run, and the ranks report that.
-        num_ranks = next((joined["num_ranks"] for joined in facts if joined["num_ranks"]), 1)
-        first = machines[0]
-        is_near = first.joined["serves"] or is_loopback(first.address)
-        address = meeting_place(self._launch)[0] if is_near else first.address
-        hosts = [str(joined["host"]) for joined in facts]
-        self._group = Group(hosts, 0, num_ranks, address, first.joined["port"])
+        num_ranks = next((joined.num_ranks for joined in facts if joined.num_ranks), 1)
+        first, address = facts[0], machines[0].address
+        if first.serves or is_loopback(address):
+            address, _ = meeting_place(self._launch)
+        hosts = [joined.host for joined in facts]
+        self._group = Group(hosts, 0, num_ranks, address, first.port)
         self._machines_of_attempt, self._failed_at = machines, None
         for index, machine in enumerate(machines):
             machine.state, machine.failure = "running", None
@@ -193,27 +189,29 @@ class Hub:
             if failures or any(machine.state == "gone" for machine in machines):
                 self._failed_at = now
                 self._send_to_attempt("end", any(failure.is_timeout for failure in failures))
-        elif not any(
-            machine.state in ("running", "ended")
-            and now < self._failed_at + (SILENT_S if machine.link.is_silent() else self._longest_s)
-            for machine in machines
-        ):
+        elif not any(self._may_report(machine, now - self._failed_at) for machine in machines):
             self._send_to_attempt("verdict", asdict(run_failure(group, machines)))
             self._group = None
 
+    def _may_report(self, machine: Machine, since_s: float) -> bool:
+        """Return whether a machine may still report, this time after the first failure."""
+        limit_s = SILENT_S if machine.link.is_silent() else self._longest_s
+        return machine.state in ("running", "ended") and since_s < limit_s
 
-def typed_fields(value: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a message, which may come from anybody.
+
+def parsed(kind: type[T], value: Mapping[str, Any]) -> T:
+    """Return the value of a message, which may come from anybody, as an object of this class.
 
     Raises:
         TypeError: a field has another type.
         KeyError: a field is missing.
     """
-    fields = {name: value[name] for name in kinds}
-    for name, kind in kinds.items():
-        if not isinstance(fields[name], kind):
+    hints = get_type_hints(kind)
+    fields = {name: value[name] for name in hints}
+    for name, hint in hints.items():
+        if not isinstance(fields[name], str if get_origin(hint) is Literal else hint):
             raise TypeError(f"{name} is {fields[name]!r}")
-    return fields
+    return kind(**fields)
 
 
 def run_failure(group: Group, machines: Sequence[Machine]) -> Failure:
@@ -241,5 +239,6 @@ def run_failure(group: Group, machines: Sequence[Machine]) -> Failure:
 def _order(machine: Machine) -> tuple[float, bool, bool]:
     """Sort by launch.node_rank, then by who has the run's folder, then by who serves the hub."""
     facts = machine.joined
-    number = math.inf if facts["number"] is None else facts["number"]
-    return number, not facts["sees_run"], not facts["serves"]
+    assert facts is not None
+    number = math.inf if facts.node_rank is None else facts.node_rank
+    return number, not facts.sees_run, not facts.serves

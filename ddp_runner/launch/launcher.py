@@ -4,13 +4,13 @@ Ranks are forked from a server that has already imported torch, so they start in
 second. This process never imports torch.
 """
 
-import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.processes import adopt_orphans, start_fork_server
 from ddp_runner.host.streams import print_line
 from ddp_runner.host.temp_folder import temp_folder
-from ddp_runner.job import (
-    EXIT_COMPLETED,
-    EXIT_FAILED,
-    EXIT_USER_ERROR,
-    Failure,
-    Job,
-    Outcome,
-    Status,
-)
+from ddp_runner.job import COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome, Status
 from ddp_runner.launch.group import OneMachine
 from ddp_runner.launch.machines import Machines
 from ddp_runner.launch.ranks import Ranks
@@ -46,6 +38,33 @@ from ddp_runner.tracking.start_block import starting_lines
 from ddp_runner.tracking.trackers.start_trackers import followed
 
 
+@dataclass
+class RunFolders:
+    """The run's folders on this machine, and the trackers that follow the run.
+
+    On several machines a folder is only known once a rank has claimed it. After a restart, the
+    ranks may claim another folder.
+    """
+
+    job: Job
+    trackers: ExitStack
+    paths: list[Path]
+    _has_trackers: bool = False
+
+    @property
+    def last(self) -> Path | None:
+        """The folder of the last attempt; None: unknown."""
+        return self.paths[-1] if self.paths else None
+
+    def claimed(self, path: Path, *, on_first_machine: bool) -> None:
+        """Add the folder that a rank has claimed; the first machine starts the trackers."""
+        if path not in self.paths:
+            self.paths.append(path)
+        if on_first_machine and not self._has_trackers:
+            self._has_trackers = True
+            self.trackers.enter_context(followed(self.job, RunDir(path)))
+
+
 def launch(job: Job) -> Outcome:
     """Run a job to its end, and print why it failed if it did.
 
@@ -55,21 +74,21 @@ def launch(job: Job) -> Outcome:
     Raises:
         UserError: the machines of the run do not meet, or their settings contradict each other.
     """
-    folders = [] if job.run_dir is None else [job.run_dir]
-    is_alone = job.config.launch.nnodes == 1
+    is_alone, trackers = job.config.launch.nnodes == 1, ExitStack()
     if is_alone:
         if is_over(job):
-            return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
+            return COMPLETED
         prepare_run_folder(job)
-    stop = StopRequests(running=lambda: folders, is_quiet=job.slot is not None)
+    folders = RunFolders(job, trackers, [] if job.run_dir is None else [job.run_dir])
+    stop = StopRequests(running=lambda: folders.paths, is_quiet=job.slot is not None)
     stop.may_save = not is_alone  # the first signal is a request, also while the machines meet
     try:
-        with stop.handled(), ExitStack() as trackers:
+        with stop.handled(), trackers:
             if is_alone:
-                trackers.enter_context(followed(job, RunDir(folders[0])))
-            return run_ranks(job, stop, trackers, folders)
+                folders.claimed(folders.paths[0], on_first_machine=True)
+            return run_ranks(job, stop, folders)
     except SystemExit:  # a signal came before there were ranks
-        mark_ended(folders[0])
+        mark_ended(folders.paths[0])
         raise
 
 
@@ -92,32 +111,17 @@ def is_over(job: Job) -> bool:
     return True
 
 
-def run_ranks(job: Job, stop: StopRequests, trackers: ExitStack, folders: list[Path]) -> Outcome:
-    """Run this machine's ranks, restart them if any of the run fail, and return how they ended.
-
-    When a rank claims the run folder, add it to `folders`, and its trackers to the stack.
-    """
+def run_ranks(job: Job, stop: StopRequests, folders: RunFolders) -> Outcome:
+    """Run this machine's ranks, restart them if any of the run fail, and return how they ended."""
     start_fork_server()
     adopt_orphans()  # if the server is killed, which otherwise adopts a dead rank's children
     if job.shows_header:
         print_line(starting_lines(job), stream=sys.stdout)
-    has_trackers = job.config.launch.nnodes == 1  # `launch` has started them
     machines = Machines(job) if job.config.launch.nnodes > 1 else OneMachine(job)
-
-    def claimed(folder: Path) -> None:
-        nonlocal has_trackers
-        if folder not in folders:
-            folders.append(folder)
-        if not has_trackers and group is not None and group.index == 0:
-            has_trackers = True
-            trackers.enter_context(followed(job, RunDir(folder)))
-
-    with (
-        tempfile.TemporaryDirectory(
-            prefix="job-", dir=temp_folder(), ignore_cleanup_errors=True
-        ) as temp,
-        closing(machines),
-    ):
+    new_folder = tempfile.TemporaryDirectory(
+        prefix="job-", dir=temp_folder(), ignore_cleanup_errors=True
+    )
+    with new_folder as temp, closing(machines):
         job = replace(job, temp=Path(temp))
         while True:
             try:
@@ -126,27 +130,30 @@ def run_ranks(job: Job, stop: StopRequests, trackers: ExitStack, folders: list[P
                 if not job.earlier:
                     raise
                 sentence = f"{job.earlier[-1][1]}; {error}"
-                return failed(job, Failure(-1, "machine", sentence), folders)
+                return failed(job, Failure(None, "machine", sentence), folders.last)
             if group is None:
-                break
-            ranks = Ranks(job, stop, claimed)
+                return _stopped_without_ranks(stop, folders.last)
+            on_claim = partial(folders.claimed, on_first_machine=group.index == 0)
+            ranks = Ranks(job, stop, on_claim)
             failure = ranks.run(group.environs(job), machines)
             if failure is None:
-                break
+                outcome = ranks.results[min(ranks.results)]
+                if outcome.status == Status.COMPLETED or stop.received is None:
+                    return outcome
+                return Outcome.stopped(stop.received)
             failure = machines.agree_on_failure(failure)
             is_last = len(job.earlier) >= job.config.launch.max_restarts
-            if failure.kind == "user" or failure.rank < 0 or is_last:
-                return failed(job, failure, folders)
+            if failure.kind == "user" or failure.rank is None or is_last:
+                return failed(job, failure, folders.last)
             job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
-    received, run_dir = stop.received or signal.SIGTERM, folders[-1] if folders else None
-    if group is None:  # stopped while it waited for other machines
-        stop.announce(is_training=False)
-        if run_dir is not None:  # from an earlier attempt
-            mark_ended(run_dir)
-        return Outcome(Status.PREEMPTED, 128 + received, run_dir)
-    result = ranks.results[min(ranks.results)]
-    exit_code = EXIT_COMPLETED if result["status"] == Status.COMPLETED else 128 + received
-    return Outcome(result["status"], exit_code, Path(result["run_dir"]))
+
+
+def _stopped_without_ranks(stop: StopRequests, folder: Path | None) -> Outcome:
+    """Mark the run, if an earlier attempt began it, as stopped while it waited for machines."""
+    stop.announce(is_training=False)
+    if folder is not None:
+        mark_ended(folder)
+    return Outcome.stopped(stop.received or signal.SIGTERM)
 
 
 def print_error(sentence: str) -> None:
@@ -155,22 +162,20 @@ def print_error(sentence: str) -> None:
         print_line(f"error: {sentence}", stream=sys.stderr)
 
 
-def failed(job: Job, failure: Failure, folders: Sequence[Path]) -> Outcome:
+def failed(job: Job, failure: Failure, folder: Path | None) -> Outcome:
     """Record and print why the ranks failed, and how to resume the run.
 
     If a machine is lost after rank 0 has completed the run, the run has not failed.
     """
-    folder = folders[-1] if folders else None
     advice = "continue with resume=RUN"
     if folder is not None and RunDir(folder).record.exists():  # it may be on another machine
         run_dir = RunDir(folder)
         details = run_dir.failure if failure.traceback else run_dir.logs
-        arguments = " ".join([run_dir.resume_argument, *map(shlex.quote, job.resume_arguments)])
-        advice = f"see {details}, then continue with {arguments}"
+        advice = f"see {details}, then continue with {run_dir.resume_words(job.resume_arguments)}"
         try:
             record = read_run_record(run_dir)
             if failure.kind == "machine" and record.get("status") == Status.COMPLETED:
-                return Outcome(Status.COMPLETED, EXIT_COMPLETED, folder)
+                return COMPLETED
             _record_failure(job, failure, run_dir, record)
         except (OSError, UserError) as error:
             # The cause comes first: a full disk is often the reason for both.
@@ -180,10 +185,10 @@ def failed(job: Job, failure: Failure, folders: Sequence[Path]) -> Outcome:
         failure = replace(failure, sentence=f"{failure.sentence}; {advice}")
     print_error(failure.sentence)
     if failure.kind == "user":
-        return Outcome(Status.FAILED, EXIT_USER_ERROR, folder, failure)
+        return Outcome(Status.FAILED, EXIT_USER_ERROR, failure.sentence)
     if failure.traceback:
         print(failure.traceback, file=sys.stderr, flush=True)
-    return Outcome(Status.FAILED, EXIT_FAILED, folder, failure)
+    return Outcome(Status.FAILED, EXIT_FAILED, failure.sentence)
 
 
 def _record_failure(job: Job, failure: Failure, run_dir: RunDir, record: Mapping[str, Any]) -> None:
@@ -194,12 +199,11 @@ def _record_failure(job: Job, failure: Failure, run_dir: RunDir, record: Mapping
         UserError: run.json cannot be written.
     """
     is_alone = job.config.launch.nnodes == 1
-    is_recorded = failure.rank < 0 and (record.get("error") or {}).get("kind") == failure.kind
+    is_recorded = failure.rank is None and (record.get("error") or {}).get("kind") == failure.kind
     if not is_recorded and (is_alone or failure.kind != "user"):  # else rank 0 records a mistake
         # On several machines the session is rank 0's.
         started_at = job.started_at if is_alone else last_session_start(record)
-        rank = failure.rank if failure.rank >= 0 else None
-        error = RunError(rank=rank, kind=failure.kind, sentence=failure.sentence)
+        error = RunError(rank=failure.rank, kind=failure.kind, sentence=failure.sentence)
         fail_session(run_dir, started_at=started_at, error=error)
     if failure.traceback:
         run_dir.logs.mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.network import BEAT_S, Link, is_here, listener
 from ddp_runner.host.streams import PATIENCE_S, print_line
 from ddp_runner.job import Failure, Job
-from ddp_runner.launch.group import Group, OneMachine
+from ddp_runner.launch.group import Group, MachineFacts, OneMachine
 from ddp_runner.launch.hub import ENDING_S, Hub
 from ddp_runner.launch.ranks import POLL_S
 from ddp_runner.tracking.run_dir import RunDir
@@ -69,7 +69,7 @@ class Machines(OneMachine):
                 if link is None:
                     self._connect()
                 elif link is not joined_link:
-                    link.send("join", self._facts(port=reserved.getsockname()[1]))
+                    link.send("join", asdict(self._facts(port=reserved.getsockname()[1])))
                     joined_link = link
                 elif time.monotonic() > link.heard_at + (LOST_S if self._has_met else ANSWER_S):
                     self._lose(link)
@@ -105,10 +105,10 @@ class Machines(OneMachine):
         """Send this machine's first failure to the hub; return the run's first failure.
 
         Its kind is ``machine`` if a machine was lost. Its rank is then the first of that machine,
-        or -1 if the hub is lost as well.
+        or None if the hub is lost as well.
         """
         assert self._joined is not None
-        if failure.kind != "user":  # a mistake may name several ranks, or none
+        if failure.rank is not None and failure.kind != "user":  # a mistake may name several ranks
             sentence = self._joined.with_host(failure.sentence, failure.rank)
             failure = replace(failure, sentence=sentence)
         begun_at = time.monotonic()
@@ -119,7 +119,7 @@ class Machines(OneMachine):
             time.sleep(POLL_S)
         if self._verdict is not None:
             return self._verdict
-        return Failure(-1, "machine", self._hub_is_lost()) if failure.kind == "peer" else failure
+        return Failure(None, "machine", self._hub_is_lost()) if failure.kind == "peer" else failure
 
     def close(self) -> None:
         """Leave the other machines; the hub waits until they know how the run ended."""
@@ -130,19 +130,19 @@ class Machines(OneMachine):
         if self._hub is not None:
             self._hub.close(within_s=LEAVE_S)
 
-    def _facts(self, *, port: int) -> dict[str, object]:
-        """Return the value of ``join``; the ranks can meet at the port."""
+    def _facts(self, *, port: int) -> MachineFacts:
+        """Return what this machine tells the hub; its ranks can meet at the port."""
         job, launch = self._job, self._launch
-        return {
-            "host": socket.gethostname(),
-            "nnodes": launch.nnodes,
-            "rdzv_id": launch.rdzv_id,
-            "number": launch.node_rank,
-            "num_ranks": None if job.lacks_run else job.config.world_size // launch.nnodes,
-            "sees_run": job.run_dir is not None and RunDir(job.run_dir).record.exists(),
-            "serves": self._hub is not None,
-            "port": port,
-        }
+        return MachineFacts(
+            host=socket.gethostname(),
+            nnodes=launch.nnodes,
+            rdzv_id=launch.rdzv_id,
+            node_rank=launch.node_rank,
+            num_ranks=None if job.lacks_run else job.config.world_size // launch.nnodes,
+            sees_run=job.run_dir is not None and RunDir(job.run_dir).record.exists(),
+            serves=self._hub is not None,
+            port=port,
+        )
 
     def _connect(self) -> None:
         """Try once to reach the hub.

@@ -20,7 +20,7 @@ from ddp_runner.host.processes import (
     is_suspended,
     start_fork_server,
 )
-from ddp_runner.job import Failure, Job
+from ddp_runner.job import Failure, Job, Outcome
 from ddp_runner.launch.failure_cause import (
     RankExits,
     Stack,
@@ -52,7 +52,7 @@ class Ranks:
 
     def __init__(self, job: Job, stop: StopRequests, on_claim: Callable[[Path], object]) -> None:
         self.first_step: int | None = None  # of the training loop; None: it never began
-        self.results: dict[int, Any] = {}
+        self.results: dict[int, Outcome] = {}
         self._job, self._stop, self._on_claim = job, stop, on_claim
         self._earlier_children = children()  # such as the fork server: not to be killed
         self._processes: dict[int, ForkServerProcess] = {}
@@ -81,7 +81,7 @@ class Ranks:
                 if late_at == math.inf and (self.results or machines.has_ended):
                     late_at = time.monotonic() + self._job.config.backend.timeout_s
                 if None in self._exit_codes.values():
-                    # No peer waits for a suspended rank in a collective, and would time out.
+                    # No peer waits in a collective, so none would report a suspended rank.
                     if time.monotonic() > late_at and (suspended := self._suspended()):
                         self._wait_for_answers()  # another rank may be saving
                         return stayed_suspended(suspended[0], self._job.config)

@@ -1,6 +1,7 @@
 """The config of a resumed run, on ranks whose machine does not have the run's folder."""
 
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from omegaconf import OmegaConf
@@ -25,17 +26,7 @@ def with_config_of_rank_zero(job: Job) -> Job:
     machines = gather_objects((socket.gethostname(), job.lacks_run))
     if not any(lacks_run for _, lacks_run in machines):
         return job
-    host, rank_zero_lacks_run = machines[0]
-    if rank_zero_lacks_run:
-        has_run = next((name for name, lacks_run in machines if not lacks_run), None)
-        if has_run is None:
-            count = len({name for name, _ in machines})
-            where, fix = f"not a run folder on any of the {count} machines", "name a run's folder"
-        else:
-            where, fix = f"on {has_run}, and {host} has rank 0", f"copy it to {host}"
-            if job.wire is not None:  # only our launcher can move rank 0 to another machine
-                fix += f", or give {has_run} launch.node_rank=0"
-        raise UserError(f"resume={job.config.resume} is {where}", fix)
+    _validate_rank_zero(job, machines)
     shared = from_rank_zero(lambda: asdict(job.secrets.written(job.config)))
     if not job.lacks_run:
         return job
@@ -53,3 +44,19 @@ def with_config_of_rank_zero(job: Job) -> Job:
             f"add backend={adopted.backend.name} to the command",
         )
     return replace(job, config=adopted, secrets=secrets)
+
+
+def _validate_rank_zero(job: Job, machines: Sequence[tuple[str, bool]]) -> None:
+    """Reject a rank 0 whose machine lacks the run; each machine has a host and says if it does."""
+    host, lacks_run = machines[0]
+    if not lacks_run:
+        return
+    has_run = next((name for name, lacks_run in machines if not lacks_run), None)
+    if has_run is None:
+        count = len({name for name, _ in machines})
+        where, fix = f"not a run folder on any of the {count} machines", "name a run's folder"
+    else:
+        where, fix = f"on {has_run}, and {host} has rank 0", f"copy it to {host}"
+        if job.wire is not None:  # only our launcher can move rank 0 to another machine
+            fix += f", or give {has_run} launch.node_rank=0"
+    raise UserError(f"resume={job.config.resume} is {where}", fix)

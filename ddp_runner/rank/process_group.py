@@ -6,7 +6,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddp_runner.config.sections import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors, validate_rendezvous
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, os_errors
 from ddp_runner.host.hardware import FOR_CPU
 from ddp_runner.host.network import is_here, outer_interface
 from ddp_runner.host.streams import print_line
@@ -51,25 +51,14 @@ def process_group(
             "write backend=gloo, or build torch from source with an MPI library",
         )
     validate_rendezvous(env, init_method=init_method, backend=backend.name)
-    if backend.name != "mpi":
+    has_store = backend.name != "mpi"
+    if has_store:
         _validate_host(env, init_method)
-    is_local = env.num_nodes == 1 and _uses_loopback()
-    if env.num_nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
-        host = _rendezvous_host(init_method)
-        name = outer_interface(host) if host else None
-        if name is not None:  # gloo's default, loopback, is unreachable from other machines
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+    is_local = _choose_interface(env, init_method)
     timeout = timedelta(seconds=backend.timeout_s)
     with_gloo = f"cpu:gloo,{backend.device}:{backend.name}"
     try:
-        store = None
-        has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if init_method == FROM_ENVIRONMENT and has_agent_store:
-            store = fresh_store(env, timeout=timeout)
-        elif is_local and backend.name != "mpi":
-            store = loopback_store(env, init_method=init_method, timeout=timeout)
-        elif init_method == FROM_ENVIRONMENT and backend.name != "mpi":
-            store = store_of_rank_zero(env, timeout_s=backend.timeout_s)
+        store = _open_store(env, init_method, timeout, is_local=is_local) if has_store else None
         dist.init_process_group(
             backend.name if backend.name in FOR_CPU else with_gloo,
             init_method=None if store is not None else init_method,
@@ -90,6 +79,35 @@ def process_group(
     yield
     # Only on success: a rank that fails must end without waiting for others in a collective.
     dist.destroy_process_group()
+
+
+def _choose_interface(env: DistEnv, init_method: str | None) -> bool:
+    """Choose the network interface unless the user has; return whether gloo uses loopback.
+
+    gloo's default may be loopback, which other machines cannot reach.
+    """
+    if env.num_nodes == 1:
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        return os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback) == loopback
+    host = _rendezvous_host(init_method)
+    if "GLOO_SOCKET_IFNAME" not in os.environ and host:
+        name = outer_interface(host)
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+    return False
+
+
+def _open_store(
+    env: DistEnv, init_method: str | None, timeout: timedelta, *, is_local: bool
+) -> Any:
+    """Return the store where the ranks meet; None: torch opens it itself. Collective."""
+    is_env = init_method == FROM_ENVIRONMENT
+    if is_env and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return fresh_store(env, timeout=timeout)
+    if is_local:
+        return loopback_store(env, init_method=init_method, timeout=timeout)
+    return store_of_rank_zero(env, timeout_s=timeout.total_seconds()) if is_env else None
 
 
 def _rendezvous_host(init_method: str | None) -> str | None:
@@ -122,14 +140,6 @@ def _validate_host(env: DistEnv, init_method: str | None) -> None:
     raise error
 
 
-def _uses_loopback() -> bool:
-    """Default to the loopback interface; return whether gloo uses it."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    return os.environ["GLOO_SOCKET_IFNAME"] == loopback
-
-
 def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
     """Return the store that rank 0 serves at the address of env://. Collective.
 
@@ -157,8 +167,8 @@ def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
         store: Future[Any] = Future()
         # In a thread: the call has no timeout.
         Thread(target=_set_store, args=(store, connect), daemon=True).start()
-        with suppress(TimeoutError):
-            return store.result(timeout_s)
+        if wait([store], timeout_s).done:
+            return store.result()
     raise STORES.DistNetworkError(
         f"timed out after {timeout_s:g} s (backend.timeout_s): rank 0 does not answer at "
         f"{host}:{port} ({reason})"
@@ -190,18 +200,15 @@ def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta)
     connect = partial(STORES.TCPStore, HOST, port, env.world_size, timeout=timeout)
     if not env.is_rank_zero:
         return connect(is_master=False)
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart takes the same port
-    try:
+    rule = f"rank 0 cannot listen on port {port}, where the ranks meet"
+    fix = "give every rank another port, in MASTER_PORT or launch.init_method"
+    with os_errors(rule, fix=fix), socket.socket() as listener:
+        # A restart takes the same port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((HOST, port))
         listener.listen(env.world_size)
-    except OSError as error:
-        listener.close()
-        raise UserError(
-            f"rank 0 cannot listen on port {port} ({error.strerror}), where the ranks meet",
-            "give every rank another port, in MASTER_PORT or launch.init_method",
-        ) from error
-    return connect(is_master=True, master_listen_fd=listener.detach())
+        descriptor = listener.detach()
+    return connect(is_master=True, master_listen_fd=descriptor)
 
 
 def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
@@ -223,11 +230,17 @@ def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
         shared.set(f"greeting/{env.rank}", greeting)
         prefix = shared.get(f"answer/{greeting}").decode()  # blocks until rank 0 answers
         shared.set(f"{prefix}/{greeting}", "received")
-        return STORES.PrefixStore(prefix, store)
+    else:
+        prefix = _answered_prefix(shared, env.world_size, timeout)
+    return STORES.PrefixStore(prefix, store)
+
+
+def _answered_prefix(shared: Any, world_size: int, timeout: timedelta) -> str:
+    """Return a new prefix once every other rank has confirmed it. Rank 0 only."""
     prefix = f"group-{uuid.uuid4().hex}"
     deadline = time.monotonic() + timeout.total_seconds()
     # The answered greetings of each unconfirmed rank.
-    missing: dict[int, list[str]] = {rank: [] for rank in range(1, env.world_size)}
+    missing: dict[int, list[str]] = {rank: [] for rank in range(1, world_size)}
     while missing:
         for rank, answered in list(missing.items()):
             if not shared.check([f"greeting/{rank}"]):
@@ -245,4 +258,4 @@ def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
                 f"within backend.timeout_s ({timeout.total_seconds():g} s)"
             )
         time.sleep(POLL_S)
-    return STORES.PrefixStore(prefix, store)
+    return prefix

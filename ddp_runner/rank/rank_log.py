@@ -63,7 +63,7 @@ def log_to_file(text: str) -> None:
 
 
 class _File(logging.FileHandler):
-    """A log file that survives a full disk; logging prints a traceback for each line."""
+    """A log file that survives a full disk, where logging would print a traceback per line."""
 
     _has_failed = False
 

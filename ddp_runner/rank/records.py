@@ -48,7 +48,7 @@ class Records:
     """The logger and the checkpoint writer of a run; ranks other than 0 write nothing.
 
     The constructor begins the run: it freezes the config, tells the launcher, and enters the stack.
-    Call it after every check of the command, so that a failed resume changes nothing.
+    Call it after every check of the command: a resume that fails must leave the run as it was.
 
     Args:
         session: this rank's session.

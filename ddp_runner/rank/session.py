@@ -26,7 +26,7 @@ from ddp_runner.distributed import (
 from ddp_runner.errors import UserError, one_line
 from ddp_runner.host.freed_memory import keep_freed_memory
 from ddp_runner.host.hardware import usable_cores
-from ddp_runner.job import Job, Status
+from ddp_runner.job import FailureKind, Job, Status
 from ddp_runner.parallelism.mode import Mode, count_devices, rank_devices
 from ddp_runner.rank.adopt import with_config_of_rank_zero
 from ddp_runner.rank.process_group import process_group
@@ -198,7 +198,7 @@ def _failure_recorded(run_dir: RunDir, *, started_at: float) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        kind = "user" if isinstance(error, UserError) else "crash"
+        kind: FailureKind = "user" if isinstance(error, UserError) else "crash"
         with suppress(UserError):  # a full disk, which also caused the error
             run_error = RunError(rank=0, kind=kind, sentence=one_line(error))
             fail_session(run_dir, started_at=started_at, error=run_error)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddp_runner.errors import UserError, exit_with, os_errors
 from ddp_runner.host.streams import line_width
-from ddp_runner.sweep.plan_file import PLAN
+from ddp_runner.sweep.sweep_dir import PLAN
 from ddp_runner.sweep.sweep_table import sweep_table
 
 

@@ -12,10 +12,12 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from ddp_runner.config.sections import SweepConfig
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted, os_sentence
-from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome, Status
+from ddp_runner.host.hardware import Hardware
+from ddp_runner.job import COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.sweep.plan_file import (
+from ddp_runner.sweep.sweep_dir import (
     PLAN,
     TO_RUN,
     Plan,
@@ -30,6 +32,27 @@ from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
 POLL_S = 0.5  # between two looks, while other launchers run all remaining jobs
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """The nodes of a job, each with the same number of ranks."""
+
+    num_nodes: int
+    ranks_per_node: int
+
+    @property
+    def num_ranks(self) -> int:
+        """The world size."""
+        return self.num_nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class JobHardware:
+    """The hardware on which a job's config depends."""
+
+    hardware: Hardware  # of one node
+    env: DistEnv | None = None  # of rank 0, if srun starts the ranks
 
 
 @dataclass(frozen=True)
@@ -88,10 +111,10 @@ class JobBatch:
         """Return how a job has ended, by its folder; None if it has not, or must run again."""
         standing = job.standing
         if standing.status == Status.COMPLETED:
-            return Outcome(Status.COMPLETED, 0, job.run_dir.path)
+            return COMPLETED
         if not standing.has_failed or self.must_run(job, standing):
             return None
-        return failed_outcome(standing, job.run_dir.path)
+        return failed_outcome(standing)
 
     def outcomes(self) -> dict[str, Outcome]:
         """Return how each job has ended, without those that have not."""
@@ -162,11 +185,10 @@ def run_jobs(batch: JobBatch, *, execute: Callable[[Job], Outcome]) -> dict[str,
     return outcomes
 
 
-def failed_outcome(standing: Standing, run_dir: Path) -> Outcome:
+def failed_outcome(standing: Standing) -> Outcome:
     """Return the outcome of a job that has failed."""
-    cause = Failure(rank=0, kind=standing.kind or "crash", sentence=standing.sentence or "")
-    exit_code = EXIT_USER_ERROR if cause.kind == "user" else EXIT_FAILED
-    return Outcome(Status.FAILED, exit_code, run_dir, cause)
+    exit_code = EXIT_USER_ERROR if standing.kind == "user" else EXIT_FAILED
+    return Outcome(Status.FAILED, exit_code, standing.sentence)
 
 
 def _run_job(batch: JobBatch, job: SweepJob, execute: Callable[[Job], Outcome]) -> Outcome | None:
@@ -185,8 +207,7 @@ def _run_job(batch: JobBatch, job: SweepJob, execute: Callable[[Job], Outcome]) 
                 return None
             sentence = os_sentence(error) if isinstance(error, OSError) else str(error)
             print_error(sentence)
-            outcome = Outcome.invalid(run_dir.path, sentence)
-        if outcome.failure is not None and not job.standing.has_failed:
-            fault = partial(with_fault, job.planned.job_id, outcome.failure.sentence)
-            change_plan(job.sweep, fault)
+            outcome = Outcome(Status.FAILED, EXIT_USER_ERROR, sentence)
+        if outcome.fault is not None and not job.standing.has_failed:
+            change_plan(job.sweep, partial(with_fault, job.planned.job_id, outcome.fault))
         return outcome

@@ -1,19 +1,43 @@
-"""Runs the jobs of a sweep on this machine: one after the other, or in parallel slots."""
+"""Runs the jobs of a sweep on this machine: one after the other, or in parallel slots.
 
+A slot is a process on its own cores and GPUs: a launcher with its own fork server. Slots share the
+sweep through the locks of the jobs' folders, as any launchers do. The parent sends batches through
+a pipe, and SIGTERM to stop. The slot answers None after each batch, ends with its parent, and
+starts its lines with the job's number.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import chain, repeat
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 from ddp_runner.config.schema import Config, RunConfig
 from ddp_runner.errors import UserError
-from ddp_runner.host.hardware import VISIBLE, Hardware, detect
-from ddp_runner.host.processes import start_fork_server
-from ddp_runner.host.streams import line_width, print_line, shortened
-from ddp_runner.job import Job, Outcome, Status
-from ddp_runner.launch.launcher import launch
-from ddp_runner.sweep.jobs import JobBatch, run_jobs
-from ddp_runner.sweep.layout import JobHardware, NodeLayout
-from ddp_runner.sweep.slots import Slots
+from ddp_runner.host.hardware import VISIBLE, Hardware, core_shares, detect, gpu_shares
+from ddp_runner.host.processes import (
+    die_with_launcher,
+    ignore_stop_signals,
+    start_fork_server,
+    stop_signals_held,
+)
+from ddp_runner.host.streams import keep_streams, line_width, print_line, shortened
+from ddp_runner.host.temp_folder import temp_folder
+from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Slot, Status
+from ddp_runner.launch.launcher import launch, print_error
+from ddp_runner.launch.stop_requests import StopRequests
+from ddp_runner.sweep.jobs import JobBatch, JobHardware, NodeLayout, run_jobs
+
+SHUTDOWN_GRACE_S = 10.0  # from SIGTERM to SIGKILL, at the end of the sweep
+POLL_S = 0.05  # between two checks for a stop request
 
 
 class Local:
@@ -118,3 +142,106 @@ def validate_sweep(config: Config, hardware: Hardware) -> None:
             f"{hardware.kind}",
             "leave it out, or write backend.device=cpu",
         )
+
+
+class Slots:
+    """The slots of a sweep."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Connection, SpawnProcess] = {}
+
+    def start(self, num_slots: int, hardware: Hardware) -> None:
+        """Start the slots, each on its share of the cores and GPUs."""
+        temp = temp_folder()
+        cores = core_shares(num_slots, num_cores=hardware.num_cores)
+        gpus = gpu_shares(num_slots, hardware)
+        for number in range(num_slots):
+            pipe, child_end = multiprocessing.Pipe()
+            slot = Slot(number + 1, cores[number], gpus[number], temp)
+            with stop_signals_held():
+                process = SpawnProcess(target=run_slot, args=(slot, child_end))
+                process.start()
+                self._slots[pipe] = process
+            child_end.close()
+
+    def run(self, batch: JobBatch) -> dict[str, Outcome]:
+        """Run a batch; return the outcomes of its jobs, and of a signal that stopped it."""
+        stop = StopRequests(running=lambda: self._running(batch))
+        stop.may_save = True
+        is_stopping = False
+        with stop.handled():
+            for pipe, process in self._slots.items():
+                if process.is_alive():
+                    pipe.send(batch)
+            working = set(self._slots)
+            while working:
+                if stop.is_asked and not is_stopping:
+                    is_stopping = True
+                    stop.announce(is_training=bool(self._running(batch)))
+                    for pipe in working:
+                        self._slots[pipe].terminate()
+                for pipe in working & set(wait(working, timeout=POLL_S)):
+                    working.remove(pipe)
+                    try:
+                        pipe.recv()
+                    except (EOFError, OSError):  # the slot has ended
+                        process = self._slots.pop(pipe)
+                        process.join()
+                        if not stop.is_asked:
+                            print_error(
+                                f"a slot of the sweep ended with exit code {process.exitcode}; the "
+                                "other slots take its jobs; if any jobs remain, give the same "
+                                "command again"
+                            )
+        outcomes = batch.outcomes()
+        if stop.received is not None:
+            outcomes["signal"] = Outcome.stopped(stop.received)
+        elif len(outcomes) < len(batch.jobs) and not batch.must_stop(batch.num_failures(outcomes)):
+            # All slots have ended early, and each has printed the reason.
+            outcomes["slots"] = Outcome(Status.FAILED, EXIT_FAILED)
+        return outcomes
+
+    def _running(self, batch: JobBatch) -> list[Path]:
+        """Return the folders of the jobs that the slots run."""
+        holders = {(process.pid, socket.gethostname()) for process in self._slots.values()}
+        run_dirs = (job.run_dir for job in batch.jobs.values())
+        return [run_dir.path for run_dir in run_dirs if run_dir.holder_process in holders]
+
+    def close(self) -> None:
+        """End all slots."""
+        for process in self._slots.values():
+            process.terminate()
+        for process in self._slots.values():
+            process.join(SHUTDOWN_GRACE_S)
+            process.kill()
+
+
+def run_slot(slot: Slot, pipe: Connection) -> None:
+    """Run the batches from the pipe until SIGTERM; the main function of a slot's process."""
+    # Ctrl-C reaches every process of a terminal. The parent decides, and sends SIGTERM.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    ignore_stop_signals(but=signal.SIGTERM)
+    if sys.platform == "linux":  # first: threads and processes inherit it
+        os.sched_setaffinity(0, slot.cores)
+    tempfile.tempdir = str(slot.temp)
+    os.environ.update(slot.gpus)
+    die_with_launcher()
+    keep_streams(prefix=f"[slot {slot.number}] ")
+    start_fork_server()
+    headers = chain([slot.number == 1], repeat(False))  # one header for the whole sweep
+    execute = partial(_launch_in_slot, slot, headers)
+    while True:
+        batch = pipe.recv()
+        try:
+            run_jobs(batch, execute=execute)
+        except UserError as error:
+            print_error(str(error))
+            sys.exit(EXIT_USER_ERROR)
+        pipe.send(None)
+
+
+def _launch_in_slot(slot: Slot, headers: Iterator[bool], job: Job) -> Outcome:
+    job = replace(job, slot=slot, shows_header=next(headers))
+    keep_streams(prefix=job.line_prefix)
+    print(job.title, flush=True)
+    return launch(job)

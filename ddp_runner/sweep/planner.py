@@ -4,7 +4,7 @@ A job is a new run in the sweep's folder, or resumes a run in that run's folder.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -17,18 +17,25 @@ from ddp_runner.config.identity import config_hash, digest
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import CollectivesConfig, SweepConfig
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, listed
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.sweep.jobs import JobBatch, SweepJob, freeze_unheld, num_sessions
-from ddp_runner.sweep.layout import JobHardware
+from ddp_runner.sweep.jobs import JobBatch, JobHardware, SweepJob, freeze_unheld, num_sessions
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.plan_file import Plan, PlannedJob, change_plan, read_plan, with_jobs
 from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.sweep_dir import change_lines, sweep_command, without_stale_jobs
+from ddp_runner.sweep.sweep_dir import (
+    Plan,
+    PlannedJob,
+    change_plan,
+    read_plan,
+    sweep_command,
+    with_jobs,
+    without_stale_jobs,
+)
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.outputs import job_name
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_folder_claim import changed_values
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 from ddp_runner.tracking.start_block import fact_lines, shown_path
 
@@ -222,6 +229,29 @@ class Planner:
         if self.settings.calibrate:
             return calibrations(jobs.values(), folder=self.folder) | jobs
         return jobs
+
+
+def change_lines(folder: Path, before: Plan, plan: Plan, jobs: Mapping[str, Job]) -> Iterator[str]:
+    """Yield lines about jobs of the plan `before` that the command no longer makes."""
+    new = {plan.jobs[job_id].name: job_id for job_id in jobs}
+    same = {job.name for job_id, job in before.jobs.items() if job_id in jobs}
+    gone = {
+        job.name: job
+        for job_id, job in before.jobs.items()
+        if job_id not in jobs and job.name not in same and job.fault is None
+    }
+    if changed := [name for name in new if name in gone]:
+        old = RunDir(folder / gone[changed[0]].folder)
+        config = jobs[new[changed[0]]].config
+        keys = [*changed_values(config, old)] if old.is_frozen else []
+        folders = [(plan.jobs[new[name]].folder, gone[name].folder) for name in changed]
+        shown = [now if now == then else f"{now} in place of {then}" for now, then in folders]
+        yield (
+            f"changed since this sweep began: {listed(keys) or 'how its jobs are made'}; "
+            f"so these are new jobs: {listed(shown, separator='; ')}"
+        )
+    if dropped := [job.folder for name, job in gone.items() if name not in new]:
+        yield f"no longer made by the sweep's command: {listed(dropped, separator='; ')}"
 
 
 def validate_resumed(drafts: Iterable[Draft], *, skip_invalid: bool) -> None:

@@ -16,14 +16,19 @@ from ddp_runner.errors import UserError, counted, printable
 from ddp_runner.host.streams import line_width, wrap_lines
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Outcome, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.sweep.grid import Grid
 from ddp_runner.sweep.local import Local
-from ddp_runner.sweep.plan_file import PLAN, change_plan, read_plan, restarted
 from ddp_runner.sweep.planner import Draft, Planner, SweepCommand, validate_resumed
-from ddp_runner.sweep.search import Search
+from ddp_runner.sweep.search import Grid, Search
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.slurm_settings import slurm_settings
-from ddp_runner.sweep.sweep_dir import sweep_command, sweep_dir
+from ddp_runner.sweep.sweep_dir import (
+    PLAN,
+    change_plan,
+    read_plan,
+    restarted,
+    sweep_command,
+    sweep_dir,
+)
 from ddp_runner.sweep.sweep_table import (
     aligned,
     failed_jobs,
@@ -46,28 +51,13 @@ def run_sweep(command: SweepCommand) -> int:
     Raises:
         UserError: the sweep is invalid, or the search has no best job.
     """
-    common, node = command.common, command.common.hydra
-    is_search = _is_search(common)
-    params = [f"{key}={value}" for key, value in node.sweeper.params.items()]
-    overrides = command.read([*params, *command.overrides])  # the command's win
-    settings = slurm_settings(node.launcher)
+    common = command.common
+    is_search, settings = _is_search(common), slurm_settings(common.hydra.launcher)
     with sweep_dir(common, command.words) as (folder, earlier):
         where = Local() if settings is None else Slurm(folder, settings)
         planner = Planner(command, folder, where, is_search=is_search, earlier=earlier)
         planner.validate(common)
-        chooser: Grid | Search
-        if is_search:
-            chooser = Search(
-                node.sweeper,
-                overrides,
-                folder=folder,
-                objective=common.sweep.objective,
-                is_dry=common.sweep.dry_run,
-                batch_size=common.sweep.parallel_jobs,
-                retries=common.sweep.retry is not None,
-            )
-        else:
-            chooser = Grid(overrides)
+        chooser = _chooser(planner)
         if common.sweep.dry_run:
             return _print_jobs(planner, planner.draft(chooser.ask(), chooser.numbers))
         try:
@@ -78,21 +68,49 @@ def run_sweep(command: SweepCommand) -> int:
                 print(sweep_table(folder, width=line_width(sys.stdout)), flush=True)
         if best is not None:
             print(wrap_lines(printable(best), line_width(sys.stdout)), flush=True)
-        failed = failed_jobs(folder, among=planner.queued)
-        if any(outcome.status == Status.PREEMPTED for outcome in outcomes):
-            print("the same command continues this sweep", flush=True)
-        elif failed and common.sweep.retry is None:
-            jobs = counted(len(failed), "failed job")
-            print(f"the same command with sweep.retry=failed runs {jobs} again", flush=True)
-        if is_search:  # earlier starts of the search count
-            outcomes += failed_jobs(folder)
-        worst = max((outcome.exit_code for outcome in outcomes), default=None)
-        if worst is None and where.starts_jobs and not is_search:
-            worst = EXIT_USER_ERROR
-            print_error("every job of the sweep is invalid and was skipped; see the reasons above")
+        exit_code = _end(planner, outcomes)
         if planner.settings.report:
             print_report(folder)
-    return worst or EXIT_COMPLETED
+    return exit_code
+
+
+def _chooser(planner: Planner) -> Grid | Search:
+    """Return what chooses the jobs: a search if hydra/sweeper says so, else a grid."""
+    command, sweep, sweeper = (
+        planner.command,
+        planner.settings,
+        planner.command.common.hydra.sweeper,
+    )
+    params = [f"{key}={value}" for key, value in sweeper.params.items()]
+    overrides = command.read([*params, *command.overrides])  # the command's win
+    if not planner.is_search:
+        return Grid(overrides)
+    assert sweep.objective is not None
+    return Search(
+        sweeper,
+        overrides,
+        folder=planner.folder,
+        objective=sweep.objective,
+        is_dry=sweep.dry_run,
+        batch_size=sweep.parallel_jobs,
+        retries=sweep.retry is not None,
+    )
+
+
+def _end(planner: Planner, outcomes: Sequence[Outcome]) -> int:
+    """Print what the user can do next; return the exit code of the worst job."""
+    failed = failed_jobs(planner.folder, among=planner.queued)
+    if any(outcome.status == Status.PREEMPTED for outcome in outcomes):
+        print("the same command continues this sweep", flush=True)
+    elif failed and planner.command.common.sweep.retry is None:
+        jobs = counted(len(failed), "failed job")
+        print(f"the same command with sweep.retry=failed runs {jobs} again", flush=True)
+    if planner.is_search:  # earlier starts of the search count
+        outcomes = [*outcomes, *failed_jobs(planner.folder)]
+    elif not outcomes and planner.where.starts_jobs:
+        print_error("every job of the sweep is invalid and was skipped; see the reasons above")
+        return EXIT_USER_ERROR
+    return max((outcome.exit_code for outcome in outcomes), default=EXIT_COMPLETED)
 
 
 def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome], str | None]:
@@ -109,7 +127,7 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
         if is_first:
             is_first = False
             change_plan(folder, partial(restarted, sweep_command(planner.command.words)))
-        outcomes += [Outcome.invalid(folder / job.folder, str(job.fault)) for job in failed]
+        outcomes += [Outcome(Status.FAILED, EXIT_USER_ERROR, job.fault) for job in failed]
         num_failed += len(failed)
         batch = planner.queue(drafts, num_failed=num_failed)
         ended = planner.where.run(batch) if batch.jobs and not batch.must_stop(0) else {}

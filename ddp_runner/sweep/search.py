@@ -1,6 +1,6 @@
-"""A search: Optuna chooses each batch of jobs by the results of the earlier jobs. Torch-free.
+"""Which jobs a sweep runs: all of a grid, or those that Optuna chooses. Torch-free.
 
-It uses Optuna's ask and tell:
+A search chooses each batch of jobs by the results of the earlier jobs, with Optuna's ask and tell:
 https://optuna.readthedocs.io/en/stable/tutorial/20_recipes/009_ask_and_tell.html
 The study is in the sweep's folder: a stopped search continues, and Optuna's tools can read it.
 """
@@ -8,6 +8,7 @@ The study is in the sweep's folder: a stopped search continues, and Optuna's too
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.identity import digest
-from ddp_runner.errors import UserError, one_line, os_errors
+from ddp_runner.errors import UserError, any_error, one_line, os_errors
 from ddp_runner.files import locked, replace_file, yaml_dump
 from ddp_runner.sweep.search_space import grid_values, search_direction, search_distribution
 from ddp_runner.tracking.start_block import shown_path
@@ -24,6 +25,38 @@ from ddp_runner.tracking.start_block import shown_path
 STUDY, RESULTS = "optuna.db", "optimization_results.yaml"
 LOCK = ".search.lock"  # held while the study is read and changed
 SAMPLERS = "optuna.samplers."  # prefix of hydra.sweeper.sampler._target_
+
+
+class Grid:
+    """Makes every combination of the values as one batch of jobs; the last key varies first.
+
+    Raises:
+        UserError: there are no jobs.
+    """
+
+    def __init__(self, overrides: Sequence[Override]) -> None:
+        axes = dict[str, list[str]]()  # the last override of a repeated key wins
+        for override in overrides:
+            if override.is_hydra_override():
+                continue
+            key = override.get_key_element()
+            axes[key] = [str(override.input_line)]
+            if override.is_sweep_override():
+                axes[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        self._batches = [[list(words) for words in product(*axes.values())]]
+        self.numbers = count()  # of the batch's jobs
+        if not self._batches[0]:
+            raise UserError("the sweep has no jobs: a range is empty", "write range(3) or 1,2")
+
+    def ask(self) -> list[list[str]]:
+        """Return the words of each job of the next batch; an empty list at the end."""
+        return self._batches.pop() if self._batches else []
+
+    def tell(self, results: Sequence[float | str | None]) -> None:
+        """Ignore the results: they do not change a grid."""
+
+    def finish(self) -> None:
+        """Do nothing: a grid has no best job."""
 
 
 class Search:
@@ -53,13 +86,8 @@ class Search:
         retries: bool = False,
         is_dry: bool = False,
     ) -> None:
-        try:
+        with any_error("hydra/sweeper=optuna needs Optuna", "pip install 'ddp-runner[optuna]'"):
             import optuna
-        except ImportError as error:
-            raise UserError(
-                f"hydra/sweeper=optuna needs Optuna ({one_line(error)})",
-                "pip install 'ddp-runner[optuna]'",
-            ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._node, self._folder = optuna, node, folder
         self._objective, self._is_dry = objective, is_dry
@@ -70,13 +98,7 @@ class Search:
                 self._space[key] = search_distribution(override, optuna.distributions)
             else:
                 self._fixed.append(str(override.input_line))
-        for name, value in {"n_trials": node.n_trials, "n_jobs": node.n_jobs or batch_size}.items():
-            if not isinstance(value, int) or value < 1:
-                raise UserError(f"hydra.sweeper.{name} ({value}) must be a number greater than 0")
-        self._batch_size, self._num_trials = node.n_jobs or batch_size, node.n_trials
-        if str(node.sampler.get("_target_")) == f"{SAMPLERS}GridSampler":
-            sizes = [len(grid_values(key, values)) for key, values in self._space.items()]
-            self._num_trials = min(self._num_trials, math.prod(sizes))
+        self._num_trials, self._batch_size = self._limits(node.n_jobs or batch_size)
         self._study = self._open_study()
         self._states = optuna.trial.TrialState
         self.numbers: list[int] = []  # trials of the last batch
@@ -86,6 +108,17 @@ class Search:
             self._stopped = self._study.get_trials(deepcopy=False, states=[self._states.RUNNING])
             if retries:
                 self._retry_failed()
+
+    def _limits(self, batch_size: int) -> tuple[int, int]:
+        """Return the number of trials, at most those of a grid, and of trials in a batch."""
+        node = self._node
+        for name, value in {"n_trials": node.n_trials, "n_jobs": batch_size}.items():
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"hydra.sweeper.{name} ({value}) must be a number greater than 0")
+        if str(node.sampler.get("_target_")) != f"{SAMPLERS}GridSampler":
+            return node.n_trials, batch_size
+        sizes = [len(grid_values(key, values)) for key, values in self._space.items()]
+        return min(node.n_trials, math.prod(sizes)), batch_size
 
     def _open_study(self) -> Any:
         optuna, node = self._optuna, self._node
@@ -243,7 +276,5 @@ class Search:
             }
         elif keywords.get("seed") is not None:
             keywords["seed"] = int(digest([keywords["seed"], number]), 16) % 2**32
-        try:
+        with any_error(f"hydra.sweeper.sampler ({target}) cannot be built"):
             return kind(**keywords)
-        except (TypeError, ValueError, ImportError, AttributeError) as error:  # a wrong key
-            raise UserError(f"hydra.sweeper.sampler: {target}: {one_line(error)}") from error

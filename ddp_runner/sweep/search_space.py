@@ -37,7 +37,7 @@ def search_distribution(override: Override, distributions: Any) -> Any:
     return distributions.CategoricalDistribution(texts)
 
 
-def search_direction(objective: str, chosen: str | None) -> Any:
+def search_direction(objective: str, chosen: str | None) -> str:
     """Return minimize or maximize; `chosen` is hydra.sweeper.direction.
 
     Raises:
@@ -45,12 +45,11 @@ def search_direction(objective: str, chosen: str | None) -> Any:
     """
     if chosen not in (None, "minimize", "maximize"):
         raise UserError(f"hydra.sweeper.direction ({chosen}) must be minimize or maximize")
-    known = None
-    if objective in LISTED or objective.endswith(
-        "loss"
-    ):  # other names of users' metrics say nothing
+    known = None  # the names of other metrics of a user say nothing
+    if objective in LISTED or objective.endswith("loss"):
         known = {"min": "minimize", "max": "maximize", None: None}[best_end(objective)]
-    if chosen is None and known is None:
+    direction = chosen or known
+    if direction is None:
         meant = nearest(objective, MONITORS, cutoff=0.7)
         hint = f"did you mean sweep.objective={meant}? For a metric of your own, " if meant else ""
         raise UserError(
@@ -63,7 +62,7 @@ def search_direction(objective: str, chosen: str | None) -> Any:
             "worst trial",
             "leave hydra.sweeper.direction out",
         )
-    return chosen or known
+    return direction
 
 
 def grid_values(key: str, space: Any) -> list[Any]:

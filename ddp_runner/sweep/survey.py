@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ddp_runner.config.sections import WITHOUT_STEPS
 from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import open_file
 from ddp_runner.job import Status
-from ddp_runner.sweep.plan_file import PLAN, plan_or_fault
+from ddp_runner.sweep.sweep_dir import PLAN, plan_or_fault
 from ddp_runner.tracking.alive import DAMAGED, LOST, SILENT, Standing, standing
 from ddp_runner.tracking.run_dir import RUN_RECORD, SUBFOLDERS, RunDir
 
@@ -124,15 +124,10 @@ def look(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunSt
     """Return the status of a run; `server_time` is the clock that stamps the folder's files."""
     run_dir = RunDir(folder)
     current = standing(run_dir, server_time=server_time)
-    try:
-        progress = {} if current.fault else _progress(run_dir, current, server_time())
-    except UserError as error:  # metrics.jsonl cannot be read
-        return RunStatus(folder, DAMAGED, reason=str(error))
     record = current.record
-    is_left_out = current.status == LOST and _is_left_out(folder)
     tags, host = record.get("tags"), current.beat.get("host") or record.get("host")
     hosts = record.get("hosts", [host])
-    return RunStatus(
+    run = RunStatus(
         folder,
         current.status,
         hosts=tuple(str(name) for name in hosts if name) if isinstance(hosts, list) else (),
@@ -141,40 +136,48 @@ def look(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunSt
         restarts=_integer(record.get("restarts")) or 0,
         tags=tuple(map(str, tags)) if isinstance(tags, list) else (),
         seen_s=current.seen_s,
-        reason=_reason(run_dir, current, progress, is_left_out=is_left_out),
-        is_left_out=is_left_out,
-        **progress,
+        is_left_out=current.status == LOST and _is_left_out(folder),
     )
+    try:
+        run = run if current.fault else _with_progress(run, current, server_time())
+    except UserError as error:  # metrics.jsonl cannot be read
+        return RunStatus(folder, DAMAGED, reason=str(error))
+    return replace(run, reason=_reason(run, current))
 
 
-def _progress(run_dir: RunDir, current: Standing, now: float) -> dict[str, Any]:
-    """Return the step and speed of a run, by its heartbeat, its record and its last metrics."""
+def _with_progress(run: RunStatus, current: Standing, now: float) -> RunStatus:
+    """Return the run with its step and speed, by its heartbeat, its record and its last metrics."""
     is_alive, idle_s = current.seen_s is not None, current.beat.get("idle_s")
+    has_steps = current.record.get("task") not in WITHOUT_STEPS
+    if not (is_alive or has_steps):
+        return run
     source = current.beat if is_alive else current.record
-    names = ("step", "total_steps", "epoch", "total_epochs")
-    progress: dict[str, Any] = {name: _integer(source.get(name)) for name in names}
+    run = replace(
+        run,
+        step=_integer(source.get("step")),
+        total_steps=_integer(source.get("total_steps")),
+        epoch=_integer(source.get("epoch")),
+        total_epochs=_integer(source.get("total_epochs")),
+    )
     if current.beat_at is not None and isinstance(idle_s, int | float):
-        progress["idle_s"] = idle_s + max(0.0, now - current.beat_at)
-    if current.record.get("task") in WITHOUT_STEPS:
-        return progress if is_alive else {}
-    has_final_step = not is_alive and progress["step"] is not None
-    lines = [] if has_final_step else [*_last_lines(run_dir.metrics)][-MAX_LINES:]
+        run = replace(run, idle_s=idle_s + max(0.0, now - current.beat_at))
+    has_final_step = not is_alive and run.step is not None
+    if has_final_step or not has_steps:
+        return run
+    lines = [*_last_lines(RunDir(run.folder).metrics)][-MAX_LINES:]
     if not lines:
-        return progress
+        return run
     first, last = lines[0], lines[-1]
+    if last["step"] > (run.step or 0):  # the heartbeat is older
+        run = replace(run, step=last["step"], epoch=_integer(last.get("epoch")) or run.epoch)
     elapsed_s, num_steps = last["time_s"] - first["time_s"], last["step"] - first["step"]
-    if last["step"] > (progress["step"] or 0):  # the heartbeat is older
-        progress |= {
-            "step": last["step"],
-            "epoch": _integer(last.get("epoch")) or progress["epoch"],
-        }
+    steps_per_s = num_steps / elapsed_s if elapsed_s > 0 and num_steps > 0 else None
+    left_s = None
+    if steps_per_s and run.total_steps and current.status == Status.RUNNING:
+        left_s = max(0, run.total_steps - (run.step or 0)) / steps_per_s
     speeds = [line["perf/samples_per_s"] for line in lines if line.get("perf/samples_per_s")]
-    progress["samples_per_s"] = speeds[-1] if speeds else None
-    if elapsed_s > 0 and num_steps > 0:
-        progress["steps_per_s"] = num_steps / elapsed_s
-        if current.status == Status.RUNNING and (total := progress["total_steps"]):
-            progress["left_s"] = max(0, total - progress["step"]) / progress["steps_per_s"]
-    return progress
+    samples_per_s = speeds[-1] if speeds else None
+    return replace(run, samples_per_s=samples_per_s, steps_per_s=steps_per_s, left_s=left_s)
 
 
 def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -197,26 +200,24 @@ def _is_left_out(run: Path) -> bool:
     return bool(plan.jobs) and run.name not in {job.folder for job in plan.jobs.values()}
 
 
-def _reason(
-    run_dir: RunDir, current: Standing, progress: Mapping[str, Any], *, is_left_out: bool
-) -> str | None:
+def _reason(run: RunStatus, current: Standing) -> str | None:
     """Return why a run waits or has ended; None if there is nothing to say."""
-    status, holder = current.status, current.holder
+    run_dir, status, holder = RunDir(run.folder), current.status, current.holder
     if status == LOST:
         loss = f"process {holder[0]} on {holder[1]} is gone" if holder else "no process runs it"
-        if is_left_out:
+        if run.is_left_out:
             loss += ", and the run is no longer a job of its sweep"
-        elif (run_dir.path.parent / PLAN).exists():
+        elif (run.folder.parent / PLAN).exists():
             return f"{loss}; give the sweep's command again"
         return f"{loss}; continue with {run_dir.resume_argument}"
     if status == SILENT:
         process = f"process {holder[0]} on {holder[1]}" if holder else "its process"
         return f"{process} exists without a sign of life: it is suspended, or its disk hangs"
-    if status == Status.RUNNING:
-        idle_s, steps_per_s = progress.get("idle_s"), progress.get("steps_per_s")
-        late_s = max(STALLED_S, STALLED_STEPS / steps_per_s if steps_per_s else 0.0)
-        if idle_s is not None and idle_s > late_s:
-            return f"no step for {idle_s:.0f} s: a rank is late or stuck; backend.timeout_s ends it"
+    if status == Status.RUNNING and run.idle_s is not None:
+        usual_s = STALLED_STEPS / run.steps_per_s if run.steps_per_s else 0.0
+        if run.idle_s > max(STALLED_S, usual_s):
+            idle = f"no step for {run.idle_s:.0f} s"
+            return f"{idle}: a rank is late or stuck; backend.timeout_s ends it"
     if current.seen_s is not None:
         return None
     if status == Status.PREEMPTED and current.sentence is None:

@@ -13,7 +13,7 @@ from ddp_runner.host.streams import shortened, wrap_lines
 from ddp_runner.job import Outcome, Status
 from ddp_runner.metric_names import headlines
 from ddp_runner.sweep.jobs import failed_outcome
-from ddp_runner.sweep.plan_file import PlannedJob, read_plan
+from ddp_runner.sweep.sweep_dir import PlannedJob, read_plan
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.start_block import shown_path
 
@@ -45,12 +45,8 @@ def failed_jobs(folder: Path, *, among: Container[str] | None = None) -> list[Ou
     """Return the outcomes of a sweep's failed jobs: of all jobs, or of those with these ids."""
     jobs = read_plan(folder).jobs.values()
     chosen = [job for job in jobs if among is None or job.job_id in among]
-    standings = [(job, job.standing(folder)) for job in chosen]
-    return [
-        failed_outcome(standing, folder / job.folder)
-        for job, standing in standings
-        if standing.has_failed
-    ]
+    standings = (job.standing(folder) for job in chosen)
+    return [failed_outcome(standing) for standing in standings if standing.has_failed]
 
 
 def sweep_table(folder: Path, *, width: int = 0) -> str:

@@ -164,23 +164,17 @@ def end_summary(
                 lines.append(f"  {part}")
         lines += [waiting] if waiting else []
     if status == Status.PREEMPTED and not job.title:  # a sweep's command resumes its jobs
-        words = " ".join([run_dir.resume_argument, *map(_quoted, job.resume_arguments)])
         # Under another launcher, only its agent knows whether it restarts the run.
         other = "resume, unless its launcher restarts it, with the same command and"
         ours = "resume with: python -m ddp_runner"
-        lines.append(f"{other if job.wire is None else ours} {words}")
+        resume = run_dir.resume_words(job.resume_arguments)
+        lines.append(f"{other if job.wire is None else ours} {resume}")
     if not job.title:
         folder = shown_path(run_dir.path)
         # Below this folder TensorBoard shows the run by its name.
         logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
         lines.append(f"tensorboard --logdir {shlex.quote(str(logdir))}")
     return "\n".join(lines)
-
-
-def _quoted(word: str) -> str:
-    """Return an argument quoted for a shell; a list of names in double quotes, as in the docs."""
-    is_list = re.fullmatch(r"\w+=\[[\w.,]*\]", word, re.ASCII)
-    return f'"{word}"' if is_list else shlex.quote(word)
 
 
 def _counter(name: str, count: int, total: int) -> str:

@@ -84,9 +84,11 @@ class RunDir:
             except TimeoutError:
                 pid, host = self.holder_process or (None, None)
                 process = f"process {pid} on {host}" if pid else "another process"
-                raise InUseError(
-                    f"{self} is in use by {process}; wait for it to end, or start a new run"
-                ) from None
+                rule, fix = (
+                    f"{self} is in use by {process}",
+                    "wait for it to end, or start a new run",
+                )
+                raise InUseError(rule, fix) from None
             self.holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
             held.callback(self.holder.unlink, missing_ok=True)
             yield
@@ -169,6 +171,16 @@ class RunDir:
         word = f"resume='{escaped}'"
         # A shell interprets these characters even in double quotes.
         return shlex.quote(word) if re.search(r'[$`"!\\]', word) else f'"{word}"'
+
+    def resume_words(self, others: Sequence[str]) -> str:
+        """Return the words that resume the run, for a shell; see ``Job.resume_arguments``."""
+        return " ".join([self.resume_argument, *map(_quoted, others)])
+
+
+def _quoted(word: str) -> str:
+    """Return an argument quoted for a shell; a list of names in double quotes, as in the docs."""
+    is_list = re.fullmatch(r"\w+=\[[\w.,]*\]", word, re.ASCII)
+    return f'"{word}"' if is_list else shlex.quote(word)
 
 
 def _yaml_of(section: tuple[str, Any]) -> str:

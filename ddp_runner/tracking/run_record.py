@@ -15,7 +15,7 @@ from typing import Any, TypedDict, Unpack
 
 from ddp_runner.errors import UserError, any_error, os_errors, typed
 from ddp_runner.files import json_safe, read_file, replace_file
-from ddp_runner.job import Status
+from ddp_runner.job import FailureKind, Status
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
 
 
@@ -28,10 +28,10 @@ class SessionTimes(TypedDict):
 
 
 class RunError(TypedDict):
-    """Why a run failed; `kind` as in ``Failure``."""
+    """Why a run failed; see ``Failure``."""
 
-    rank: int | None  # None: the launcher
-    kind: str
+    rank: int | None
+    kind: FailureKind
     sentence: str
 
 
@@ -47,7 +47,7 @@ class RunFields(TypedDict, total=False):
     # Written once the session has restored its state and cut metrics.jsonl: its started_at, its
     # resume_step (None: it starts at step 0) and its clock, the time.time() of the run's second 0.
     loaded: Mapping[str, float | None]
-    own_groups: Sequence[str] | None  # arguments for the user's config folders; None: not ours
+    own_groups: Sequence[str] | None  # see ``CommandLine``; None: another launcher's ranks
     config_hash: str
     work_hash: str  # hash of the keys that decide the results
     git_revision: str | None

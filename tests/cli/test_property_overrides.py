@@ -41,7 +41,7 @@ from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.job import Job, Outcome
+from ddp_runner.job import COMPLETED, Job, Outcome
 from ddp_runner.sweep.jobs import JobBatch, run_jobs
 
 FOREIGN = "foreign_package"  # the name of a module that nobody may import
@@ -225,7 +225,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launched(job: Job, *_: object) -> Outcome:
         pickle.dumps(job)  # as it is sent to the workers
-        return Outcome("completed", 0, job.run_dir)
+        return COMPLETED
 
     class InTurn:
         """In place of slots, which are processes."""

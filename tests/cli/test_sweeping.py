@@ -27,7 +27,7 @@ from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.sweep.layout import JobHardware
+from ddp_runner.sweep.jobs import JobHardware
 
 GRIDS = (
     "optimizer.lr=0.1 model=toy_slow ++train.added=3 +model.extra={a:1}",

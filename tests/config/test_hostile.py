@@ -30,8 +30,8 @@ from ddp_runner.inference.notebook import load, read_runs
 from ddp_runner.job import Job
 from ddp_runner.models import toy
 from ddp_runner.rank.session import open_session
-from ddp_runner.sweep.plan_file import PLAN
 from ddp_runner.sweep.survey import look, survey
+from ddp_runner.sweep.sweep_dir import PLAN
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 

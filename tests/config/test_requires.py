@@ -19,7 +19,7 @@ from ddp_runner.data.sources.torch_dataset import TorchDataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.toy import ToyModel
-from ddp_runner.sweep.layout import JobHardware
+from ddp_runner.sweep.jobs import JobHardware
 
 OWN = """
 name: own

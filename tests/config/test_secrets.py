@@ -216,7 +216,7 @@ def whole_run(env: DistEnv, job: Job) -> str:
     """Run as a worker does; return how it ended, or its error."""
     env = replace(env, launcher="environment")  # so that the ranks meet where the config says
     try:
-        return str(run_task(job, env)["status"])
+        return str(run_task(job, env).status)
     except (UserError, RuntimeError) as error:
         return str(error)
 

@@ -57,7 +57,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         where = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         end = run_command(*QUICK, folder=tmp_path, environ=where)
-    sentence = f"rank 0 cannot listen on port {port} (Address already in use)"
+    sentence = f"rank 0 cannot listen on port {port}, where the ranks meet (Address already in use)"
     assert error_line(end).startswith(sentence)
     assert end.run_dirs == []
 

@@ -58,7 +58,7 @@ from trainings import (
     shared_outputs,
 )
 
-from ddp_runner.host.hardware import own_groups
+from ddp_runner.host.hardware import own_cgroups
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 
 MIDDLE = 11  # a step in the middle of the training, and of an epoch
@@ -255,7 +255,7 @@ def test_a_run_resumes_after_sigkill(tmp_path: Path, uninterrupted: Path, name: 
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
     """A control group with little memory; skip the test where none can be made."""
-    for parent in own_groups("memory"):
+    for parent in own_cgroups("memory"):
         group = parent / f"ddp_runner-test-{os.getpid()}"
         try:
             group.mkdir()

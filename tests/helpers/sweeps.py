@@ -14,7 +14,7 @@ from ddp_runner.config.sections import SweepConfig
 from ddp_runner.host import hardware
 from ddp_runner.job import Job
 from ddp_runner.sweep.jobs import JobBatch, SweepJob, num_sessions
-from ddp_runner.sweep.plan_file import (
+from ddp_runner.sweep.sweep_dir import (
     PLAN,
     PlannedJob,
     change_plan,

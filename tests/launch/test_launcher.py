@@ -41,7 +41,7 @@ from trainings import LONG, is_training
 from ddp_runner.dist_env import dist_env
 from ddp_runner.host import processes
 from ddp_runner.host.processes import STOP_SIGNALS
-from ddp_runner.job import Failure, Job
+from ddp_runner.job import COMPLETED, Failure, Job, Outcome
 from ddp_runner.launch import launcher
 from ddp_runner.launch.ranks import Ranks
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
@@ -159,7 +159,7 @@ def test_a_rank_that_raises_is_named_and_ends_the_group(tmp_path: Path) -> None:
     assert end.exit_code == 1
     lines = end.stderr.strip().splitlines()
     failure = end.run_dir / "logs" / "failure.txt"
-    words = f"resume={end.run_dir} 'allowed_targets=[faulty]'"
+    words = f'resume={end.run_dir} "allowed_targets=[faulty]"'
     assert lines[0] == f"error: {sentence}; see {failure}, then continue with {words}"
     assert lines[1] == "Traceback (most recent call last):"
     assert lines[-1] == "ZeroDivisionError: the third batch is cursed"
@@ -258,7 +258,7 @@ def rank_and_attempt() -> tuple[int, int]:
     return env.rank, env.restart_count
 
 
-def leave_behind(job: Job) -> dict[str, Any]:
+def leave_behind(job: Job) -> Outcome:
     """Fail twice: rank 1 first, after the end of rank 0; then rank 0, which reports it."""
     rank, attempt = rank_and_attempt()
     assert job.wire is not None
@@ -276,7 +276,7 @@ def leave_behind(job: Job) -> dict[str, Any]:
         is_same = Path("server").read_text() == str(os.getppid())
         Path("found").write_text(json.dumps({"earlier": job.earlier, "same server": is_same}))
         os._exit(8)
-    return {"status": "completed", "run_dir": str(Path.cwd())}
+    return COMPLETED
 
 
 @pytest.mark.full
@@ -291,7 +291,7 @@ def test_a_restart_knows_nothing_of_the_ranks_before_but_why_they_ended(tmp_path
     assert found["same server"]
 
 
-def lose_the_server(job: Job) -> dict[str, Any]:
+def lose_the_server(job: Job) -> Outcome:
     """Kill the server once; then answer as rank 0 alone, if signals are ignored as they were."""
     rank, attempt = rank_and_attempt()
     ignored = {signal.getsignal(signum) for signum in STOP_SIGNALS} == {signal.SIG_IGN}
@@ -304,8 +304,8 @@ def lose_the_server(job: Job) -> dict[str, Any]:
         wait_for(lambda: os.getppid() != server)
         os._exit(0)
     is_new = str(server) != Path("server-0").read_text()
-    status = "completed" if rank == 0 and ignored and is_new else "preempted"
-    return {"status": status, "run_dir": str(Path.cwd())}
+    is_right = rank == 0 and ignored and is_new
+    return COMPLETED if is_right else Outcome.stopped(signal.SIGTERM)
 
 
 def test_a_restart_has_a_server_like_the_one_that_was_killed(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_restart_has_a_server_like_the_one_that_was_killed(tmp_path: Path) -> 
     assert (end.exit_code, end.stderr) == (0, "")
 
 
-def lose_the_folder(job: Job) -> dict[str, Any]:
+def lose_the_folder(job: Job) -> Outcome:
     """Remove the launcher's temporary folder, as a cleaner does, and fail once."""
     rank, attempt = rank_and_attempt()
     assert job.temp is not None
@@ -323,7 +323,7 @@ def lose_the_folder(job: Job) -> dict[str, Any]:
             shutil.rmtree(job.temp.parent)
             os._exit(7)
         time.sleep(TIME_LIMIT_S)
-    return {"status": "completed", "run_dir": str(Path.cwd())}
+    return COMPLETED
 
 
 @pytest.mark.full
@@ -333,7 +333,7 @@ def test_a_restart_needs_nothing_that_a_cleaner_of_temporary_files_removes(tmp_p
     assert (end.exit_code, end.stderr) == (0, "")
 
 
-def save(job: Job) -> dict[str, Any]:
+def save(job: Job) -> Outcome:
     """Let rank 0 save for longer than launch.shutdown_timeout_s, and then end as asked."""
     rank, _ = rank_and_attempt()
     assert job.wire is not None
@@ -344,7 +344,7 @@ def save(job: Job) -> dict[str, Any]:
             wait_for(lambda: job.wire is not None and job.wire.stop)
             time.sleep(2.0)
     wait_for(lambda: job.wire is not None and job.wire.stop)
-    return {"status": "preempted", "run_dir": str(Path.cwd())}
+    return Outcome.stopped(signal.SIGTERM)
 
 
 @pytest.mark.full
@@ -386,7 +386,7 @@ def test_what_hangs_is_not_waited_for_for_ever(tmp_path: Path, work: Work) -> No
     assert record(end.run_dir)["error"]["sentence"] == "ended without a checkpoint"
 
 
-def die_in_a_save(job: Job) -> dict[str, Any]:
+def die_in_a_save(job: Job) -> Outcome:
     """Be killed in a save once, while a forked child holds the pipe to the launcher."""
     rank, attempt = rank_and_attempt()
     assert job.wire is not None
@@ -397,7 +397,7 @@ def die_in_a_save(job: Job) -> dict[str, Any]:
                 time.sleep(10 * TIME_LIMIT_S)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(10 * TIME_LIMIT_S)
-    return {"status": "completed", "run_dir": str(Path.cwd())}
+    return COMPLETED
 
 
 @pytest.mark.full
@@ -448,11 +448,11 @@ def collect_slowly() -> None:
     Ranks._receive = receive_slowly
 
 
-def return_once_looked_for(job: Job) -> dict[str, Any]:
+def return_once_looked_for(job: Job) -> Outcome:
     """Print without a flush, and return while the launcher looks at its ranks."""
     print("last words")
     wait_for(Path("collected").exists)
-    return {"status": "completed", "run_dir": str(Path.cwd())}
+    return COMPLETED
 
 
 @pytest.mark.full
@@ -530,10 +530,10 @@ def test_a_machine_that_is_lost_after_the_end_is_no_failure(
     """Rank 0 has written that the run is complete; before, the loss is a failure."""
     times = {"started_at": 1.0, "startup_s": None, "wall_s": None}
     (tmp_path / "run.json").write_text(json.dumps({"status": status, "sessions": [times]}))
-    lost = Failure(rank=-1, kind="machine", sentence="n1 was lost")
+    lost = Failure(rank=None, kind="machine", sentence="n1 was lost")
     config, _ = resolved("model=toy")
     config = replace(config, launch=replace(config.launch, nnodes=2))
-    outcome = launcher.failed(Job(config=config, started_at=2.0, code={}), lost, [tmp_path])
+    outcome = launcher.failed(Job(config=config, started_at=2.0, code={}), lost, tmp_path)
     is_complete = status == "completed"
     assert outcome.exit_code == (0 if is_complete else 1)
     assert record(tmp_path)["status"] == ("completed" if is_complete else "failed")

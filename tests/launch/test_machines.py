@@ -324,14 +324,14 @@ def test_a_machine_that_is_lost_ends_the_others_at_once(pair: list[Machines]) ->
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_hub_that_is_gone_is_named(pair: list[Machines], place: int) -> None:
-    """With rank -1: there is nowhere to meet again. Rank 0's machine may still have completed."""
+    """Without a rank: there is nowhere to meet again. Rank 0's machine may still have completed."""
     assert pair[0]._hub is not None
     pair[0]._hub.close(within_s=0.0)
     wait_for(lambda: pair[place]._link is None)
     assert pair[place].must_end
     assert pair[place].all_ended() is (place == 0)
     found = pair[place].agree_on_failure(failure("peer", rank=2 * place))
-    assert (found.rank, found.kind) == (-1, "machine")
+    assert (found.rank, found.kind) == (None, "machine")
     assert ", where the machines meet, is lost: its machine was" in found.sentence
     own = failure("crash", rank=2 * place, sentence=f"rank {2 * place} raised")
     assert pair[place].agree_on_failure(own).kind == "crash"

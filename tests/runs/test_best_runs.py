@@ -17,7 +17,7 @@ from tiers import runs_full
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.metric_names import MONITORS
-from ddp_runner.sweep.plan_file import read_plan
+from ddp_runner.sweep.sweep_dir import read_plan
 from ddp_runner.sweep.sweep_table import read_objective
 
 TOY = ("model=toy", "train.num_threads=1", "train.log_every_steps=1")

@@ -10,10 +10,10 @@ from configs import resolved
 from sweeps import batch_of, planned
 
 from ddp_runner.errors import UserError
-from ddp_runner.job import Job, Outcome
+from ddp_runner.job import COMPLETED, Job, Outcome
 from ddp_runner.sweep import __main__ as sweep
 from ddp_runner.sweep.jobs import freeze_unheld, run_jobs
-from ddp_runner.sweep.plan_file import PLAN, read_plan
+from ddp_runner.sweep.sweep_dir import PLAN, read_plan
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
@@ -50,7 +50,7 @@ def test_a_job_that_cannot_begin_costs_itself_alone(
                 raise error
             (job.run_dir / "run.json").write_text("{")
             read_run_record(job.run_dir)
-        return Outcome("completed", 0, job.run_dir)
+        return COMPLETED
 
     outcomes = run_jobs(batch_of(tmp_path, *jobs), execute=execute).values()
     assert [one.status for one in outcomes] == ["completed", "failed", "completed"]
@@ -70,7 +70,7 @@ def test_a_folder_that_leads_elsewhere_costs_its_own_job_alone(
     planned(tmp_path, *jobs)
 
     def execute(job: Job) -> Outcome:
-        return Outcome("completed", 0, job.run_dir)
+        return COMPLETED
 
     outcomes = run_jobs(batch_of(tmp_path, *jobs), execute=execute)
     assert [one.exit_code for one in outcomes.values()] == [0, 2, 0]

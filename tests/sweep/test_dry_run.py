@@ -9,7 +9,7 @@ import pytest
 from commands import error_line, run_command
 from sweeps import planned
 
-from ddp_runner.sweep.plan_file import change_plan
+from ddp_runner.sweep.sweep_dir import change_plan
 from ddp_runner.tracking.run_record import write_run_record
 
 PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"

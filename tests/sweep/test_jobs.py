@@ -12,7 +12,7 @@ from sweeps import batch_of, planned, statuses, table_row
 from ddp_runner.job import Job, Outcome
 from ddp_runner.sweep import jobs as module
 from ddp_runner.sweep.jobs import failed_outcome, run_jobs
-from ddp_runner.sweep.plan_file import change_plan, read_plan
+from ddp_runner.sweep.sweep_dir import change_plan, read_plan
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.run_dir import RunDir
@@ -37,7 +37,7 @@ def end(job: Job, status: str) -> Outcome:
     """Leave what a run of this status leaves."""
     assert job.run_dir is not None
     start_session(job.run_dir, started_at=job.started_at, status=status)
-    return Outcome(status, 0, job.run_dir)
+    return Outcome(status, 0)
 
 
 def test_a_job_that_is_interrupted_is_the_last_one(sweep: Path) -> None:
@@ -120,7 +120,7 @@ def test_what_had_failed_before_stops_no_sweep(sweep: Path) -> None:
 
     def execute(job: Job) -> Outcome:
         assert job.run_dir is not None
-        return Outcome.invalid(job.run_dir, "broken")
+        return Outcome("failed", 2, "broken")
 
     outcomes = run_jobs(batch_of(sweep, *"abc", fail_fast=True), execute=execute)
     assert list(outcomes) == ["a", "b"]
@@ -139,7 +139,7 @@ def test_a_failed_job_runs_again_once_if_it_is_asked(sweep: Path) -> None:
         ran.append(job.run_dir.name)
         start_session(job.run_dir, started_at=job.started_at, status="running")
         fail_session(job.run_dir, started_at=job.started_at, error=ERROR)
-        return Outcome("failed", 1, job.run_dir)
+        return Outcome("failed", 1)
 
     run_jobs(batch_of(sweep, "a"), execute=execute)
     assert ran == []
@@ -154,8 +154,8 @@ def test_a_mistake_has_its_exit_code(tmp_path: Path) -> None:
     kinds = {"user": 2, "crash": 1, "signal": 1, "late": 1}
     for kind, code in kinds.items():
         found = Standing("failed", {"error": {**ERROR, "kind": kind}})
-        assert failed_outcome(found, tmp_path).exit_code == code
-    assert failed_outcome(Standing("damaged", fault="run.json is cut"), tmp_path).exit_code == 2
+        assert failed_outcome(found).exit_code == code
+    assert failed_outcome(Standing("damaged", fault="run.json is cut")).exit_code == 2
 
 
 def test_a_job_whose_launcher_is_gone_is_lost_in_the_table(sweep: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_resumed_run_that_is_refused_is_tried_once_by_all_launchers(sweep: Pat
     def refuse(job: Job) -> Outcome:
         tried.append(job)
         assert job.run_dir is not None
-        return Outcome.invalid(job.run_dir, "the batch must not change")
+        return Outcome("failed", 2, "the batch must not change")
 
     for batch in batches:
         outcomes = run_jobs(batch, execute=refuse)

@@ -11,7 +11,7 @@ from sweeps import batch_of, planned
 
 from ddp_runner.cli.command import parse
 from ddp_runner.cli.plan import compose
-from ddp_runner.job import Job, Outcome, Status
+from ddp_runner.job import COMPLETED, Job, Outcome, Status
 from ddp_runner.sweep import planner
 from ddp_runner.sweep.jobs import JobBatch, run_jobs
 from ddp_runner.sweep.local import Local
@@ -48,7 +48,7 @@ def complete(job: Job) -> Outcome:
     """Stand for a run."""
     assert job.run_dir is not None
     write_run_record(job.run_dir, status=Status.COMPLETED)
-    return Outcome(Status.COMPLETED, 0, job.run_dir)
+    return COMPLETED
 
 
 def start(folder: Path, num_jobs: int) -> Callable[[], object]:

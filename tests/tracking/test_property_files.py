@@ -35,15 +35,15 @@ from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.data.sources.offline import FakeImages
 from ddp_runner.errors import UserError
-from ddp_runner.sweep.plan_file import (
+from ddp_runner.sweep.sweep_dir import (
     PLAN,
     PlannedJob,
     change_plan,
     read_plan,
     restarted,
+    unfinished_sweep,
     with_jobs,
 )
-from ddp_runner.sweep.sweep_dir import unfinished_sweep
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.alive import standing
 from ddp_runner.tracking.run_dir import RunDir

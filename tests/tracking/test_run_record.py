@@ -21,7 +21,7 @@ from ddp_runner.compare.run_reader import read_runs
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.job import Job
+from ddp_runner.job import Job, Outcome
 from ddp_runner.tracking.provenance import versions
 from ddp_runner.tracking.run_record import (
     end_session,
@@ -87,7 +87,7 @@ def test_a_run_that_begins_anew_in_its_folder_forgets_its_earlier_sessions(tmp_p
     assert (fields["started_at"], len(fields["sessions"])) == (now, 1)
 
 
-def session(env: DistEnv, config: Config, run_dir: Path, started_at: float) -> dict[str, Any]:
+def session(env: DistEnv, config: Config, run_dir: Path, started_at: float) -> Outcome:
     """Run a rank as a worker does."""
     job = Job(config, started_at=started_at, code={"versions": versions()}, run_dir=run_dir)
     return run_task(job, replace(env, launcher="environment"))  # it meets the others at init_method

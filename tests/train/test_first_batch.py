@@ -207,7 +207,7 @@ def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
     config = replace(config, launch=launch)
     job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
     try:
-        return str(run_task(job, replace(env, launcher="environment"))["status"])
+        return str(run_task(job, replace(env, launcher="environment")).status)
     except UserError as error:
         return str(error)
 

@@ -353,7 +353,7 @@ def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
     """Run as a worker does, and return how it ended."""
     job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
     # It meets the others at init_method, as under a plain launcher.
-    status: str = run_task(job, replace(env, launcher="environment"))["status"]
+    status: str = run_task(job, replace(env, launcher="environment")).status
     return status
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import UserError
-from ddp_runner.job import Status
+from ddp_runner.job import FailureKind, Status
 from ddp_runner.tracking.alive import DAMAGED, Standing, standing
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import RunError, read_run_record, write_run_record
@@ -135,7 +135,7 @@ def job_standing(run_dir: Path, *, name: str, state: str | None, sweep: Path) ->
     return _ended(record, Status.FAILED, "crash", f"{job} {reason}; see {log}")
 
 
-def _ended(record: Mapping[str, Any], status: Status, kind: str, sentence: str) -> Standing:
+def _ended(record: Mapping[str, Any], status: Status, kind: FailureKind, sentence: str) -> Standing:
     return Standing(status, {**record, "error": RunError(rank=None, kind=kind, sentence=sentence)})
 
 

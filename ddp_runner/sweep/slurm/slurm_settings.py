@@ -13,7 +13,7 @@ from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.sections import AUTO
 from ddp_runner.errors import UserError, in_yaml
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.sweep.layout import NodeLayout
+from ddp_runner.sweep.jobs import NodeLayout
 from ddp_runner.sweep.slurm.queue import run_slurm
 
 LOCAL = "ddp_runner.sweep.local.Local"  # _target_ of hydra/launcher=ddp_runner

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from ddp_runner.errors import UserError, counted
 from ddp_runner.host.processes import answering, handled_signals
 from ddp_runner.host.streams import print_line
-from ddp_runner.job import EXIT_COMPLETED, Outcome, Status
+from ddp_runner.job import COMPLETED, Outcome, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 from ddp_runner.sweep.jobs import JobBatch, failed_outcome
@@ -87,7 +87,7 @@ class Watch:
             with suppress(Empty):
                 self._answer(self._signals.get(timeout=max(0.0, until - time.monotonic())))
         if self._received is not None:
-            self._outcomes["signal"] = Outcome(Status.PREEMPTED, 128 + self._received)
+            self._outcomes["signal"] = Outcome.stopped(self._received)
         return self._outcomes
 
     def _answer(self, signum: int) -> None:
@@ -145,14 +145,13 @@ class Watch:
             note_end(run_dir, ended)
         _print(f"{job.job.title}  {ended.status}")
         if ended.status == Status.COMPLETED:
-            self._outcomes[job_id] = Outcome(Status.COMPLETED, EXIT_COMPLETED, run_dir)
+            self._outcomes[job_id] = COMPLETED
         elif ended.status != Status.PREEMPTED:
             self._num_failed += 1
-            self._outcomes[job_id] = failed_outcome(ended, run_dir)
+            self._outcomes[job_id] = failed_outcome(ended)
             print_error(ended.sentence or f"{run_dir.name} has failed")
         elif not self._is_cancelling:
-            code = 128 + signal.SIGTERM
-            self._outcomes[job_id] = Outcome(Status.PREEMPTED, code, run_dir)
+            self._outcomes[job_id] = Outcome.stopped(signal.SIGTERM)
 
 
 def _print(line: str) -> None:

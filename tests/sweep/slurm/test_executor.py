@@ -3,19 +3,25 @@
 tests/cluster has whole sweeps on a real Slurm.
 """
 
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_slurm import SETTINGS, Queue, three_jobs
-from sweeps import batch_of, statuses
+from commands import run_command
+from fake_slurm import SETTINGS, Queue, program, three_jobs
+from sweeps import batch_of, statuses, table_row
 
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.sweep.jobs import JobBatch
 from ddp_runner.sweep.slurm import executor as slurm
-from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.slurm.queue import RECORD
+from ddp_runner.sweep.slurm import queue as slurm_queue
+from ddp_runner.sweep.slurm.executor import Slurm, rank_arguments, submit, write_sbatch_file
+from ddp_runner.sweep.slurm.queue import RECORD, submitted_as
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -100,3 +106,162 @@ def test_two_commands_never_submit_the_same_sweep(
     ):
         second.run(batch)
     second.close()
+
+
+def test_a_submission_is_an_array_that_resumes_frozen_runs(
+    batch: JobBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's folder names its job; sbatch sees no job around it."""
+    programs = tmp_path / "bin"
+    program(programs, "srun")
+    program(programs, "sbatch", f"env > {tmp_path}/seen", "echo the site says hello")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_CONF", "/some/slurm.conf")
+    monkeypatch.setenv("SLURM_JWT", "who I am")
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
+    sweep = batch.jobs["a"].sweep
+    settings = replace(SETTINGS, setup=["module load cuda"], array_parallelism=2)
+    names = submit(
+        [one.job for one in batch.jobs.values()],
+        folder=sweep,
+        options={"partition": "gpu", "requeue": True, "signal": "USR1@90", "cpus_per_task": 3},
+        settings=settings,
+    )
+    (path,) = (sweep / "slurm").glob("sweep.*.sbatch")
+    assert names == [f"{path.stem}_{index}" for index in range(3)]
+    assert [submitted_as(sweep / job) for job in "abc"] == names
+    script = path.read_text()
+    assert f"#SBATCH --job-name={path.stem}\n" in script
+    assert f"#SBATCH --output={sweep}/slurm/%x_%a.log\n" in script
+    assert all(f"resume={sweep / name}" in script for name in "abc")
+    for line in ("array=0-2%2", "partition=gpu", "requeue", "signal=USR1@90"):
+        assert f"#SBATCH --{line}\n" in script
+    assert re.search(r"^srun .*--cpus-per-task=3 ", script, re.MULTILINE)
+    assert script.index("module load cuda") < script.index("\nsrun ") < script.index('requeue "')
+    seen = (tmp_path / "seen").read_text()
+    assert "SLURM_CONF=/some/slurm.conf" in seen
+    assert "SLURM_JWT=who I am" in seen
+    assert "SLURM_MEM_PER_CPU" not in seen
+
+
+def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: JobBatch, tmp_path: Path) -> None:
+    """Its trackers above all, each job its own: in the script for sbatch."""
+    said = {"a": (), "b": ("--config-dir=/my $conf", "+trackers.x.y='it\"s'", "tags=[c, d]")}
+    jobs = [replace(batch.jobs[name].job, resume_arguments=words) for name, words in said.items()]
+    options = {"cpus_per_task": 1}
+    words = [[f"resume={job.run_dir}", *job.resume_arguments] for job in jobs]
+    assert [rank_arguments(job) for job in jobs] == words
+    script = tmp_path / "sweep.sbatch"
+    write_sbatch_file(script, jobs, folder=tmp_path, options=options, settings=SETTINGS)
+    program(tmp_path / "bin", "srun", 'printf "%s\\0" "$@"')
+    for index, expected in enumerate(words):
+        environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+        end = subprocess.run(
+            ["bash", str(script)],
+            env=environ | {"SLURM_ARRAY_TASK_ID": str(index)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        rest = end.stdout.partition("ddp_runner\0")[2]
+        assert rest.split("\0")[:-1] == expected
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "sentence"),
+    [
+        ("echo 'sbatch: error: invalid partition' >&2; exit 1",
+         r"^sbatch failed: .*invalid partition; change the keys of hydra\.launcher$"),
+        ("sleep 9", r"^sbatch did not answer within 0\.3 s; try again$"),
+    ],
+)  # fmt: skip
+def test_what_slurm_rejects_is_one_line(
+    batch: JobBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, sentence: str
+) -> None:
+    """With what sbatch printed. The next start looks for the jobs by their names."""
+    monkeypatch.setattr(slurm_queue, "LIMIT_S", 0.3 if "sleep" in sbatch else 60.0)
+    program(tmp_path / "bin", "srun")
+    program(tmp_path / "bin", "sbatch", sbatch)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    sweep, jobs = batch.jobs["a"].sweep, [one.job for one in batch.jobs.values()]
+    with pytest.raises(UserError, match=sentence):
+        submit(jobs, folder=sweep, options={"cpus_per_task": 1}, settings=SETTINGS)
+    assert str(submitted_as(sweep / "a")).startswith("sweep.")
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "restarts", "is_requeued"),
+    [
+        (138, "RUNNING", "", True),
+        (143, "RUNNING", "2", True),
+        (138, "RUNNING", "20", False),
+        (143, "COMPLETING", "", False),
+        (1, "RUNNING", "", False),
+        (0, "RUNNING", "", False),
+    ],
+)
+def test_a_job_that_its_time_limit_stops_is_queued_again(
+    batch: JobBatch, tmp_path: Path, code: int, state: str, restarts: str, *, is_requeued: bool
+) -> None:
+    """Not after scancel, a failure, or too many times; the exit code stays.
+
+    An array's last job has the number of the array, which means all of them to Slurm.
+    """
+    programs, script = tmp_path / "bin", tmp_path / "mine.sbatch"
+    of_array = f"echo {state}; echo RUNNING"
+    program(programs, "srun", f"exit {code}")
+    program(programs, "squeue", f'[[ "$*" == *=7_0* ]] && echo {state} || {{ {of_array}; }}')
+    program(programs, "scontrol", f'echo "$@" > {tmp_path}/asked')
+    jobs, options = [batch.jobs["a"].job], {"cpus_per_task": 1}
+    write_sbatch_file(script, jobs, folder=tmp_path, options=options, settings=SETTINGS)
+    environ = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+    if restarts:
+        environ["SLURM_RESTART_COUNT"] = restarts
+    assert subprocess.run(["bash", str(script)], env=environ, check=False).returncode == code
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else None) == (
+        "requeue 7_0\n" if is_requeued else None
+    )
+
+
+@pytest.mark.full
+def test_a_script_for_sbatch_runs_the_frozen_jobs(tmp_path: Path) -> None:
+    """The table then tells how they stand, and the same command writes what is left.
+
+    The folder has characters that bash and Hydra would change.
+    """
+    folder = tmp_path / "it's $HOME, a=b"
+    sweep = (
+        *("-m", "model=toy", "seed=1,2", "world_size=1", "train.max_steps=2"),
+        *(
+            "hydra/launcher=slurm",
+            "hydra.launcher.gpus_per_node=0",
+            "hydra.launcher.cpus_per_node=2",
+        ),
+        *("hydra.launcher.submit=false", "hydra.sweep.dir=sweep", "hydra.launcher.timeout_min=5"),
+    )
+    end = run_command(*sweep, folder=folder)
+    assert (end.exit_code, end.stderr) == (0, "")
+    assert "2 jobs: submit with  sbatch sweep/sweep.sbatch\n" in end.stdout
+    script = folder / "sweep" / "sweep.sbatch"
+    for line in ("array=0-1", "ntasks-per-node=1", "time=5", "signal=USR1@90", "requeue"):
+        assert f"#SBATCH --{line}\n" in script.read_text()
+    assert table_row(end.stdout, "seed=2")[1] == "queued"
+
+    program(tmp_path / "bin", "srun", f'printf "%s\\0" "$@" > {tmp_path}/asked')
+    environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "1"}
+    subprocess.run(["bash", str(script)], env=environ, cwd=folder, check=True)
+    *started, resume, end_of_words = (tmp_path / "asked").read_text().split("\0")
+    assert started == ["--cpus-per-task=1", sys.executable, "-m", "ddp_runner"]
+    assert end_of_words == ""
+    assert run_command(resume, folder=folder).exit_code == 0
+    (folder / "sweep" / "seed=1" / "run.json").write_text('{"status": "preempted"}')
+    table = run_command("sweep", folder=folder, program=(sys.executable, "-m", "ddp_runner.sweep"))
+    assert table_row(table.stdout, "seed=1")[1] == "preempted"
+    assert table_row(table.stdout, "seed=2")[1] == "completed"
+    end = run_command(*sweep, folder=folder)
+    assert "1 job: submit with" in end.stdout
+    assert statuses(folder / "sweep") == {"seed=1": "preempted", "seed=2": "completed"}
+    assert "seed=1'" in script.read_text()
+    assert "seed=2'" not in script.read_text()

@@ -8,6 +8,7 @@ import pytest
 from fake_slurm import SETTINGS, program, three_jobs
 
 from ddp_runner.errors import UserError
+from ddp_runner.sweep.slurm.executor import submit
 from ddp_runner.sweep.slurm.queue import (
     RECORD,
     cancel,
@@ -16,7 +17,6 @@ from ddp_runner.sweep.slurm.queue import (
     queued_states,
     submitted_as,
 )
-from ddp_runner.sweep.slurm.script import submit
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 

@@ -12,17 +12,17 @@ from sweeps import planned, statuses
 
 from ddp_runner.errors import UserError
 from ddp_runner.files import locked
-from ddp_runner.sweep.plan_file import (
+from ddp_runner.sweep.sweep_dir import (
     PLAN,
     Plan,
     PlannedJob,
     change_plan,
     read_plan,
     restarted,
+    unfinished_sweep,
     with_fault,
     with_jobs,
 )
-from ddp_runner.sweep.sweep_dir import unfinished_sweep
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import end_session, start_session, write_run_record
 

@@ -11,7 +11,7 @@ from torch.distributed.launcher import api
 from torch.numa import binding
 
 from ddp_runner.config.schema import RunConfig
-from ddp_runner.rank.numa import bound_to_cores
+from ddp_runner.launch.rank_process import bound_to_cores
 
 OPTIONS = binding.NumaOptions(affinity_mode=binding.AffinityMode.NODE)
 
