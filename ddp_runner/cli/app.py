@@ -97,16 +97,23 @@ def _run(
         env = None
     code = {"git_revision": git_revision(), "versions": versions()}
     invocation = Invocation(command, env, started_at, code, tuple(warnings))
-    sweeps, keys = is_sweep(command, composed), [item.key_or_group for item in command.overrides]
-    if (key := "hydra.run.dir" if sweeps else "hydra.sweep.dir") in keys:
-        raise UserError(
-            f"{key} is the folder of {'one run' if sweeps else 'a sweep'}",
-            f"write {'hydra.sweep.dir' if sweeps else 'hydra.run.dir'}=FOLDER",
-        )
-    if sweeps:
+    keys = [item.key_or_group for item in command.overrides]
+    if is_sweep(command, composed):
+        if "hydra.run.dir" in keys:
+            raise UserError(
+                "hydra.run.dir is the folder of one run", "write hydra.sweep.dir=FOLDER"
+            )
         return _sweep(composed, invocation)
+    if "hydra.sweep.dir" in keys:
+        raise UserError("hydra.sweep.dir is the folder of a sweep", "write hydra.run.dir=FOLDER")
     if composed.sweep.dry_run:
         raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run", "write -m")
+    return _single_run(composed, invocation)
+
+
+def _single_run(composed: DictConfig, invocation: Invocation) -> int:
+    """Run one run, or one rank of it; return its exit code."""
+    env = invocation.env
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(is_rank=env is not None), invocation)
     if (env.num_nodes if env else job.config.launch.nnodes) > 1:

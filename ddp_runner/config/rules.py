@@ -189,8 +189,6 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
             "write dataset.mean=0 dataset.std=1",
         )
     fraction, folder = dataset.get("eval_fraction"), dataset.get("folder")
-    if fraction is not None and not 0 < fraction < 1:
-        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1", "use 0.1")
     if fraction is not None and dataset.get("eval") is not None:
         raise UserError(
             f"dataset.eval_fraction ({fraction}) splits dataset.train, but dataset.eval is set",

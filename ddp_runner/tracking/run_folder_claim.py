@@ -59,36 +59,12 @@ def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[
     """
     config, named = job.config, RunDir(job.run_dir) if job.run_dir else None
     work, run_dir = work_hash(config), None
-
-    def is_same_launch(record: Mapping[str, Any]) -> bool:
-        earlier_ids = _launch_ids(record)
-        return record.get("work_hash") == work and any(
-            continues(launch_id, earlier_ids) for launch_id in launch_ids
-        )
-
-    def is_unfinished(record: Mapping[str, Any]) -> bool:
-        return record.get("work_hash") == work and record.get("status") in UNFINISHED
-
-    if launch_ids:  # oldest first: a job's commands began in the order of their folders
-        runs = [named] if named else sibling_runs(config)[::-1]
-        run_dir = _lock_first(runs, is_same_launch, held, wait_s=PATIENCE_S)
+    if launch_ids:
+        run_dir = _lock_restarted(config, named, launch_ids, held)
     if run_dir is None and named is None and config.resume == AUTO:
-        # `is_held` is None where the file system has no locks.
-        runs = [run for run in sibling_runs(config, names_others=True) if run.is_held is False]
-        with suppress(InUseError):  # another command took the last of them
-            run_dir = _lock_first(runs, is_unfinished, held, wait_s=0.0)
+        run_dir = _lock_unfinished(config, held)
     if run_dir is None:
-        run_dir = named or RunDir(claim(run_folder(config)))
-        run_dir.path.mkdir(parents=True, exist_ok=True)
-        try:
-            with ExitStack() as lock:
-                lock.enter_context(run_dir.locked())
-                if named is not None:
-                    _reject_another_run(config, run_dir)
-                held.enter_context(lock.pop_all())
-        except UserError:
-            run_dir.discard_unused()
-            raise
+        run_dir = _lock_new(config, named, held)
     earlier = read_run_record(run_dir, missing_ok=True)
     if launch_ids:
         fields = RunFields(launches=sorted({*_launch_ids(earlier), *launch_ids}))
@@ -100,6 +76,53 @@ def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[
     if earlier and config.resume in (None, AUTO) and run_dir.is_frozen:
         return run_dir, frozen_config(run_dir.config).batch.global_size
     return run_dir, None
+
+
+def _lock_restarted(
+    config: RunConfig, named: RunDir | None, launch_ids: Sequence[str], held: ExitStack
+) -> RunDir | None:
+    """Lock and return the run that an earlier attempt of this launch began."""
+    work = work_hash(config)
+
+    def is_same_launch(record: Mapping[str, Any]) -> bool:
+        earlier_ids = _launch_ids(record)
+        return record.get("work_hash") == work and any(
+            continues(launch_id, earlier_ids) for launch_id in launch_ids
+        )
+
+    # Oldest first: a job's commands began in the order of their folders.
+    runs = [named] if named else sibling_runs(config)[::-1]
+    return _lock_first(runs, is_same_launch, held, wait_s=PATIENCE_S)
+
+
+def _lock_unfinished(config: RunConfig, held: ExitStack) -> RunDir | None:
+    """Lock and return the newest unfinished run of the same config, for ``resume=auto``."""
+    work = work_hash(config)
+
+    def is_unfinished(record: Mapping[str, Any]) -> bool:
+        return record.get("work_hash") == work and record.get("status") in UNFINISHED
+
+    # `is_held` is None where the file system has no locks.
+    runs = [run for run in sibling_runs(config, names_others=True) if run.is_held is False]
+    with suppress(InUseError):  # another command took the last of them
+        return _lock_first(runs, is_unfinished, held, wait_s=0.0)
+    return None
+
+
+def _lock_new(config: RunConfig, named: RunDir | None, held: ExitStack) -> RunDir:
+    """Create and lock the folder of a new run, or of the run that ``resume`` names."""
+    run_dir = named or RunDir(claim(run_folder(config)))
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    try:
+        with ExitStack() as lock:
+            lock.enter_context(run_dir.locked())
+            if named is not None:
+                _reject_another_run(config, run_dir)
+            held.enter_context(lock.pop_all())
+    except UserError:
+        run_dir.discard_unused()
+        raise
+    return run_dir
 
 
 def with_run_folder(job: Job, run_dir: RunDir, global_size: int | None) -> Job:
@@ -215,7 +238,7 @@ def _agent() -> str:
     pid = os.getppid()
     boot = BOOT_ID.read_text().strip()[:8] if BOOT_ID.exists() else "-"
     stat = Path(f"/proc/{pid}/stat")
-    # The start time, in ticks since the boot: process ids are reused. macOS has no /proc.
+    # A process id may be used again, so add its start, in ticks since the boot; macOS has none.
     started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "-"
     return f"agent {socket.gethostname()} {boot} {pid} {started}"
 

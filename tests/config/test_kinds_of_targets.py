@@ -32,6 +32,22 @@ def test_torch_would_take_a_negative_number(words: tuple[str, str]) -> None:
     assert f"{words[1].partition('=')[0]} (-" in config_error(*words)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("scheduler=cosine", "scheduler.warmup_steps=null"),
+        ("optimizer=adamw", "optimizer.lr=null"),
+        ("parallelism=ddp", "parallelism.bucket_cap_mb=null"),
+    ],
+)
+def test_null_is_invalid_where_the_annotation_excludes_it(words: tuple[str, str]) -> None:
+    """Other nulls stand for a default, or for a length that the run fills in."""
+    assert f"{words[1].partition('=')[0]} is null, and " in config_error(*words)
+    cosine = {"_target_": "ddp_runner.train.schedules.cosine", "total_steps": None}
+    _validate_keys(cosine, "scheduler")
+    _validate_keys({"_target_": "torch.optim.AdamW", "foreach": None}, "optimizer")
+
+
 def test_a_server_needs_a_trainer() -> None:
     """Whatever the mode says."""
     words = ("parallelism=ps", "parallelism.needs.min_ranks=1", "world_size=1")
