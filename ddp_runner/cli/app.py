@@ -33,8 +33,8 @@ from ddp_runner.launch.launcher import is_over, launch
 from ddp_runner.launch.mistakes import is_noted, note_mistake
 from ddp_runner.sweep.planner import SweepCommand
 from ddp_runner.sweep.run_sweep import run_sweep
-from ddp_runner.tracking.provenance import git_revision, versions
 from ddp_runner.tracking.run_folder_claim import claim_run, with_run_folder
+from ddp_runner.tracking.run_record import git_revision, versions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

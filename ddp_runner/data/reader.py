@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ddp_runner.data.loader import LoadFailure, load_failure
 from ddp_runner.data.splits import EpochShare
-from ddp_runner.data.workers import LoadFailure, load_failure
 from ddp_runner.errors import UserError, any_error, typed
 from ddp_runner.files import leaves
 from ddp_runner.seeds import derive, seed_generators

@@ -1,4 +1,4 @@
-"""Build the model of a run: on ranks with its data, or in one process without data."""
+"""The model of a run, built on ranks with its data or in one process, and the files beside it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from torch import nn
 
 from ddp_runner.checkpoint.model_file import fitting_tensors, load_tensors
 from ddp_runner.checkpoint.weights import Weights, find_weights
+from ddp_runner.compare.run_reader import read_lines
 from ddp_runner.config.load import frozen_config, to_config
 from ddp_runner.config.schema import Config, has_own_loop
 from ddp_runner.config.secrets import foreign_keys
@@ -19,22 +20,20 @@ from ddp_runner.config.sections import Asked, validate_weights
 from ddp_runner.config.targets import validate_targets
 from ddp_runner.data.load_dataset import build_dataset
 from ddp_runner.data.splits import Split
+from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
+from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.data.trees import inputs_of, shapes_on_failure
 from ddp_runner.distributed import from_rank_zero
-from ddp_runner.errors import UserError, one_line
-from ddp_runner.files import is_missing
-from ddp_runner.inference.run_files import (
-    logged_at,
-    model_arguments,
-    open_logger,
-    validate_kept_files,
-)
+from ddp_runner.errors import UserError, one_line, os_errors
+from ddp_runner.files import is_missing, read_file
 from ddp_runner.parallelism.shards import send_module
+from ddp_runner.rank.records import log_facts, task_logger
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.tracking.start_block import count_of
+from ddp_runner.tracking.run_record import RunFields, read_run_record, write_run_record
+from ddp_runner.tracking.start_block import count_of, placement, shown_path
 from ddp_runner.train.build_model import place_alone, place_model
 from ddp_runner.train.build_state import build_work
 from ddp_runner.train.work import Work, forward
@@ -185,3 +184,99 @@ def _resolved(frozen: DictConfig) -> Config:
         raise UserError(
             f"the run's config is damaged or of another version ({one_line(error)})", "restore it"
         ) from error
+
+
+def logged_at(run_dir: RunDir, step: int) -> dict[str, float | None]:
+    """Return the epoch and the metrics of a step in metrics.jsonl; empty if they are missing."""
+    logged: dict[str, float | None] = {}
+    for line in read_lines(run_dir.metrics)[0]:
+        if line["step"] == step:
+            logged |= line
+    return logged
+
+
+def model_arguments(run_dir: RunDir) -> dict[str, Any]:
+    """Return the facts of the data that a run's model was built with.
+
+    Raises:
+        UserError: run.json lacks them, or cannot be read.
+    """
+    record = read_run_record(run_dir)
+    arguments = record.get("model_arguments")
+    if not isinstance(arguments, dict):
+        if "uses" in record:  # a loop of the user's own
+            raise UserError(
+                f"the run of {run_dir.record} built its model in its own loop, so no other task "
+                "can build it",
+                "let the loop take it from run.model()",
+            )
+        raise UserError(
+            f"{run_dir.record} lacks model_arguments, which task=train writes", "restore the file"
+        )
+    return arguments
+
+
+def kept_tokenizer(run_dir: RunDir) -> TextTokenizer:
+    """Return the tokenizer of a run of texts; a ``UserError`` if it is missing."""
+    folder = run_dir.path / "tokenizer"
+    if is_missing(folder / TOKENIZER_FILE):
+        raise UserError(
+            f"{run_dir} has no {folder.name}/{TOKENIZER_FILE}, which a run of texts keeps",
+            "name a run of dataset=text",
+        )
+    return load_text_tokenizer(folder)
+
+
+def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset: str) -> None:
+    """Raise a ``UserError`` if a dataset was not made with the run's tokenizer."""
+    for name, content in files.items():
+        path = run_dir.path / name
+        if is_missing(path):
+            continue
+        with os_errors(f"{path} cannot be read", fix="make it readable"):
+            kept = read_file(path)
+        if kept != content:
+            raise UserError(
+                f"dataset={dataset} has another {name} than the run ({path}), so its tokens mean "
+                "something else to the model",
+                f"write dataset.tokenizer={path.parent}",
+            )
+
+
+def open_logger(
+    session: Session,
+    run_dir: RunDir,
+    weights: Weights,
+    *,
+    data: str,
+    notes: Sequence[str] = (),
+    num_rounds: int = 0,
+) -> Logger:
+    """Log the facts of the task, and return this rank's logger.
+
+    Args:
+        session: this rank's session.
+        run_dir: folder of the run that trained the model.
+        weights: the model's weights.
+        data: the task's input in words.
+        notes: remarks about the data, a sentence each.
+        num_rounds: total that the progress counts to; 0: show no progress.
+    """
+    config = session.config
+    if session.env.is_rank_zero:
+        source = weights.path.relative_to(run_dir.path)
+        facts = {
+            "task": f"{config.task} the model of {shown_path(run_dir.path)}",
+            "model": f"{config.model.get('name')}, step {weights.step}, from {source}",
+            "data": data,
+            **placement(config, session.env, session.devices),
+        }
+        log_facts(session, facts, notes=notes)
+        fields = RunFields(
+            of_run=str(run_dir),
+            weights_step=weights.step,
+            split=config.inference.split,
+            warnings=list(session.job.warnings),
+        )
+        write_run_record(session.run_dir, **fields)
+    return task_logger(session, max_steps=num_rounds)

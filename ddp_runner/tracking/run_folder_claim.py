@@ -21,9 +21,9 @@ from omegaconf import OmegaConf
 
 from ddp_runner.config.identity import RANK_KEYS, flatten, leaves, work_hash
 from ddp_runner.config.load import frozen_config
+from ddp_runner.config.resolve import resolve_batch
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.sections import AUTO
-from ddp_runner.config.world_size import resolve_batch
 from ddp_runner.dist_env import DistEnv, continues
 from ddp_runner.errors import UserError, listed
 from ddp_runner.job import Job, Status
