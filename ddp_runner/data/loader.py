@@ -15,8 +15,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -27,6 +27,7 @@ from ddp_runner.errors import UserError, typed
 from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
 from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_generators
 
+T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]  # samples -> batch
 CALM_S = 0.02  # wait between the last collective and the start of workers
 
@@ -125,10 +126,8 @@ class _Fetcher(Dataset[Any]):
         before = generator_states(GENERATORS.keys() - self._drawn)
         while True:
             self._current = None
-            try:
-                result = self._seeded_batch(order) if self._drawn else self._batch(order)
-            except Exception as error:  # the user's code raises any kind
-                result = load_failure(error, self._sentence(order, error))
+            load = self._seeded_batch if self._drawn else self._batch
+            result = load_safely(partial(load, order), partial(self._sentence, order))
             if not (newly := moved(before)):
                 break
             self._drawn |= newly  # so that even a failure depends on the samples alone
@@ -169,7 +168,7 @@ class _Fetcher(Dataset[Any]):
         self._current = None
         return sample
 
-    def _sentence(self, order: _Order, error: Exception) -> str:
+    def _sentence(self, order: _Order, fault: str) -> str:
         subject, culprit = f"sample {self._current}", "the dataset"
         if self._current is None:
             numbers = ", ".join(map(str, order.indices[:3]))
@@ -177,8 +176,8 @@ class _Fetcher(Dataset[Any]):
                 numbers += f", … ({len(order.indices)} of one batch)"
             subject, culprit = f"samples {numbers}", "the dataset or its collate_fn"
         return (
-            f"the {self._name} {subject} cannot be loaded: {typed(error)}; fix {culprit} (the "
-            "traceback is in logs/)"
+            f"the {self._name} {subject} cannot be loaded: {fault}; fix {culprit} (the traceback "
+            "is in logs/)"
         )
 
 
@@ -195,10 +194,16 @@ class LoadFailure:
     trace: str
 
 
-def load_failure(error: Exception, sentence: str) -> LoadFailure:
-    """Return the failure; a UserError, from a dataset of ours, brings its own sentence."""
-    sentence = str(error) if isinstance(error, UserError) else sentence
-    return LoadFailure(sentence, "".join(traceback.format_exception(error)))
+def load_safely(load: Callable[[], T], sentence: Callable[[str], str]) -> T | LoadFailure:
+    """Return the result of `load`, or why it failed: `sentence` gets the error's type and text.
+
+    A UserError, from a dataset of ours, brings its own sentence.
+    """
+    try:
+        return load()
+    except Exception as error:  # the user's code raises any kind
+        text = str(error) if isinstance(error, UserError) else sentence(typed(error))
+        return LoadFailure(text, "".join(traceback.format_exception(error)))
 
 
 def start_loading(loader: "DataLoader[Any]", *, name: str) -> Iterator[Any]:
@@ -276,16 +281,14 @@ def start_worker(worker: int) -> None:
 
 def sendable(batch: Any, *, name: str) -> Any:
     """Return the batch, or a failure if it cannot be pickled: a DataLoader would hang."""
-    try:
-        _WithoutTensors(io.BytesIO()).dump(batch)
-    except Exception as error:  # the user's classes raise any kind
-        return load_failure(
-            error,
-            f"a batch of the {name} samples cannot be sent to the rank ({typed(error)}); return "
-            "tensors, numbers and texts from the dataset's collate_fn, or write "
-            "dataset.num_workers=0",
-        )
-    return batch
+    failure = load_safely(
+        lambda: _WithoutTensors(io.BytesIO()).dump(batch),
+        lambda fault: (
+            f"a batch of the {name} samples cannot be sent to the rank ({fault}); return tensors, "
+            "numbers and texts from the dataset's collate_fn, or write dataset.num_workers=0"
+        ),
+    )
+    return failure or batch
 
 
 class _WithoutTensors(pickle.Pickler):

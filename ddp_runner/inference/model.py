@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from ddp_runner.checkpoint.model_file import fitting_tensors, load_tensors
@@ -24,7 +23,7 @@ from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
 from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.data.trees import inputs_of, shapes_on_failure
 from ddp_runner.distributed import from_rank_zero
-from ddp_runner.errors import UserError, one_line, os_errors
+from ddp_runner.errors import UserError, any_error, os_errors
 from ddp_runner.files import is_missing, read_file
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.records import log_facts, task_logger
@@ -178,12 +177,8 @@ def _resolved(frozen: DictConfig) -> Config:
             "made the run may have chosen it",
             "write the value itself into the run's config",
         )
-    try:
+    with any_error("the run's config is damaged or of another version", "restore it"):
         return to_config(OmegaConf.create(plain))
-    except OmegaConfBaseException as error:
-        raise UserError(
-            f"the run's config is damaged or of another version ({one_line(error)})", "restore it"
-        ) from error
 
 
 def logged_at(run_dir: RunDir, step: int) -> dict[str, float | None]:

@@ -32,6 +32,7 @@ from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
     has_begun,
+    intact_record,
     read_run_record,
     start_session,
     write_run_record,
@@ -174,13 +175,13 @@ def _lock_first(
         InUseError: another process still holds a fitting run after `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
-    while runs := [run for run in runs if fits(_record(run))]:
+    while runs := [run for run in runs if fits(intact_record(run))]:
         is_last_try, in_use = time.monotonic() >= deadline, None
         for run_dir in runs:
             try:
                 with ExitStack() as lock:
                     lock.enter_context(run_dir.locked())
-                    if fits(_record(run_dir)):
+                    if fits(intact_record(run_dir)):
                         held.enter_context(lock.pop_all())
                         return run_dir
             except InUseError as error:
@@ -196,7 +197,7 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
     if config.resume not in (None, AUTO):
         return
     clear_if_unbegun(run_dir)
-    earlier_work = _record(run_dir).get("work_hash") if config.resume == AUTO else None
+    earlier_work = intact_record(run_dir).get("work_hash") if config.resume == AUTO else None
     if earlier_work is None and run_dir.record.exists():
         raise UserError(
             f"{run_dir} already holds a run", f"give another folder, or {run_dir.resume_argument}"
@@ -213,7 +214,7 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
 def clear_if_unbegun(run_dir: RunDir) -> None:
     """Empty the folder of a run that a user's mistake ended before its first step."""
     created = {run_dir.config.parent, run_dir.lock, run_dir.holder, run_dir.logs, run_dir.record}
-    error = _record(run_dir).get("error")
+    error = intact_record(run_dir).get("error")
     is_mistake = isinstance(error, Mapping) and error.get("kind") == "user"
     if is_mistake and created.issuperset(run_dir.path.iterdir()):
         shutil.rmtree(run_dir.logs, ignore_errors=True)
@@ -247,14 +248,6 @@ def _launch_ids(record: Mapping[str, Any]) -> list[str]:
     """Return the ids of all launches of a run, from its run.json."""
     launch_ids = record.get("launches")
     return list(map(str, launch_ids)) if isinstance(launch_ids, list) else []
-
-
-def _record(run_dir: RunDir) -> dict[str, Any]:
-    """Return a folder's run.json; {} if it is missing or damaged: such a run cannot resume."""
-    try:
-        return read_run_record(run_dir, missing_ok=True)
-    except UserError:
-        return {}
 
 
 def changed_keys(config: RunConfig, run_dir: RunDir) -> list[str]:

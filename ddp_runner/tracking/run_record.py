@@ -131,6 +131,14 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
     return fields
 
 
+def intact_record(run_dir: os.PathLike[str]) -> dict[str, Any]:
+    """Return the fields of run.json; {} if it is missing or damaged: such a run cannot resume."""
+    try:
+        return read_run_record(run_dir, missing_ok=True)
+    except UserError:
+        return {}
+
+
 def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> None:
     """Merge fields into run.json, and update the run's times from its sessions.
 

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.config.load import frozen_config
 from ddp_runner.config.rules import validate_trackers
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.config.secrets import Secrets
 from ddp_runner.config.targets import package_of
-from ddp_runner.errors import UserError, exit_with, one_line, os_errors, printable, typed
+from ddp_runner.errors import UserError, any_error, exit_with, os_errors, printable, typed
 from ddp_runner.host.processes import ignore_stop_signals
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
@@ -107,10 +106,8 @@ def _settings(run_dir: RunDir, name: str, words: Sequence[str]) -> dict[str, Any
     Raises:
         UserError: the run was sent with keys that the command does not name.
     """
-    try:
+    with any_error(" ".join(words), "write KEY=VALUE"):
         keys: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)), resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{' '.join(words)}: {one_line(error)}", "write KEY=VALUE") from error
     path = CONFIG_DIR / "trackers" / f"{name}.yaml"
     is_ours = re.fullmatch(r"\w+", name) and path.is_file()
     shipped: Any = OmegaConf.to_container(OmegaConf.load(path)) if is_ours else {}
