@@ -203,11 +203,11 @@ def _backend(
     """Return the backend with its name and device filled in."""
     name, device, gpus = config.backend.name, config.backend.device, hardware.num_gpus
     needs, kinds = mode_needs(config.parallelism), BACKENDS | {hardware.kind: hardware.backend}
-    for key, options, fix in (
-        ("name", {"auto", *FOR_CPU, *kinds.values()}, "backend"),
-        ("device", {"auto", "cpu", *kinds}, "backend.device"),
+    for key, value, options, fix in (
+        ("name", name, {"auto", *FOR_CPU, *kinds.values()}, "backend"),
+        ("device", device, {"auto", "cpu", *kinds}, "backend.device"),
     ):
-        if (value := getattr(config.backend, key)) not in options:
+        if value not in options:
             choices = ", ".join(sorted(options))
             raise UserError(
                 f"backend.{key} ({value}) must be one of {choices}", f"write {fix}=auto"

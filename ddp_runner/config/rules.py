@@ -77,7 +77,7 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
         validate_num_samples(name, samples, ranks=ranks)
 
 
-def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
+def validate_num_samples(name: str | None, count: int, *, ranks: int) -> None:
     """Reject a dataset with fewer samples than ranks."""
     if count < ranks:
         raise UserError(

@@ -153,7 +153,7 @@ class MetricFiles:
             replace_file(path, picture.value[0].image.encoded_image_string)
             self._events.add_summary(picture, step)
 
-    def close(self, *, status: str | None = None) -> None:
+    def close(self, *, status: Status | None = None) -> None:
         """Close the files; TensorBoard's HParams show that a run has completed."""
         with self._writing():
             self._lines.close()

@@ -45,7 +45,7 @@ class RunError(TypedDict):
 class RunFields(TypedDict, total=False):
     """Facts of a run. Each task writes only its own fields."""
 
-    status: str  # a ``Status``
+    status: Status
     error: RunError | None
     task: str
     tags: Sequence[str]

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from omegaconf import OmegaConf
 
@@ -135,11 +135,7 @@ def follow_live(order: Order, run_dir: RunDir, name: str) -> int:
     """Follow a run for the process that started this one, and end soon after the run."""
     ignore_stop_signals()  # the run decides when this process ends
     os.nice(NICENESS)
-    terminal, log = (os.fdopen(os.dup(number), "w", encoding="utf-8") for number in (1, 2))
-    # The client may print secrets.
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
-        os.dup2(devnull, number)
+    terminal, log = map(_hidden_stream, (1, 2))
     hide, has_failed = Secrets(values=order.secrets).hide, threading.Event()
 
     def is_orphan() -> bool:
@@ -155,7 +151,7 @@ def follow_live(order: Order, run_dir: RunDir, name: str) -> int:
         deadline = None
         while deadline is None or time.monotonic() < deadline:
             if is_orphan():
-                os.dup2(devnull, terminal.fileno())  # readers of the run's output wait for its end
+                os.dup2(1, terminal.fileno())  # readers of the run's output wait for its end
             if deadline is None and (is_orphan() or has_failed.is_set()):
                 deadline = time.monotonic() + LAST_S + (0.0 if is_orphan() else FAILED_S)
             time.sleep(POLL_S)
@@ -186,6 +182,15 @@ def follow_live(order: Order, run_dir: RunDir, name: str) -> int:
     if is_orphan():  # nobody else ends the client's service
         os.killpg(0, signal.SIGKILL)
     return EXIT_COMPLETED if is_complete else EXIT_REPORTED
+
+
+def _hidden_stream(descriptor: int) -> TextIO:
+    """Return stdout or stderr as a file, and discard the client's output: it may hold secrets."""
+    stream = os.fdopen(os.dup(descriptor), "w", encoding="utf-8")
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, descriptor)
+    os.close(devnull)
+    return stream
 
 
 def follow(
