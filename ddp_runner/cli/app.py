@@ -112,7 +112,7 @@ def _run(
 
 
 def _single_run(composed: DictConfig, invocation: Invocation) -> int:
-    """Run one run, or one rank of it; return its exit code."""
+    """Start a run, or act as a rank of one; return the exit code."""
     env = invocation.env
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(is_rank=env is not None), invocation)

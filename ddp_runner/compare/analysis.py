@@ -17,14 +17,7 @@ from ddp_runner.compare.settings import (
     varied_keys,
     with_copies,
 )
-from ddp_runner.compare.speedup import (
-    AllReduceFit,
-    AllReduceFits,
-    Scaling,
-    Stats,
-    fit_all_reduces,
-    speedups,
-)
+from ddp_runner.compare.speedup import AllReduceFit, Scaling, Stats, fit_all_reduces, speedups
 from ddp_runner.errors import UserError, counted, listed, nearest
 from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
 
@@ -175,7 +168,7 @@ def _rows(
     keys: Sequence[str],
     *,
     target: Target | None,
-    fits: AllReduceFits,
+    fits: Mapping[tuple[str, int], AllReduceFit],
     parity: Sequence[Parity],
 ) -> list[ComparisonRow]:
     """Return a row for each group of runs, ordered by the values of the `keys`."""

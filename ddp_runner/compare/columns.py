@@ -18,28 +18,6 @@ PERF = (
     *("perf/samples_per_s", "perf/peak_memory_gib", "perf/comm_share", "perf/skew_ms"),
     *("perf/mfu", "perf/step_time_ms"),
 )
-COSTS = (  # the name of each result, its title, its format, and its hint
-    (
-        *("perf/peak_memory_gib", "memory GiB", digits),
-        "highest peak of a rank, on its GPU or else in RAM; in your own loop, of rank 0",
-    ),
-    (
-        *("perf/comm_share", "communication", percent),
-        "share of the step time; unknown where ranks wait within a forward, as in fsdp and tp",
-    ),
-    (
-        *("perf/skew_ms", "skew ms", digits),
-        "time per step that at least half of the ranks waited for the slowest rank",
-    ),
-    (
-        *("perf/mfu", "MFU", percent),
-        "model FLOP utilisation, relative to the ranks' speed in large matrix products",
-    ),
-    (
-        *("startup_s", "start-up s", digits),
-        "from the command, or from the job's turn in a sweep, to the end of the first step",
-    ),
-)
 
 
 @lru_cache(maxsize=1)  # shared by all formats and the report
@@ -115,7 +93,7 @@ def _columns(comparison: Comparison) -> Iterator[Column]:
     yield from keys if has_many_keys else results.first
     yield from _speeds(comparison, results)
     yield from results.others
-    yield from (results.column(*cost) for cost in COSTS)
+    yield from _costs(results)
     times = [("wall_s", "wall s"), ("sessions", ""), ("perf/step_time_ms", "step ms")]
     times += [(f"perf/{part}_ms", f"{part} ms") for part in results.parts]
     yield from (results.column(name, title, is_brief=False) for name, title in times)
@@ -154,6 +132,19 @@ def _speeds(comparison: Comparison, results: _Results) -> Iterator[Column]:
         hint = "from the first step to the first line that reached it; (2 of 3): a run never did"
         title = f"s to {target.metric}={target.value:g}"
         yield results.column("time_to_target_s", title, digits, hint)
+
+
+def _costs(results: _Results) -> Iterator[Column]:
+    hint = "highest peak of a rank, on its GPU or else in RAM; in your own loop, of rank 0"
+    yield results.column("perf/peak_memory_gib", "memory GiB", digits, hint)
+    hint = "share of the step time; unknown where ranks wait within a forward, as in fsdp and tp"
+    yield results.column("perf/comm_share", "communication", percent, hint)
+    hint = "time per step that at least half of the ranks waited for the slowest rank"
+    yield results.column("perf/skew_ms", "skew ms", digits, hint)
+    hint = "model FLOP utilisation, relative to the ranks' speed in large matrix products"
+    yield results.column("perf/mfu", "MFU", percent, hint)
+    hint = "from the command, or from the job's turn in a sweep, to the end of the first step"
+    yield results.column("startup_s", "start-up s", digits, hint)
 
 
 def _parity(comparison: Comparison) -> Column:

@@ -83,31 +83,26 @@ def _lock_restarted(
     config: RunConfig, named: RunDir | None, launch_ids: Sequence[str], held: ExitStack
 ) -> RunDir | None:
     """Lock and return the run that an earlier attempt of this launch began."""
-    work = work_hash(config)
 
     def is_same_launch(record: Mapping[str, Any]) -> bool:
-        earlier_ids = _launch_ids(record)
-        return record.get("work_hash") == work and any(
-            continues(launch_id, earlier_ids) for launch_id in launch_ids
-        )
+        return any(continues(launch_id, _launch_ids(record)) for launch_id in launch_ids)
 
     # Oldest first: a job's commands began in the order of their folders.
     runs = [named] if named else sibling_runs(config)[::-1]
-    return _lock_first(runs, is_same_launch, held, wait_s=PATIENCE_S)
+    return _lock_first(runs, work_hash(config), is_same_launch, held, wait_s=PATIENCE_S)
 
 
 def _lock_unfinished(config: RunConfig, held: ExitStack) -> RunDir | None:
     """Lock and return the newest unfinished run of the same config, for ``resume=auto``."""
-    work = work_hash(config)
-
-    def is_unfinished(record: Mapping[str, Any]) -> bool:
-        return record.get("work_hash") == work and record.get("status") in UNFINISHED
-
     # `is_held` is None where the file system has no locks.
     runs = [run for run in sibling_runs(config, names_others=True) if run.is_held is False]
     with suppress(InUseError):  # another command took the last of them
-        return _lock_first(runs, is_unfinished, held, wait_s=0.0)
+        return _lock_first(runs, work_hash(config), _is_unfinished, held, wait_s=0.0)
     return None
+
+
+def _is_unfinished(record: Mapping[str, Any]) -> bool:
+    return record.get("status") in UNFINISHED
 
 
 def _lock_new(config: RunConfig, named: RunDir | None, held: ExitStack) -> RunDir:
@@ -161,12 +156,13 @@ def prepare_run_folder(job: Job) -> None:
 
 def _lock_first(
     runs: Sequence[RunDir],
+    work: str,
     fits: Callable[[Mapping[str, Any]], bool],
     held: ExitStack,
     *,
     wait_s: float,
 ) -> RunDir | None:
-    """Lock and return the first free run whose record fits; None if no record fits.
+    """Lock and return the first free run of this `work` whose record fits; None if none does.
 
     The earlier attempt may still be shutting down. If an equal command of the same job takes a
     folder first, try the next folder.
@@ -174,14 +170,19 @@ def _lock_first(
     Raises:
         InUseError: another process still holds a fitting run after `wait_s` seconds.
     """
+
+    def is_right(run_dir: RunDir) -> bool:
+        record = intact_record(run_dir)
+        return record.get("work_hash") == work and fits(record)
+
     deadline = time.monotonic() + wait_s
-    while runs := [run for run in runs if fits(intact_record(run))]:
+    while runs := [run for run in runs if is_right(run)]:
         is_last_try, in_use = time.monotonic() >= deadline, None
         for run_dir in runs:
             try:
                 with ExitStack() as lock:
                     lock.enter_context(run_dir.locked())
-                    if fits(intact_record(run_dir)):
+                    if is_right(run_dir):
                         held.enter_context(lock.pop_all())
                         return run_dir
             except InUseError as error:
@@ -239,7 +240,7 @@ def _agent() -> str:
     pid = os.getppid()
     boot = BOOT_ID.read_text().strip()[:8] if BOOT_ID.exists() else "-"
     stat = Path(f"/proc/{pid}/stat")
-    # A process id may be used again, so add its start, in ticks since the boot; macOS has none.
+    # Process ids are reused, so add the start time, in ticks since the boot. macOS has no /proc.
     started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "-"
     return f"agent {socket.gethostname()} {boot} {pid} {started}"
 
