@@ -87,8 +87,8 @@ def compose(command: CommandLine) -> DictConfig:
     if composed.hydra.verbose or composed.hydra.job.chdir:
         raise UserError(
             "hydra.verbose and hydra.job.chdir are not for this program",
-            "leave them out: a run "
-            "writes all its files into its own folder, tracebacks into RUN/logs",
+            "leave them out: a run writes all its files into its own folder, tracebacks into "
+            "RUN/logs",
         )
     return composed
 

@@ -187,10 +187,8 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
         is_built = isinstance(value, Mapping) and "_target_" in value  # its type is not known
         if kind is not None and value is not None and not is_built:
             validate_kind(f"{key}.{name}", value, kind)
-        may_be_null = keywords.get(name, Keyword()).takes_null or FOLLOWING.fullmatch(
-            f"{key}.{name}"
-        )
-        if value is None and not may_be_null:
+        excludes_null = name in keywords and not keywords[name].takes_null
+        if value is None and excludes_null and not FOLLOWING.fullmatch(f"{key}.{name}"):
             raise UserError(f"{key}.{name} is null, and {target} needs a value", "write one")
         if target.startswith(WITHOUT_NEGATIVES) and type(value) in (int, float):
             validate_value(f"{key}.{name}", value, GROUP_KEYS.get(f"{key}.{name}", NOT_NEGATIVE))

@@ -64,14 +64,8 @@ class TrainedModel:
         splits = self.splits.items()
         counts = [f"{count_of(split.num_samples)} {nouns[name]}" for name, split in splits]
         data = f"{dataset.name}, {' and '.join(counts)} samples"
-        return open_logger(
-            session,
-            self.run_dir,
-            self.weights,
-            data=data,
-            notes=dataset.notes,
-            num_rounds=num_rounds,
-        )
+        run_dir, weights, notes = self.run_dir, self.weights, dataset.notes
+        return open_logger(session, run_dir, weights, data=data, notes=notes, num_rounds=num_rounds)
 
 
 def open_model(session: Session) -> TrainedModel | None:
@@ -112,10 +106,7 @@ def open_model(session: Session) -> TrainedModel | None:
     fix = "choose a dataset that fits"
     for split in splits.values():
         batch = split.first(seed=config.seed)
-        with (
-            torch.no_grad(),
-            shapes_on_failure(fault, inputs_of(batch.data), fix=fix),
-        ):
+        with torch.no_grad(), shapes_on_failure(fault, inputs_of(batch.data), fix=fix):
             forward(work, module.eval(), batch)
     return TrainedModel(work, module, splits, run_dir, weights, logged)
 
@@ -249,13 +240,8 @@ def open_logger(
 ) -> Logger:
     """Log the facts of the task, and return this rank's logger.
 
-    Args:
-        session: this rank's session.
-        run_dir: folder of the run that trained the model.
-        weights: the model's weights.
-        data: the task's input in words.
-        notes: remarks about the data, a sentence each.
-        num_rounds: total that the progress counts to; 0: show no progress.
+    `run_dir` trained the model, and `data` is the task's input in words. The progress counts to
+    `num_rounds`; with 0 it is not shown.
     """
     config = session.config
     if session.env.is_rank_zero:

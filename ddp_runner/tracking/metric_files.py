@@ -58,9 +58,8 @@ class MetricFiles:
         self._run_dir, self._confusion = run_dir, run_dir.path / CONFUSION_FILE
         # Names logged at the checkpoint's step: a user's own loop may log them again.
         self._logged_at, self._logged = resume_step, set[str]()
-        self.last_metrics: dict[
-            str, float | None
-        ] = {}  # includes earlier sessions; None: not finite
+        # Includes earlier sessions; None: not finite.
+        self.last_metrics: dict[str, float | None] = {}
         first_step = 0 if resume_step is None else resume_step + 1
         with self._writing():
             lines = _cut_lines(run_dir.metrics, first_step)
