@@ -48,6 +48,14 @@ def test_null_is_invalid_where_the_annotation_excludes_it(words: tuple[str, str]
     _validate_keys({"_target_": "torch.optim.AdamW", "foreach": None}, "optimizer")
 
 
+@pytest.mark.parametrize(("model", "dataset"), [("gpt", "text"), ("bert", "csv_text")])
+def test_an_evaluation_takes_a_part_of_the_samples(model: str, dataset: str) -> None:
+    """Neither all of them nor none."""
+    words, key = (f"model={model}", f"dataset={dataset}"), "dataset.eval_fraction"
+    assert "must be between 0 and 1; use 0.1" in config_error(*words, f"{key}=1.0")
+    assert "must be greater than 0" in config_error(*words, f"{key}=0")
+
+
 def test_a_server_needs_a_trainer() -> None:
     """Whatever the mode says."""
     words = ("parallelism=ps", "parallelism.needs.min_ranks=1", "world_size=1")
