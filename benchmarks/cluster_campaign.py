@@ -32,7 +32,7 @@ from cluster_faults import KINDS, Draw
 from cluster_training import SETTINGS, undisturbed
 from warm import start_server
 
-from ddp_runner.tracking.provenance import versions
+from ddp_runner.tracking.run_record import versions
 
 Result = list[tuple[Draw, Seen]]
 

@@ -35,7 +35,7 @@ from run_folders import checkpoint_steps, record
 from undisturbed import WrongError, assert_equal, assert_whole, rank_pids
 from warm import start_server
 
-from ddp_runner.tracking.provenance import versions
+from ddp_runner.tracking.run_record import versions
 
 NUM_STEPS = 18  # six epochs of three
 RUN = "run"  # a chain's folder

@@ -19,8 +19,8 @@ from ddp_runner.errors import counted, printable, typed
 from ddp_runner.host.hardware import detect, memory_bytes, usable_cores
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED
 from ddp_runner.tracking.outputs import OUTPUTS
-from ddp_runner.tracking.provenance import versions
 from ddp_runner.tracking.run_dir import MIN_FREE_MIB
+from ddp_runner.tracking.run_record import versions
 
 MEMINFO, SHARED_MEMORY = Path("/proc/meminfo"), Path("/dev/shm")
 GIB = 2**30

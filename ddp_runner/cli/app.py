@@ -39,8 +39,8 @@ from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import is_over, launch
 from ddp_runner.sweep.planner import SweepCommand
 from ddp_runner.sweep.run_sweep import run_sweep
-from ddp_runner.tracking.provenance import git_revision, versions
 from ddp_runner.tracking.run_folder_claim import claim_run, with_run_folder
+from ddp_runner.tracking.run_record import git_revision, versions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,16 +103,23 @@ def _run(
         env = None
     code = {"git_revision": git_revision(), "versions": versions()}
     invocation = Invocation(command, env, started_at, code, tuple(warnings))
-    sweeps, keys = is_sweep(command, composed), [item.key_or_group for item in command.overrides]
-    if (key := "hydra.run.dir" if sweeps else "hydra.sweep.dir") in keys:
-        raise UserError(
-            f"{key} is the folder of {'one run' if sweeps else 'a sweep'}",
-            f"write {'hydra.sweep.dir' if sweeps else 'hydra.run.dir'}=FOLDER",
-        )
-    if sweeps:
+    keys = [item.key_or_group for item in command.overrides]
+    if is_sweep(command, composed):
+        if "hydra.run.dir" in keys:
+            raise UserError(
+                "hydra.run.dir is the folder of one run", "write hydra.sweep.dir=FOLDER"
+            )
         return _sweep(composed, invocation)
+    if "hydra.sweep.dir" in keys:
+        raise UserError("hydra.sweep.dir is the folder of a sweep", "write hydra.run.dir=FOLDER")
     if composed.sweep.dry_run:
         raise UserError("sweep.dry_run lists the jobs of a sweep, and this is one run", "write -m")
+    return _single_run(composed, invocation)
+
+
+def _single_run(composed: DictConfig, invocation: Invocation) -> int:
+    """Start a run, or act as a rank of one; return the exit code."""
+    env = invocation.env
     os.environ.update(composed.hydra.job.env_set)
     job = plan(composed, detect(is_rank=env is not None), invocation)
     if (env.num_nodes if env else job.config.launch.nnodes) > 1:

@@ -99,11 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tag", action="append", default=[], metavar="NAME", help=tag)
     add("--out", type=Path, metavar="FOLDER", help="also write all formats and plots into a folder")
     add("--each", action="store_true", help="show a row for each run, not a mean over seeds")
-    add(
-        "--target",
-        metavar="METRIC=VALUE",
-        help="show the time to, say, eval/accuracy=0.95",
-    )
+    add("--target", metavar="METRIC=VALUE", help="show the time to, say, eval/accuracy=0.95")
     add("--best", metavar="METRIC", help="name the setting with the best value of this metric")
     add("--mode", choices=("max", "min"), help="for --best (default: min for losses and costs)")
     over = "average over this key beside the seed, such as dataset.train.fold"

@@ -139,18 +139,8 @@ def compare(
     for run in shown:
         name = str(run.folder) if each else identity(run.setting, without=averaged)
         named_groups.setdefault(f"{run.ran_out}\n{name}", []).append(run)
-    groups = [*named_groups.values()]
-    firsts = [group[0] for group in groups]
-    values = [{key: {**run.setting, "seed": run.seed}.get(key) for key in keys} for run in firsts]
-    stats = [_stats(group, target) for group in groups]
-    scalings = speedups(firsts, stats, fits)
-    parity = {result.run.folder: result for result in parities(compared, tolerance=tolerance)}
-    verdicts = [
-        tuple(parity[run.folder] for run in group if run.folder in parity) for group in groups
-    ]
-    fields = labels(values), values, map(tuple, groups), stats, scalings, verdicts
-    rows = [ComparisonRow(*row) for row in zip(*fields, strict=True)]
-    rows.sort(key=lambda row: sort_key(row.setting))
+    parity = parities(compared, tolerance=tolerance)
+    rows = _rows([*named_groups.values()], keys, target=target, fits=fits, parity=parity)
     completed = tuple(row for row in rows if not row.runs[0].ran_out)
     skipped = [RunNote(run, run.reason) for run in runs if run.reason is not None]
     hint = "an evaluation of {}; name only evaluations to compare them"
@@ -163,7 +153,7 @@ def compare(
         rows=completed,
         ran_out=tuple(row for row in rows if row.runs[0].ran_out),
         all_reduces=tuple(fits.values()),
-        parity=tuple(parity.values()),
+        parity=tuple(parity),
         tolerance=tolerance,
         target=target,
         best=_best(completed, best, mode=mode) if best and completed else None,
@@ -171,6 +161,28 @@ def compare(
         notes=tuple(RunNote(run, note) for run in compared for note in run.notes),
         skipped=tuple(skipped),
     )
+
+
+def _rows(
+    groups: Sequence[Sequence[RecordedRun]],
+    keys: Sequence[str],
+    *,
+    target: Target | None,
+    fits: Mapping[tuple[str, int], AllReduceFit],
+    parity: Sequence[Parity],
+) -> list[ComparisonRow]:
+    """Return a row for each group of runs, ordered by the values of the `keys`."""
+    firsts = [group[0] for group in groups]
+    values = [{key: {**run.setting, "seed": run.seed}.get(key) for key in keys} for run in firsts]
+    stats = [_stats(group, target) for group in groups]
+    results = {result.run.folder: result for result in parity}
+    verdicts = [
+        tuple(results[run.folder] for run in group if run.folder in results) for group in groups
+    ]
+    scalings = speedups(firsts, stats, fits)
+    fields = labels(values), values, map(tuple, groups), stats, scalings, verdicts
+    rows = [ComparisonRow(*row) for row in zip(*fields, strict=True)]
+    return sorted(rows, key=lambda row: sort_key(row.setting))
 
 
 def _ensure_logged(option: str, metric: str, logged: set[str]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from ddp_runner.compare.analysis import BUSY, NO_METRICS, SUPERLINEAR, Comparison, ComparisonRow
 from ddp_runner.compare.parity import promises_parity
@@ -32,7 +31,7 @@ def results_table(comparison: Comparison) -> Table:
     num_runs = sum(len(row.runs) for row in comparison.rows)
     same = ", ".join(f"{title_of(key)} {value}" for key, value in comparison.same.items())
     headline = f"{counted(num_runs, 'run')} compared" + (f"; all with {same}" if same else "")
-    columns = _columns(comparison, rows)
+    columns = _columns(comparison)
     return Table(
         cut(headline),
         tuple(column for column in columns if any(value is not None for value in column.values)),
@@ -41,61 +40,87 @@ def results_table(comparison: Comparison) -> Table:
     )
 
 
-def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[Column]:
-    chosen = {option.metric for option in (comparison.best, comparison.target) if option}
-    directions = {
-        name: end for row in rows for run in row.runs for name, end in run.directions.items()
-    }
-    parts = dict.fromkeys(part for row in rows for part in parts_ms(row.stats))
-    perf = {*PERF, *(f"perf/{part}_ms" for part in parts)}
+class _Results:
+    """Makes the columns of the rows' results: metrics, speeds, times and costs."""
 
-    def result(
+    def __init__(self, comparison: Comparison) -> None:
+        options = (comparison.best, comparison.target)
+        self._rows, self._chosen = comparison.all_rows, {item.metric for item in options if item}
+        runs = [run for row in self._rows for run in row.runs]
+        self._directions = {name: end for run in runs for name, end in run.directions.items()}
+        self.parts = list(dict.fromkeys(part for row in self._rows for part in parts_ms(row.stats)))
+        self._perf = {*PERF, *(f"perf/{part}_ms" for part in self.parts)}
+        logged = {name for row in self._rows for name in row.stats} - self._perf - NO_METRICS
+        names = dict.fromkeys((*sorted(self._chosen & logged), *headlines(sorted(logged))))
+        self.first = [self.column(name) for name in names]
+        self.others = [self.column(name, is_brief=False) for name in sorted(logged - {*names})]
+
+    def column(
+        self,
         name: str,
         title: str = "",
-        show: Callable[[Any], str] = digits,
+        show: Callable[[float], str] = digits,
         hint: str = "",
         *,
         is_brief: bool = True,
     ) -> Column:
-        values = [row.stats.get(name) for row in rows]
-        end = "min" if name in NO_METRICS - {"sessions"} else best_end(name, directions)
+        end = "min" if name in NO_METRICS - {"sessions"} else best_end(name, self._directions)
         is_speed = name in NO_METRICS or name.startswith("perf/")
+        values = [row.stats.get(name) for row in self._rows]
         return Column(
-            name.removeprefix("perf/") if name in perf else name,
+            name.removeprefix("perf/") if name in self._perf else name,
             title or name,
             values,
             show,
             hint,
-            is_brief=is_brief or name in chosen,
-            best=_best_rows(values, end, rows if is_speed else ()),
+            is_brief=is_brief or name in self._chosen,
+            best=_best_rows(values, end, self._rows if is_speed else ()),
         )
 
+
+def _columns(comparison: Comparison) -> Iterator[Column]:
+    rows, results = comparison.all_rows, _Results(comparison)
     keys = [_key_column(key, comparison) for key in comparison.keys]
     has_many_keys = sum(column.is_brief for column in keys) > MAX_FIRST_KEYS
-    names = sorted({name for row in rows for name in row.stats} - perf - NO_METRICS)
-    first = [name for name in dict.fromkeys((*sorted(chosen), *headlines(names))) if name in names]
-    metrics = [result(name) for name in first]
     if has_many_keys:
         yield Column("setting", "setting", [row.label for row in rows])
     else:
         yield from keys
     if comparison.ran_out:
         yield Column("status", "status", [row.runs[0].ran_out or "completed" for row in rows])
-    yield from metrics if has_many_keys else ()
+    yield from results.first if has_many_keys else ()
+    yield from _runs(comparison)
+    yield from keys if has_many_keys else results.first
+    yield from _speeds(comparison, results)
+    yield from results.others
+    yield from _costs(results)
+    times = [("wall_s", "wall s"), ("sessions", ""), ("perf/step_time_ms", "step ms")]
+    times += [(f"perf/{part}_ms", f"{part} ms") for part in results.parts]
+    yield from (results.column(name, title, is_brief=False) for name, title in times)
+    yield _parity(comparison)
+
+
+def _runs(comparison: Comparison) -> Iterator[Column]:
+    """Yield the folder of each row's only run, or else the numbers of its runs and seeds."""
+    rows = comparison.all_rows
     if "seed" in comparison.keys:
         yield Column("run", "run", [str(row.runs[0].folder) for row in rows])
-    else:
-        counts = [len(row.runs) for row in rows]
-        seeds = [len({repr(run.seed) for run in row.runs}) for row in rows]
-        hint = "fewer than runs where runs repeat a seed; results of a single seed have no ±"
-        yield Column("runs", "runs", counts)
-        yield Column("seeds", "seeds", seeds, hint=hint, is_brief=seeds != counts)
-    yield from keys if has_many_keys else metrics
+        return
+    counts = [len(row.runs) for row in rows]
+    seeds = [len({repr(run.seed) for run in row.runs}) for row in rows]
+    hint = "fewer than runs where runs repeat a seed; results of a single seed have no ±"
+    yield Column("runs", "runs", counts)
+    yield Column("seeds", "seeds", seeds, hint=hint, is_brief=seeds != counts)
+
+
+def _speeds(comparison: Comparison, results: _Results) -> Iterator[Column]:
+    """Yield the devices, the speed and its scalings, and the time to the target."""
+    rows = comparison.all_rows
     if "num_devices" not in comparison.keys:
         devices = [row.runs[0].num_devices for row in rows]
         yield Column("num_devices", "devices", devices, is_brief=False)
     hint = "median of a run's perf/samples_per_s without its first line, the warm-up"
-    yield result("perf/samples_per_s", "samples/s", digits, hint)
+    yield results.column("perf/samples_per_s", "samples/s", digits, hint)
     for kind, same in (("strong", "global batch"), ("weak", "batch per rank")):
         yield from _scaling(kind, same, rows)
     hint = (
@@ -106,29 +131,31 @@ def _columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> Iterator[
     if target := comparison.target:
         hint = "from the first step to the first line that reached it; (2 of 3): a run never did"
         title = f"s to {target.metric}={target.value:g}"
-        yield result("time_to_target_s", title, digits, hint)
-    yield from (result(name, is_brief=False) for name in names if name not in first)
+        yield results.column("time_to_target_s", title, digits, hint)
+
+
+def _costs(results: _Results) -> Iterator[Column]:
     hint = "highest peak of a rank, on its GPU or else in RAM; in your own loop, of rank 0"
-    yield result("perf/peak_memory_gib", "memory GiB", digits, hint)
+    yield results.column("perf/peak_memory_gib", "memory GiB", digits, hint)
     hint = "share of the step time; unknown where ranks wait within a forward, as in fsdp and tp"
-    yield result("perf/comm_share", "communication", percent, hint)
+    yield results.column("perf/comm_share", "communication", percent, hint)
     hint = "time per step that at least half of the ranks waited for the slowest rank"
-    yield result("perf/skew_ms", "skew ms", digits, hint)
+    yield results.column("perf/skew_ms", "skew ms", digits, hint)
     hint = "model FLOP utilisation, relative to the ranks' speed in large matrix products"
-    yield result("perf/mfu", "MFU", percent, hint)
+    yield results.column("perf/mfu", "MFU", percent, hint)
     hint = "from the command, or from the job's turn in a sweep, to the end of the first step"
-    yield result("startup_s", "start-up s", digits, hint)
-    yield result("wall_s", "wall s", is_brief=False)
-    yield result("sessions", "sessions", is_brief=False)
-    yield result("perf/step_time_ms", "step ms", is_brief=False)
-    yield from (result(f"perf/{part}_ms", f"{part} ms", is_brief=False) for part in parts)
+    yield results.column("startup_s", "start-up s", digits, hint)
+
+
+def _parity(comparison: Comparison) -> Column:
     hint = (
         "losses compared with the reference at equal steps; ok: equal to "
         f"{comparison.tolerance:g} of the loss; rounding grows: rounding grew slowly to this size, "
         "as in any training; breaks: from this step on, rounding does not explain the difference"
     )
     references = {parity.reference.folder for parity in comparison.parity}
-    yield Column("parity", "parity", [_verdict(row, references) for row in rows], hint=hint)
+    verdicts = [_verdict(row, references) for row in comparison.all_rows]
+    return Column("parity", "parity", verdicts, hint=hint)
 
 
 def _key_column(key: str, comparison: Comparison) -> Column:

@@ -7,7 +7,7 @@ fast as ``task=collectives`` measured with the same backend and world size.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.compare.recorded_run import RecordedRun, Stat
@@ -108,18 +108,6 @@ def _scalings(
 
     `batch_key` is the constant batch size: global for strong scaling, per rank for weak scaling.
     """
-    free = ["world_size", "num_devices", *BATCH_SIZES]
-    # Indices of settings that differ only in `free`, by mode, by everything else.
-    groups: dict[str, dict[str, list[int]]] = {}
-    for index, run in enumerate(runs):
-        setting, stat = run.setting, stats[index].get("perf/samples_per_s")
-        # Not weak scaling: the work per rank shrinks with the ranks that share a sample.
-        size = setting.get("parallelism.tensor_parallel_size", 1)
-        is_left_out = run.is_parallel_job or (batch_key == BATCH_PER_RANK and size != 1)
-        if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
-            same = f"{identity(setting, without=[*free, 'parallelism.'])}\n{setting[batch_key]!r}"
-            modes = groups.setdefault(same, {})
-            modes.setdefault(identity(setting, without=free), []).append(index)
 
     def on(num_devices: int, indices: Sequence[int]) -> list[int]:
         return [index for index in indices if runs[index].num_devices == num_devices]
@@ -142,7 +130,7 @@ def _scalings(
         )
 
     results: dict[int, Scaling] = {}
-    for modes in groups.values():
+    for modes in _by_mode(runs, stats, batch_key):
         on_one_device = [single for indices in modes.values() if (single := on(1, indices))]
         for indices in modes.values():
             base, mode = on(min(runs[index].num_devices for index in indices), indices), ""
@@ -155,6 +143,27 @@ def _scalings(
                     if index not in results:
                         results[index] = scaling(index, base, mode)
     return results
+
+
+def _by_mode(
+    runs: Sequence[RecordedRun], stats: Sequence[Stats], batch_key: str
+) -> Iterable[Mapping[str, Sequence[int]]]:
+    """Return groups of settings with a common baseline, each by mode; a setting is its index.
+
+    The settings of a mode differ only in the number of devices and in the other batch size.
+    """
+    free = ["world_size", "num_devices", *BATCH_SIZES]
+    groups: dict[str, dict[str, list[int]]] = {}
+    for index, run in enumerate(runs):
+        setting, stat = run.setting, stats[index].get("perf/samples_per_s")
+        # Not weak scaling: the work per rank shrinks with the ranks that share a sample.
+        size = setting.get("parallelism.tensor_parallel_size", 1)
+        is_left_out = run.is_parallel_job or (batch_key == BATCH_PER_RANK and size != 1)
+        if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
+            same = f"{identity(setting, without=[*free, 'parallelism.'])}\n{setting[batch_key]!r}"
+            modes = groups.setdefault(same, {})
+            modes.setdefault(identity(setting, without=free), []).append(index)
+    return groups.values()
 
 
 def _predict(

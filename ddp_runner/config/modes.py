@@ -107,7 +107,7 @@ def _validate_hook(config: Config, hook: object) -> None:
 
 def _validate_mesh(config: Config) -> None:
     """Validate the modes that split a model over a mesh of ranks: fsdp, hsdp, tp."""
-    mode, model, name = config.parallelism, config.model, config.parallelism.get("name")
+    mode, name = config.parallelism, config.parallelism.get("name")
     needs, reshard = mode_needs(mode), mode.get("reshard_after_forward")
     size = needs.model_ranks or config.world_size
     num_shards = config.world_size // (needs.num_replicas * size)
@@ -133,6 +133,12 @@ def _validate_mesh(config: Config) -> None:
             f"parallelism.reshard_after_forward ({reshard}) must be true or false"
             f"{number if size == 1 else ' with tensor parallelism'}"
         )
+    _validate_tensor_parallel(config, size)
+
+
+def _validate_tensor_parallel(config: Config, size: int) -> None:
+    """Reject a model whose layers `size` ranks cannot split."""
+    mode, model, name = config.parallelism, config.model, config.parallelism.get("name")
     if size == 1 and mode.get("sequence_parallel"):
         raise UserError(
             "parallelism.sequence_parallel=true needs tensor parallelism, which "

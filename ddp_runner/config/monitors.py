@@ -56,12 +56,7 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
         is_unknown |= own_step and monitor.startswith(parts)
         best = best_end(monitor, known.directions if known else None)
         if monitor in choices or own_loop or (known and is_unknown):
-            if None not in (mode, best) and mode != best:
-                raise UserError(
-                    f"{group}.monitor={monitor} with {group}.mode={mode} keeps the worst value, "
-                    "not the best",
-                    f"write {group}.mode={best}",
-                )
+            _validate_mode(group, monitor, mode, best)
         elif not is_unknown:
             choices += [f"eval/{name}" for name in unknown]
             validate_value(f"{group}.monitor", monitor, Rule(choices=tuple(choices)))
@@ -93,6 +88,15 @@ def _validate_objective(name: str | None, names: Iterable[str], unknown: Iterabl
     bests = [metric.replace("eval/", "best/") for metric in names]
     if name is not None and not is_listed and name not in {*names, *bests}:
         validate_value("sweep.objective", name, Rule(choices=(*names, *own)))
+
+
+def _validate_mode(group: str, monitor: str, mode: str | None, best: str | None) -> None:
+    if None not in (mode, best) and mode != best:
+        raise UserError(
+            f"{group}.monitor={monitor} with {group}.mode={mode} keeps the worst value, not the "
+            "best",
+            f"write {group}.mode={best}",
+        )
 
 
 def _validate_evaluated(key: str, metric: str, train: TrainConfig) -> None:

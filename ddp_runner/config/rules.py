@@ -77,7 +77,7 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
         validate_num_samples(name, samples, ranks=ranks)
 
 
-def validate_num_samples(name: object, count: int, *, ranks: int) -> None:
+def validate_num_samples(name: str | None, count: int, *, ranks: int) -> None:
     """Reject a dataset with fewer samples than ranks."""
     if count < ranks:
         raise UserError(
@@ -196,8 +196,6 @@ def _validate_dataset(dataset: Mapping[str, Any]) -> None:
             "write dataset.mean=0 dataset.std=1",
         )
     fraction, folder = dataset.get("eval_fraction"), dataset.get("folder")
-    if fraction is not None and not 0 < fraction < 1:
-        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1", "use 0.1")
     if fraction is not None and dataset.get("eval") is not None:
         raise UserError(
             f"dataset.eval_fraction ({fraction}) splits dataset.train, but dataset.eval is set",

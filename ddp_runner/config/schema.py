@@ -43,11 +43,20 @@ RUNNER_KEYS: Mapping[str, Mapping[str, type | None]] = {
     "scheduler": {"name": None, "requires": None},
 }
 LIST_GROUPS = ("metrics", "trackers")  # groups with any number of options
+# A scheduler's names for the optimizer steps of the whole run, in torch, Hugging Face and others.
+TOTAL_STEPS = ("total_steps", "T_max", "num_training_steps", "num_steps", "max_steps", "max_iters")
+
+
+def _validate_fraction(fraction: float | None) -> None:
+    if fraction is not None and fraction >= 1:
+        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1", "use 0.1")
+
 
 # The rules of keys in an option's YAML, which are not in the schema.
 GROUP_KEYS: Mapping[str, Rule] = {
     # Exceptions: numbers of our own classes and of torch's schedulers must be 0 or greater.
     **dict.fromkeys(("dataset.mean", "scheduler.last_epoch"), Rule()),
+    "dataset.eval_fraction": Rule(above=0, check=_validate_fraction),
     "trackers.wandb.mode": Rule(choices=(None, "online", "offline")),
     **dict.fromkeys(
         (
@@ -62,8 +71,8 @@ GROUP_KEYS: Mapping[str, Rule] = {
         (
             *("optimizer.lr", "model.num_stages", "dataset.num_samples", "dataset.num_classes"),
             *("dataset.channels", "dataset.height", "dataset.width", "dataset.prefetch_factor"),
-            *("dataset.eval_fraction", "parallelism.devices_per_rank"),
-            *("parallelism.num_replicas", "parallelism.tensor_parallel_size"),
+            *("parallelism.devices_per_rank", "parallelism.num_replicas"),
+            "parallelism.tensor_parallel_size",
             *("trackers.mlflow.timeout_s", "trackers.mlflow.wait_s"),
             *("trackers.wandb.timeout_s", "trackers.wandb.wait_s"),
         ),

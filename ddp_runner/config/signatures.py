@@ -20,13 +20,16 @@ ANY = "**"  # among keywords: any keyword is accepted
 CLOSE = 0.65  # the least likeness for a hint about a key: depth is not width
 # The types of keywords that are checked, also with ``| None``.
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
+# The first words of annotations that certainly leave out None: others may be aliases.
+NOT_NONE = {*PLAIN, "Tensor", "list", "tuple", "dict", "Sequence", "Mapping", "Callable"}
 
 
 class Keyword(NamedTuple):
     """One keyword of a class or function."""
 
-    kind: type | None  # None: not in PLAIN, or no annotation
+    kind: type | None = None  # None: not in PLAIN, or no annotation
     is_required: bool = False
+    takes_null: bool = True
 
 
 Keywords = Mapping[str, Keyword]
@@ -174,7 +177,7 @@ def _class_keywords(source: Path, node: ast.ClassDef, name: str) -> Keywords | N
         if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
             continue
         if "ClassVar" not in ast.unparse(item.annotation):
-            fields[item.target.id] = Keyword(_plain_type(item.annotation), item.value is None)
+            fields[item.target.id] = _keyword(item.annotation, item.value)
     return fields
 
 
@@ -187,14 +190,18 @@ def _function_keywords(node: ast.FunctionDef, *, bound: int = 0) -> Keywords:
     missing = [None] * (len(plain) - len(parameters.defaults))
     defaults = [*missing, *parameters.defaults, *parameters.kw_defaults]
     pairs = list(zip([*plain, *parameters.kwonlyargs], defaults, strict=True))[bound:]
-    names = {
-        item.arg: Keyword(_plain_type(item.annotation), value is None) for item, value in pairs
-    }
-    return names | ({ANY: Keyword(None)} if parameters.kwarg else {})
+    names = {item.arg: _keyword(item.annotation, default) for item, default in pairs}
+    return names | ({ANY: Keyword()} if parameters.kwarg else {})
 
 
-def _plain_type(annotation: ast.expr | None) -> type | None:
-    """Return the type of an annotation such as ``int`` or ``float | None``."""
-    words = ast.unparse(annotation).split(" | ") if annotation else []
+def _keyword(annotation: ast.expr | None, default: ast.expr | None) -> Keyword:
+    """Return a keyword with an annotation such as ``int`` or ``float | None``."""
+    words = ast.unparse(annotation).split(" | ") if annotation else ["None"]
     kinds = [PLAIN.get(word) for word in words if word != "None"]
-    return kinds[0] if len(kinds) == 1 else None
+    is_null = isinstance(default, ast.Constant) and default.value is None
+    excludes_null = {word.partition("[")[0] for word in words} <= NOT_NONE
+    return Keyword(
+        kinds[0] if len(kinds) == 1 else None,
+        is_required=default is None,
+        takes_null=is_null or not excludes_null,
+    )

@@ -73,7 +73,7 @@ def validate_task(config: Config, *, chosen: Collection[str]) -> None:
 
 
 def unused_note(task: str, given: Iterable[str]) -> list[str]:
-    """Return a line that names the given keys without effect; an empty list if all have one.
+    """Return a line that names the given keys without effect; an empty list if there are none.
 
     `given` are the command's keys and, for the user's own loop, the keys of the chosen YAMLs.
     """

@@ -15,6 +15,7 @@ from ddp_runner.config.schema import (
     GROUP_KEYS,
     LIST_GROUPS,
     RUNNER_KEYS,
+    TOTAL_STEPS,
     Config,
     ModeNeeds,
     has_own_loop,
@@ -42,6 +43,8 @@ PASSED = {
 }
 # Keywords that Hydra reads, or that split modes and datasets pass to a model.
 PASSED_TO_MODEL = re.compile(r"_.*|dev\d+|padding_id|vocab_size")
+# Keywords that may be null, whatever their annotation: the run's lengths, and facts of a dataset.
+FOLLOWING = re.compile(rf"scheduler\.(?:{'|'.join(TOTAL_STEPS)}|steps_per_epoch)|model\..*")
 
 
 def validate_values(config: Config) -> None:
@@ -172,7 +175,7 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
     target = settings["_target_"]
     keywords = _keywords(f"{key}._target_", target)
     if keywords is None:
-        keywords = {ANY: Keyword(None)}
+        keywords = {ANY: Keyword()}
     also_read = ALSO_READ.get(key.partition(".")[0], {})
     kinds = {"name": None, **runner_keys(key), **also_read}
     kinds |= {name: keyword.kind for name, keyword in keywords.items()}
@@ -184,6 +187,9 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
         is_built = isinstance(value, Mapping) and "_target_" in value  # its type is not known
         if kind is not None and value is not None and not is_built:
             validate_kind(f"{key}.{name}", value, kind)
+        excludes_null = name in keywords and not keywords[name].takes_null
+        if value is None and excludes_null and not FOLLOWING.fullmatch(f"{key}.{name}"):
+            raise UserError(f"{key}.{name} is null, and {target} needs a value", "write one")
         if target.startswith(WITHOUT_NEGATIVES) and type(value) in (int, float):
             validate_value(f"{key}.{name}", value, GROUP_KEYS.get(f"{key}.{name}", NOT_NEGATIVE))
 

@@ -109,7 +109,7 @@ class NumberedBatches(Batches):
     """The global batches of numbered samples.
 
     Global batch k of an epoch is the k-th slice of a permutation that depends only on the seed and
-    the epoch (without `shuffle`: of the dataset's order); the last batch may be smaller. Share r
+    the epoch, or, without `shuffle`, of the dataset's order. The last batch may be smaller. Share r
     takes every ``num_shares``-th sample from r on, as in
     ``torch.utils.data.DistributedSampler``, but without its padding.
     """

@@ -71,14 +71,14 @@ def _cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_runner"
 
 
-def _identity(source: TensorSource, data_root: Path) -> tuple[Path, Any]:
+def _identity(source: TensorSource, data_root: Path) -> tuple[Path, dict[str, Any]]:
     """Return the source's cache folder, and its fingerprint after a pass through JSON."""
     text = json.dumps(source.fingerprint(data_root), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return _cache_root() / f"{safe_name(source.name)}-{digest}", json.loads(text)
 
 
-def _fault(folder: Path, fingerprint: object, *, in_full: bool = False) -> str | None:
+def _fault(folder: Path, fingerprint: Mapping[str, Any], *, in_full: bool = False) -> str | None:
     """Return why the folder is not complete, or None; hash its tensors if `in_full`."""
     tensors = folder / TENSORS
     try:
@@ -147,7 +147,7 @@ def _prepare(source: TensorSource, data_root: Path, log: Callable[[str], None]) 
     return folder
 
 
-def _write(folder: Path, tensors: Mapping[str, Tensor], fingerprint: object) -> None:
+def _write(folder: Path, tensors: Mapping[str, Tensor], fingerprint: Mapping[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
     part = folder / f"{TENSORS}.part"
     torch.save(tensors, part)

@@ -5,21 +5,31 @@ next batch on. A sample's random numbers follow from the seed, the epoch and its
 is the same with any number of workers and ranks, and after a resume.
 """
 
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_runner.data.splits import MicroPlan, NumberedSplit
-from ddp_runner.data.workers import load_failure, loader_options, sendable, start_loading
 from ddp_runner.device import has_streams
-from ddp_runner.errors import typed
+from ddp_runner.errors import UserError, typed
+from ddp_runner.host.processes import die_with_parent, ignore_stop_signals
 from ddp_runner.seeds import GENERATORS, derive, generator_states, moved, seed_generators
 
+T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]  # samples -> batch
+CALM_S = 0.02  # wait between the last collective and the start of workers
 
 
 @dataclass(frozen=True)
@@ -116,10 +126,8 @@ class _Fetcher(Dataset[Any]):
         before = generator_states(GENERATORS.keys() - self._drawn)
         while True:
             self._current = None
-            try:
-                result = self._seeded_batch(order) if self._drawn else self._batch(order)
-            except Exception as error:  # the user's code raises any kind
-                result = load_failure(error, self._sentence(order, error))
+            load = self._seeded_batch if self._drawn else self._batch
+            result = load_safely(partial(load, order), partial(self._sentence, order))
             if not (newly := moved(before)):
                 break
             self._drawn |= newly  # so that even a failure depends on the samples alone
@@ -160,7 +168,7 @@ class _Fetcher(Dataset[Any]):
         self._current = None
         return sample
 
-    def _sentence(self, order: _Order, error: Exception) -> str:
+    def _sentence(self, order: _Order, fault: str) -> str:
         subject, culprit = f"sample {self._current}", "the dataset"
         if self._current is None:
             numbers = ", ".join(map(str, order.indices[:3]))
@@ -168,11 +176,121 @@ class _Fetcher(Dataset[Any]):
                 numbers += f", … ({len(order.indices)} of one batch)"
             subject, culprit = f"samples {numbers}", "the dataset or its collate_fn"
         return (
-            f"the {self._name} {subject} cannot be loaded: {typed(error)}; fix {culprit} (the "
-            "traceback is in logs/)"
+            f"the {self._name} {subject} cannot be loaded: {fault}; fix {culprit} (the traceback "
+            "is in logs/)"
         )
 
 
 def _numbers(plan: MicroPlan) -> Sequence[int]:
     indices = plan.indices
     return indices if isinstance(indices, range) else indices.tolist()
+
+
+@dataclass(frozen=True)
+class LoadFailure:
+    """The reason why a batch could not be loaded, with the traceback as text: it is pickled."""
+
+    sentence: str
+    trace: str
+
+
+def load_safely(load: Callable[[], T], sentence: Callable[[str], str]) -> T | LoadFailure:
+    """Return the result of `load`, or why it failed: `sentence` gets the error's type and text.
+
+    A UserError, from a dataset of ours, brings its own sentence.
+    """
+    try:
+        return load()
+    except Exception as error:  # the user's code raises any kind
+        text = str(error) if isinstance(error, UserError) else sentence(typed(error))
+        return LoadFailure(text, "".join(traceback.format_exception(error)))
+
+
+def start_loading(loader: "DataLoader[Any]", *, name: str) -> Iterator[Any]:
+    """Return the loader's batches; its workers start now, unless they have been kept.
+
+    Python 3.11 hangs in a fork if a thread of torch calls Python for the first time at that moment,
+    as happens right after a collective: it takes the lock of all thread states without the GIL,
+    and the child waits for that lock before it makes a new lock. Python 3.12 fixed this.
+
+    Raises:
+        UserError: on a batch: a sample cannot be loaded, or a worker has died.
+    """
+    is_kept = loader.persistent_workers and loader._iterator is not None
+    if loader.num_workers > 0 and not is_kept and sys.version_info < (3, 12):
+        time.sleep(CALM_S)
+    return _checked(iter(loader), name=name, num_workers=loader.num_workers)
+
+
+def _checked(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator[Any]:
+    try:
+        for batch in batches:
+            if isinstance(batch, LoadFailure):
+                raise UserError(batch.sentence) from RuntimeError(batch.trace)
+            yield batch
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            f"a process that loads the {name} samples has died ({typed(error)}), often for lack of "
+            "memory",
+            f"use a smaller dataset.num_workers ({num_workers}) or batch.per_rank",
+        ) from error
+
+
+def loader_options(split: Any) -> dict[str, Any]:
+    """Return the keywords of a DataLoader that gets whole batches from its dataset."""
+    has_workers = split.num_workers > 0
+    return {
+        "collate_fn": _identity,
+        "num_workers": split.num_workers,
+        "prefetch_factor": split.prefetch_factor if has_workers else None,
+        "pin_memory": bool(split.pin_memory),
+        "worker_init_fn": start_worker if has_workers else None,
+        # Forked workers need not pickle the dataset. They must not touch CUDA, and do not.
+        "multiprocessing_context": "fork" if has_workers and sys.platform == "linux" else None,
+        "generator": torch.Generator(),  # workers begin with the same seeds in each run
+    }
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def start_worker(worker: int) -> None:
+    """Prepare a worker process: it ends when its rank ends it, or with the rank.
+
+    A stop signal may reach every process at once. Only the rank's own SIGTERM counts, by which a
+    DataLoader ends its workers.
+    """
+    ignore_stop_signals()
+    die_with_parent()
+    if sys.platform != "linux":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return
+    rank = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def end_with_rank() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+            continue
+        os._exit(0)  # torch reports any other code in the rank
+
+    threading.Thread(target=end_with_rank, name="sigterm-watch", daemon=True).start()
+
+
+def sendable(batch: Any, *, name: str) -> Any:
+    """Return the batch, or a failure if it cannot be pickled: a DataLoader would hang."""
+    failure = load_safely(
+        lambda: _WithoutTensors(io.BytesIO()).dump(batch),
+        lambda fault: (
+            f"a batch of the {name} samples cannot be sent to the rank ({fault}); return tensors, "
+            "numbers and texts from the dataset's collate_fn, or write dataset.num_workers=0"
+        ),
+    )
+    return failure or batch
+
+
+class _WithoutTensors(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> str | None:
+        return "tensor" if isinstance(obj, torch.Tensor) else None

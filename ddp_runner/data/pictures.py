@@ -1,7 +1,7 @@
 """Reads the pictures of ``dataset=image_folder`` at a fixed size, and augments images."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -9,8 +9,11 @@ from torch.nn.functional import pad
 
 from ddp_runner.errors import UserError, any_error
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
 
-def upright(path: str, *, channels: int = 3) -> Any:
+
+def upright(path: str, *, channels: int = 3) -> "Picture":
     """Return a file's picture as a PIL image, rotated by its EXIF tag; 1 channel is grey, 3 RGB.
 
     Raises:
@@ -29,7 +32,7 @@ def upright(path: str, *, channels: int = 3) -> Any:
         return ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
 
 
-def fitted(picture: Any, *, height: int, width: int) -> Tensor:
+def fitted(picture: "Picture", *, height: int, width: int) -> Tensor:
     """Return a PIL image, scaled and centre-cropped, as uint8 (channels, height, width)."""
     from PIL import Image, ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor

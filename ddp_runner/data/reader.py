@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ddp_runner.data.loader import LoadFailure, load_safely
 from ddp_runner.data.splits import EpochShare
-from ddp_runner.data.workers import LoadFailure, load_failure
-from ddp_runner.errors import UserError, any_error, typed
+from ddp_runner.errors import UserError, any_error
 from ddp_runner.files import leaves
 from ddp_runner.seeds import derive, seed_generators
 
@@ -84,15 +84,13 @@ class _Reader:
         return self
 
     def __next__(self) -> Loaded | LoadFailure:
-        try:
-            batch = self._next_batch()
-        except Exception as error:  # the user's code raises any kind
-            return load_failure(
-                error,
-                f"the {self._readers.name} stream failed near sample {self._num_read}: "
-                f"{typed(error)}; fix the dataset, its transform or its collate_fn (the traceback "
-                "is in logs/)",
-            )
+        batch = load_safely(
+            self._next_batch,
+            lambda fault: (
+                f"the {self._readers.name} stream failed near sample {self._num_read}: {fault}; "
+                "fix the dataset, its transform or its collate_fn (the traceback is in logs/)"
+            ),
+        )
         if batch is None:
             raise StopIteration
         return batch

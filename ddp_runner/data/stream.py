@@ -14,10 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import default_collate
 
 from ddp_runner.data.batches import Batches, StepBatch
-from ddp_runner.data.loader import Collate
+from ddp_runner.data.loader import Collate, loader_options, start_loading
 from ddp_runner.data.reader import Loaded, Readers
 from ddp_runner.data.splits import NUM_FIRST, EpochShare, MicroBatch
-from ddp_runner.data.workers import loader_options, start_loading
 from ddp_runner.device import has_streams
 from ddp_runner.distributed import add_over_ranks
 from ddp_runner.errors import UserError

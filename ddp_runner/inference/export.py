@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from ddp_runner.checkpoint.model_file import export_weights
-from ddp_runner.inference.model import open_model
-from ddp_runner.inference.run_files import model_arguments
+from ddp_runner.inference.model import model_arguments, open_model
 from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import gathered
 from ddp_runner.rank.session import Session

@@ -1,4 +1,4 @@
-"""Build the model of a run: on ranks with its data, or in one process without data."""
+"""The model of a run, built on ranks with its data or in one process, and the files beside it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from ddp_runner.checkpoint.model_file import fitting_tensors, load_tensors
 from ddp_runner.checkpoint.weights import Weights, find_weights
+from ddp_runner.compare.run_reader import read_lines
 from ddp_runner.config.load import frozen_config, to_config
 from ddp_runner.config.schema import Config, has_own_loop
 from ddp_runner.config.secrets import foreign_keys
@@ -19,22 +19,20 @@ from ddp_runner.config.sections import Asked, validate_weights
 from ddp_runner.config.targets import validate_targets
 from ddp_runner.data.load_dataset import build_dataset
 from ddp_runner.data.splits import Split
+from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
+from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.data.trees import inputs_of, shapes_on_failure
 from ddp_runner.distributed import from_rank_zero
-from ddp_runner.errors import UserError, one_line
-from ddp_runner.files import is_missing
-from ddp_runner.inference.run_files import (
-    logged_at,
-    model_arguments,
-    open_logger,
-    validate_kept_files,
-)
+from ddp_runner.errors import UserError, any_error, os_errors
+from ddp_runner.files import is_missing, read_file
 from ddp_runner.parallelism.shards import send_module
+from ddp_runner.rank.records import log_facts, task_logger
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.tracking.start_block import count_of
+from ddp_runner.tracking.run_record import RunFields, read_run_record, write_run_record
+from ddp_runner.tracking.start_block import count_of, placement, shown_path
 from ddp_runner.train.build_model import place_alone, place_model
 from ddp_runner.train.build_state import build_work
 from ddp_runner.train.state import Work, forward
@@ -66,14 +64,8 @@ class TrainedModel:
         splits = self.splits.items()
         counts = [f"{count_of(split.num_samples)} {nouns[name]}" for name, split in splits]
         data = f"{dataset.name}, {' and '.join(counts)} samples"
-        return open_logger(
-            session,
-            self.run_dir,
-            self.weights,
-            data=data,
-            notes=dataset.notes,
-            num_rounds=num_rounds,
-        )
+        run_dir, weights, notes = self.run_dir, self.weights, dataset.notes
+        return open_logger(session, run_dir, weights, data=data, notes=notes, num_rounds=num_rounds)
 
 
 def open_model(session: Session) -> TrainedModel | None:
@@ -114,10 +106,7 @@ def open_model(session: Session) -> TrainedModel | None:
     fix = "choose a dataset that fits"
     for split in splits.values():
         batch = split.first(seed=config.seed)
-        with (
-            torch.no_grad(),
-            shapes_on_failure(fault, inputs_of(batch.data), fix=fix),
-        ):
+        with torch.no_grad(), shapes_on_failure(fault, inputs_of(batch.data), fix=fix):
             forward(work, module.eval(), batch)
     return TrainedModel(work, module, splits, run_dir, weights, logged)
 
@@ -179,9 +168,96 @@ def _resolved(frozen: DictConfig) -> Config:
             "made the run may have chosen it",
             "write the value itself into the run's config",
         )
-    try:
+    with any_error("the run's config is damaged or of another version", "restore it"):
         return to_config(OmegaConf.create(plain))
-    except OmegaConfBaseException as error:
+
+
+def logged_at(run_dir: RunDir, step: int) -> dict[str, float | None]:
+    """Return the epoch and the metrics of a step in metrics.jsonl; empty if they are missing."""
+    logged: dict[str, float | None] = {}
+    for line in read_lines(run_dir.metrics)[0]:
+        if line["step"] == step:
+            logged |= line
+    return logged
+
+
+def model_arguments(run_dir: RunDir) -> dict[str, Any]:
+    """Return the facts of the data that a run's model was built with.
+
+    Raises:
+        UserError: run.json lacks them, or cannot be read.
+    """
+    record = read_run_record(run_dir)
+    arguments = record.get("model_arguments")
+    if not isinstance(arguments, dict):
+        if "uses" in record:  # a loop of the user's own
+            raise UserError(
+                f"the run of {run_dir.record} built its model in its own loop, so no other task "
+                "can build it",
+                "let the loop take it from run.model()",
+            )
         raise UserError(
-            f"the run's config is damaged or of another version ({one_line(error)})", "restore it"
-        ) from error
+            f"{run_dir.record} lacks model_arguments, which task=train writes", "restore the file"
+        )
+    return arguments
+
+
+def kept_tokenizer(run_dir: RunDir) -> TextTokenizer:
+    """Return the tokenizer of a run of texts; a ``UserError`` if it is missing."""
+    folder = run_dir.path / "tokenizer"
+    if is_missing(folder / TOKENIZER_FILE):
+        raise UserError(
+            f"{run_dir} has no {folder.name}/{TOKENIZER_FILE}, which a run of texts keeps",
+            "name a run of dataset=text",
+        )
+    return load_text_tokenizer(folder)
+
+
+def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset: str) -> None:
+    """Raise a ``UserError`` if a dataset was not made with the run's tokenizer."""
+    for name, content in files.items():
+        path = run_dir.path / name
+        if is_missing(path):
+            continue
+        with os_errors(f"{path} cannot be read", fix="make it readable"):
+            kept = read_file(path)
+        if kept != content:
+            raise UserError(
+                f"dataset={dataset} has another {name} than the run ({path}), so its tokens mean "
+                "something else to the model",
+                f"write dataset.tokenizer={path.parent}",
+            )
+
+
+def open_logger(
+    session: Session,
+    run_dir: RunDir,
+    weights: Weights,
+    *,
+    data: str,
+    notes: Sequence[str] = (),
+    num_rounds: int = 0,
+) -> Logger:
+    """Log the facts of the task, and return this rank's logger.
+
+    `run_dir` trained the model, and `data` is the task's input in words. The progress counts to
+    `num_rounds`; with 0 it is not shown.
+    """
+    config = session.config
+    if session.env.is_rank_zero:
+        source = weights.path.relative_to(run_dir.path)
+        facts = {
+            "task": f"{config.task} the model of {shown_path(run_dir.path)}",
+            "model": f"{config.model.get('name')}, step {weights.step}, from {source}",
+            "data": data,
+            **placement(config, session.env, session.devices),
+        }
+        log_facts(session, facts, notes=notes)
+        fields = RunFields(
+            of_run=str(run_dir),
+            weights_step=weights.step,
+            split=config.inference.split,
+            warnings=list(session.job.warnings),
+        )
+        write_run_record(session.run_dir, **fields)
+    return task_logger(session, max_steps=num_rounds)

@@ -61,7 +61,7 @@ def load_tokenizer(run: AnyPath) -> "TextTokenizer":
     Raises:
         UserError: the run has no tokenizer, it is damaged, or its library is not installed.
     """
-    from ddp_runner.inference.run_files import kept_tokenizer
+    from ddp_runner.inference.model import kept_tokenizer
     from ddp_runner.tracking.run_dir import RunDir
 
     return kept_tokenizer(RunDir(Path(run)))

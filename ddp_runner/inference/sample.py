@@ -15,8 +15,7 @@ from ddp_runner.data.text_tokenizer import Characters, TextTokenizer
 from ddp_runner.data.trees import shape_of, shapes_on_failure
 from ddp_runner.errors import UserError, printable
 from ddp_runner.files import replace_file
-from ddp_runner.inference.model import load_model
-from ddp_runner.inference.run_files import kept_tokenizer, open_logger
+from ddp_runner.inference.model import kept_tokenizer, load_model, open_logger
 from ddp_runner.job import Status
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import derive

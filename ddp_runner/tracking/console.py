@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import TextIO
 
 from ddp_runner.host.streams import ERASE_LINE, line_width, shortened
 from ddp_runner.job import Job, Status
@@ -133,8 +133,8 @@ def end_summary(
     job: Job,
     run_dir: RunDir,
     *,
-    status: str,
-    metrics: Mapping[str, Any],
+    status: Status,
+    metrics: Mapping[str, float | None],
     waiting: str | None = None,
 ) -> str:
     """Return the lines at the end of a run: status, last metrics, and how to resume and view it.
@@ -142,8 +142,8 @@ def end_summary(
     A sweep's job gets one line with status and metrics. A metric that was not finite is None.
     `waiting` is the line about the slowest rank.
     """
-    values = ((name, metrics[name]) for name in headlines(metrics))
-    results = {name: math.nan if value is None else value for name, value in values}
+    pairs = ((name, metrics[name]) for name in headlines(metrics))
+    results = {name: math.nan if value is None else value for name, value in pairs}
     took = f"{status} in {time.time() - job.started_at:.1f} s"  # of this command
     if title := job.title:
         width, first = line_width(sys.stdout), _evaluated(results)[:1]

@@ -58,9 +58,8 @@ class MetricFiles:
         self._run_dir, self._confusion = run_dir, run_dir.path / CONFUSION_FILE
         # Names logged at the checkpoint's step: a user's own loop may log them again.
         self._logged_at, self._logged = resume_step, set[str]()
-        self.last_metrics: dict[
-            str, float | None
-        ] = {}  # includes earlier sessions; None: not finite
+        # Includes earlier sessions; None: not finite.
+        self.last_metrics: dict[str, float | None] = {}
         first_step = 0 if resume_step is None else resume_step + 1
         with self._writing():
             lines = _cut_lines(run_dir.metrics, first_step)
@@ -153,7 +152,7 @@ class MetricFiles:
             replace_file(path, picture.value[0].image.encoded_image_string)
             self._events.add_summary(picture, step)
 
-    def close(self, *, status: str | None = None) -> None:
+    def close(self, *, status: Status | None = None) -> None:
         """Close the files; TensorBoard's HParams show that a run has completed."""
         with self._writing():
             self._lines.close()

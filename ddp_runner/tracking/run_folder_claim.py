@@ -21,9 +21,9 @@ from omegaconf import OmegaConf
 
 from ddp_runner.config.identity import RANK_KEYS, flatten, leaves, work_hash
 from ddp_runner.config.load import frozen_config
+from ddp_runner.config.resolve import resolve_batch
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.sections import AUTO
-from ddp_runner.config.world_size import resolve_batch
 from ddp_runner.dist_env import DistEnv, continues
 from ddp_runner.errors import UserError, listed
 from ddp_runner.job import Job, Status
@@ -32,6 +32,7 @@ from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
     has_begun,
+    intact_record,
     read_run_record,
     start_session,
     write_run_record,
@@ -59,36 +60,12 @@ def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[
     """
     config, named = job.config, RunDir(job.run_dir) if job.run_dir else None
     work, run_dir = work_hash(config), None
-
-    def is_same_launch(record: Mapping[str, Any]) -> bool:
-        earlier_ids = _launch_ids(record)
-        return record.get("work_hash") == work and any(
-            continues(launch_id, earlier_ids) for launch_id in launch_ids
-        )
-
-    def is_unfinished(record: Mapping[str, Any]) -> bool:
-        return record.get("work_hash") == work and record.get("status") in UNFINISHED
-
-    if launch_ids:  # oldest first: a job's commands began in the order of their folders
-        runs = [named] if named else sibling_runs(config)[::-1]
-        run_dir = _lock_first(runs, is_same_launch, held, wait_s=PATIENCE_S)
+    if launch_ids:
+        run_dir = _lock_restarted(config, named, launch_ids, held)
     if run_dir is None and named is None and config.resume == AUTO:
-        # `is_held` is None where the file system has no locks.
-        runs = [run for run in sibling_runs(config, names_others=True) if run.is_held is False]
-        with suppress(InUseError):  # another command took the last of them
-            run_dir = _lock_first(runs, is_unfinished, held, wait_s=0.0)
+        run_dir = _lock_unfinished(config, held)
     if run_dir is None:
-        run_dir = named or RunDir(claim(run_folder(config)))
-        run_dir.path.mkdir(parents=True, exist_ok=True)
-        try:
-            with ExitStack() as lock:
-                lock.enter_context(run_dir.locked())
-                if named is not None:
-                    _reject_another_run(config, run_dir)
-                held.enter_context(lock.pop_all())
-        except UserError:
-            run_dir.discard_unused()
-            raise
+        run_dir = _lock_new(config, named, held)
     earlier = read_run_record(run_dir, missing_ok=True)
     if launch_ids:
         fields = RunFields(launches=sorted({*_launch_ids(earlier), *launch_ids}))
@@ -100,6 +77,48 @@ def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[
     if earlier and config.resume in (None, AUTO) and run_dir.is_frozen:
         return run_dir, frozen_config(run_dir.config).batch.global_size
     return run_dir, None
+
+
+def _lock_restarted(
+    config: RunConfig, named: RunDir | None, launch_ids: Sequence[str], held: ExitStack
+) -> RunDir | None:
+    """Lock and return the run that an earlier attempt of this launch began."""
+
+    def is_same_launch(record: Mapping[str, Any]) -> bool:
+        return any(continues(launch_id, _launch_ids(record)) for launch_id in launch_ids)
+
+    # Oldest first: a job's commands began in the order of their folders.
+    runs = [named] if named else sibling_runs(config)[::-1]
+    return _lock_first(runs, work_hash(config), is_same_launch, held, wait_s=PATIENCE_S)
+
+
+def _lock_unfinished(config: RunConfig, held: ExitStack) -> RunDir | None:
+    """Lock and return the newest unfinished run of the same config, for ``resume=auto``."""
+    # `is_held` is None where the file system has no locks.
+    runs = [run for run in sibling_runs(config, names_others=True) if run.is_held is False]
+    with suppress(InUseError):  # another command took the last of them
+        return _lock_first(runs, work_hash(config), _is_unfinished, held, wait_s=0.0)
+    return None
+
+
+def _is_unfinished(record: Mapping[str, Any]) -> bool:
+    return record.get("status") in UNFINISHED
+
+
+def _lock_new(config: RunConfig, named: RunDir | None, held: ExitStack) -> RunDir:
+    """Create and lock the folder of a new run, or of the run that ``resume`` names."""
+    run_dir = named or RunDir(claim(run_folder(config)))
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    try:
+        with ExitStack() as lock:
+            lock.enter_context(run_dir.locked())
+            if named is not None:
+                _reject_another_run(config, run_dir)
+            held.enter_context(lock.pop_all())
+    except UserError:
+        run_dir.discard_unused()
+        raise
+    return run_dir
 
 
 def with_run_folder(job: Job, run_dir: RunDir, global_size: int | None) -> Job:
@@ -137,12 +156,13 @@ def prepare_run_folder(job: Job) -> None:
 
 def _lock_first(
     runs: Sequence[RunDir],
+    work: str,
     fits: Callable[[Mapping[str, Any]], bool],
     held: ExitStack,
     *,
     wait_s: float,
 ) -> RunDir | None:
-    """Lock and return the first free run whose record fits; None if no record fits.
+    """Lock and return the first free run of this `work` whose record fits; None if none does.
 
     The earlier attempt may still be shutting down. If an equal command of the same job takes a
     folder first, try the next folder.
@@ -150,14 +170,19 @@ def _lock_first(
     Raises:
         InUseError: another process still holds a fitting run after `wait_s` seconds.
     """
+
+    def is_right(run_dir: RunDir) -> bool:
+        record = intact_record(run_dir)
+        return record.get("work_hash") == work and fits(record)
+
     deadline = time.monotonic() + wait_s
-    while runs := [run for run in runs if fits(_record(run))]:
+    while runs := [run for run in runs if is_right(run)]:
         is_last_try, in_use = time.monotonic() >= deadline, None
         for run_dir in runs:
             try:
                 with ExitStack() as lock:
                     lock.enter_context(run_dir.locked())
-                    if fits(_record(run_dir)):
+                    if is_right(run_dir):
                         held.enter_context(lock.pop_all())
                         return run_dir
             except InUseError as error:
@@ -173,7 +198,7 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
     if config.resume not in (None, AUTO):
         return
     clear_if_unbegun(run_dir)
-    earlier_work = _record(run_dir).get("work_hash") if config.resume == AUTO else None
+    earlier_work = intact_record(run_dir).get("work_hash") if config.resume == AUTO else None
     if earlier_work is None and run_dir.record.exists():
         raise UserError(
             f"{run_dir} already holds a run", f"give another folder, or {run_dir.resume_argument}"
@@ -190,7 +215,7 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
 def clear_if_unbegun(run_dir: RunDir) -> None:
     """Empty the folder of a run that a user's mistake ended before its first step."""
     created = {run_dir.config.parent, run_dir.lock, run_dir.holder, run_dir.logs, run_dir.record}
-    error = _record(run_dir).get("error")
+    error = intact_record(run_dir).get("error")
     is_mistake = isinstance(error, Mapping) and error.get("kind") == "user"
     if is_mistake and created.issuperset(run_dir.path.iterdir()):
         shutil.rmtree(run_dir.logs, ignore_errors=True)
@@ -215,7 +240,7 @@ def _agent() -> str:
     pid = os.getppid()
     boot = BOOT_ID.read_text().strip()[:8] if BOOT_ID.exists() else "-"
     stat = Path(f"/proc/{pid}/stat")
-    # The start time, in ticks since the boot: process ids are reused. macOS has no /proc.
+    # Process ids are reused, so add the start time, in ticks since the boot. macOS has no /proc.
     started = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "-"
     return f"agent {socket.gethostname()} {boot} {pid} {started}"
 
@@ -224,14 +249,6 @@ def _launch_ids(record: Mapping[str, Any]) -> list[str]:
     """Return the ids of all launches of a run, from its run.json."""
     launch_ids = record.get("launches")
     return list(map(str, launch_ids)) if isinstance(launch_ids, list) else []
-
-
-def _record(run_dir: RunDir) -> dict[str, Any]:
-    """Return a folder's run.json; {} if it is missing or damaged: such a run cannot resume."""
-    try:
-        return read_run_record(run_dir, missing_ok=True)
-    except UserError:
-        return {}
 
 
 def changed_values(config: RunConfig, run_dir: RunDir) -> dict[str, tuple[Any, Any]]:

@@ -148,7 +148,7 @@ class RunLogger:
             self._progress.close()
             self._files.close(status=Status.FAILED)
 
-    def finish(self, status: str, /, **fields: Unpack[RunFields]) -> None:
+    def finish(self, status: Status, /, **fields: Unpack[RunFields]) -> None:
         """Close the files, write the status and further fields to run.json, print the summary."""
         self._progress.close()
         self._files.close(status=status)

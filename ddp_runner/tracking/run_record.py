@@ -1,4 +1,4 @@
-"""run.json: its fields, and the times of a run's sessions. Torch-free.
+"""run.json: its fields, the times of a run's sessions, and the versions of its code. Torch-free.
 
 A session lasts from a start of the run to its end. Before the ranks start, the process that claimed
 the folder writes the file; then rank 0; after the ranks, the launcher. On several machines all
@@ -8,15 +8,22 @@ launchers may write at the end, so a lock on the folder keeps every field.
 import fcntl
 import json
 import os
+import platform
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from ddp_runner import __version__
 from ddp_runner.errors import UserError, any_error, os_errors, typed
 from ddp_runner.files import json_safe, read_file, replace_file
 from ddp_runner.job import FailureKind, Status
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
+
+GIT_TIMEOUT_S = 2.0
+PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard")
 
 
 class SessionTimes(TypedDict):
@@ -38,7 +45,7 @@ class RunError(TypedDict):
 class RunFields(TypedDict, total=False):
     """Facts of a run. Each task writes only its own fields."""
 
-    status: str  # a ``Status``
+    status: Status
     error: RunError | None
     task: str
     tags: Sequence[str]
@@ -123,6 +130,14 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
     if not isinstance(fields, dict):
         raise UserError(f"{path} does not hold a JSON object", "restore or delete it")
     return fields
+
+
+def intact_record(run_dir: os.PathLike[str]) -> dict[str, Any]:
+    """Return the fields of run.json; {} if it is missing or damaged: such a run cannot resume."""
+    try:
+        return read_run_record(run_dir, missing_ok=True)
+    except UserError:
+        return {}
 
 
 def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> None:
@@ -252,3 +267,33 @@ def _sessions(record: Mapping[str, Any]) -> list[SessionTimes]:
 
 def _seconds(session: SessionTimes, until: float) -> float:
     return round(max(0.0, until - session["started_at"]), 3)
+
+
+def git_revision() -> str | None:
+    """Return the commit of the current folder, with ``+dirty`` if tracked files have changed.
+
+    None outside a git repository, without git, or if git takes longer than 2 s.
+    """
+    # With all tags excluded, describe prints the full hash, so one call returns both facts.
+    describe = "git --no-optional-locks describe --always --abbrev=40 --exclude=* --dirty=+dirty"
+    try:
+        result = subprocess.run(
+            describe.split(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):  # no git, or a stuck network disk
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python, ddp_runner and the packages that decide the results."""
+    return {
+        "python": platform.python_version(),
+        "ddp_runner": __version__,
+        **{package: metadata.version(package) for package in PACKAGES},
+    }

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddp_runner.config.schema import RunConfig, mode_needs
 from ddp_runner.dist_env import DistEnv
@@ -79,7 +79,7 @@ def placement(config: RunConfig, env: DistEnv, devices: Sequence["torch.device"]
 
 
 def word_lines(
-    config: RunConfig, env: DistEnv, *, device: "torch.device", versions: Mapping[str, Any]
+    config: RunConfig, env: DistEnv, *, device: "torch.device", versions: Mapping[str, str | None]
 ) -> str:
     """Return a glossary of distributed training with the values of rank 0, one word a line."""
     words = {

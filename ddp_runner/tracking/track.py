@@ -20,17 +20,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.config.load import frozen_config
 from ddp_runner.config.rules import validate_trackers
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.config.secrets import Secrets
 from ddp_runner.config.targets import package_of
-from ddp_runner.errors import UserError, exit_with, one_line, os_errors, printable, typed
+from ddp_runner.errors import UserError, any_error, exit_with, os_errors, printable, typed
 from ddp_runner.host.processes import ignore_stop_signals
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
@@ -107,10 +106,8 @@ def _settings(run_dir: RunDir, name: str, words: Sequence[str]) -> dict[str, Any
     Raises:
         UserError: the run was sent with keys that the command does not name.
     """
-    try:
+    with any_error(" ".join(words), "write KEY=VALUE"):
         keys: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)), resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{' '.join(words)}: {one_line(error)}", "write KEY=VALUE") from error
     path = CONFIG_DIR / "trackers" / f"{name}.yaml"
     is_ours = re.fullmatch(r"\w+", name) and path.is_file()
     shipped: Any = OmegaConf.to_container(OmegaConf.load(path)) if is_ours else {}
@@ -138,11 +135,7 @@ def follow_live(order: Order, run_dir: RunDir, name: str) -> int:
     """Follow a run for the process that started this one, and end soon after the run."""
     ignore_stop_signals()  # the run decides when this process ends
     os.nice(NICENESS)
-    terminal, log = (os.fdopen(os.dup(number), "w", encoding="utf-8") for number in (1, 2))
-    # The client may print secrets.
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
-        os.dup2(devnull, number)
+    terminal, log = map(_hidden_stream, (1, 2))
     hide, has_failed = Secrets(values=order.secrets).hide, threading.Event()
 
     def is_orphan() -> bool:
@@ -158,7 +151,7 @@ def follow_live(order: Order, run_dir: RunDir, name: str) -> int:
         deadline = None
         while deadline is None or time.monotonic() < deadline:
             if is_orphan():
-                os.dup2(devnull, terminal.fileno())  # readers of the run's output wait for its end
+                os.dup2(1, terminal.fileno())  # readers of the run's output wait for its end
             if deadline is None and (is_orphan() or has_failed.is_set()):
                 deadline = time.monotonic() + LAST_S + (0.0 if is_orphan() else FAILED_S)
             time.sleep(POLL_S)
@@ -189,6 +182,15 @@ def follow_live(order: Order, run_dir: RunDir, name: str) -> int:
     if is_orphan():  # nobody else ends the client's service
         os.killpg(0, signal.SIGKILL)
     return EXIT_COMPLETED if is_complete else EXIT_REPORTED
+
+
+def _hidden_stream(descriptor: int) -> TextIO:
+    """Return stdout or stderr as a file, and discard the client's output: it may hold secrets."""
+    stream = os.fdopen(os.dup(descriptor), "w", encoding="utf-8")
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, descriptor)
+    os.close(devnull)
+    return stream
 
 
 def follow(

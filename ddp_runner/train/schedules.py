@@ -16,12 +16,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, Se
 from ddp_runner.checkpoint.optimizer_state import Scheduler
 from ddp_runner.config.instantiate import find, keywords, make
 from ddp_runner.config.rules import validate_warmup
-from ddp_runner.config.schema import RunConfig
+from ddp_runner.config.schema import TOTAL_STEPS, RunConfig
 from ddp_runner.config.signatures import ANY
 from ddp_runner.errors import UserError
-
-# Names for the optimizer steps of the whole run, in torch, Hugging Face and others.
-TOTAL_STEPS = ("total_steps", "T_max", "num_training_steps", "num_steps", "max_steps", "max_iters")
 
 
 @dataclass(frozen=True)

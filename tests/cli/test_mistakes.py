@@ -19,7 +19,7 @@ import ddp_runner.cli.app
 import ddp_runner.sweep.local
 from ddp_runner.cli.compose import register
 from ddp_runner.cli.messages import user_error
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.plan import validate_files
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import Config

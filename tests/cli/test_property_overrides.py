@@ -35,7 +35,7 @@ import ddp_runner.sweep.local
 from ddp_runner.cli.command import dotted_keys
 from ddp_runner.cli.compose import ROOT_CONFIG, register
 from ddp_runner.cli.messages import user_error
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.plan import validate_files
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.load import to_config
 from ddp_runner.config.resolve import resolve

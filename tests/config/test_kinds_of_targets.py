@@ -32,6 +32,30 @@ def test_torch_would_take_a_negative_number(words: tuple[str, str]) -> None:
     assert f"{words[1].partition('=')[0]} (-" in config_error(*words)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("scheduler=cosine", "scheduler.warmup_steps=null"),
+        ("optimizer=adamw", "optimizer.lr=null"),
+        ("parallelism=ddp", "parallelism.bucket_cap_mb=null"),
+    ],
+)
+def test_null_is_invalid_where_the_annotation_excludes_it(words: tuple[str, str]) -> None:
+    """Other nulls stand for a default, or for a length that the run fills in."""
+    assert f"{words[1].partition('=')[0]} is null, and " in config_error(*words)
+    cosine = {"_target_": "ddp_runner.train.schedules.cosine", "total_steps": None}
+    _validate_keys(cosine, "scheduler")
+    _validate_keys({"_target_": "torch.optim.AdamW", "foreach": None}, "optimizer")
+
+
+@pytest.mark.parametrize(("model", "dataset"), [("gpt", "text"), ("bert", "csv_text")])
+def test_an_evaluation_takes_a_part_of_the_samples(model: str, dataset: str) -> None:
+    """Neither all of them nor none."""
+    words, key = (f"model={model}", f"dataset={dataset}"), "dataset.eval_fraction"
+    assert "must be between 0 and 1; use 0.1" in config_error(*words, f"{key}=1.0")
+    assert "must be greater than 0" in config_error(*words, f"{key}=0")
+
+
 def test_a_server_needs_a_trainer() -> None:
     """Whatever the mode says."""
     words = ("parallelism=ps", "parallelism.needs.min_ranks=1", "world_size=1")

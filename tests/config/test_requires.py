@@ -8,8 +8,7 @@ import pytest
 from configs import LAPTOP, config_error, resolved
 
 from ddp_runner.cli.command import parse
-from ddp_runner.cli.plan import Invocation, compose, plan, plan_at
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.plan import Invocation, compose, plan, plan_at, validate_files
 from ddp_runner.config.fields import walk
 from ddp_runner.config.identity import NEUTRAL_KEYS, config_hash, only_used
 from ddp_runner.config.instantiate import make

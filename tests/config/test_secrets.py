@@ -24,8 +24,8 @@ from ddp_runner.data.sources.offline import RandomRegression
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.tracking.provenance import versions
 from ddp_runner.tracking.run_dir import RunDir
+from ddp_runner.tracking.run_record import versions
 from ddp_runner.worker import run_task
 
 SECRET = "hunter2-of-mine"

@@ -183,7 +183,7 @@ def test_a_name_that_its_module_does_not_have_is_an_error(package: str) -> None:
     """With the one that is near."""
     with pytest.raises(ImportError, match=r"did you mean shapes\.parts\.others\.helper\?"):
         source_keywords(f"{package}.others.helpr")
-    assert source_keywords("there.is.none") is None  # of packages ``preflight`` speaks
+    assert source_keywords("there.is.none") is None  # ``plan`` reports missing packages
 
 
 @pytest.mark.parametrize("path", [*CONFIG_DIR.glob("optimizer/*"), *CONFIG_DIR.glob("scheduler/*")])

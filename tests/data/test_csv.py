@@ -64,7 +64,6 @@ def test_a_csv_of_other_bytes_is_rejected(content: bytes, sentence: str, tmp_pat
         ({"delimiter": '"'}, "must be one character; use a comma"),
         ({"vocabulary": "words"}, "must be one of wordpiece, characters"),
         ({"vocab_size": 4}, "dataset.vocab_size (4) must be at least 5"),
-        ({"eval_fraction": 1.0}, "must be between 0 and 1"),
         ({"tokenizer": "nowhere"}, "dataset.tokenizer (nowhere): there is neither"),
     ],
 )

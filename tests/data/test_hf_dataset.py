@@ -16,7 +16,7 @@ from tiers import first_of
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.plan import validate_files
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.load_dataset import build_source, load_dataset
 from ddp_runner.data.loader import LoaderSplit

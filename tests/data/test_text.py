@@ -12,7 +12,7 @@ from orders import samples_of, steps_of
 from ranks import run_ranks
 from texts import BAD, GOOD, csv_error, csv_text, load_csv, write_reviews
 
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.plan import validate_files
 from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.load_dataset import load_dataset

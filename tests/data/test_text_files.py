@@ -194,7 +194,6 @@ def test_the_bundled_text_is_that_of_this_python(tmp_path: Path) -> None:
         ({"vocabulary": "words"}, "must be one of bytes, characters, bpe"),
         ({"sequence_length": 0}, "must be at least 1"),
         ({"vocab_size": 255}, "must be at least 256"),
-        ({"eval_fraction": 1.0}, "must be between 0 and 1; use 0.1"),
         ({"path": []}, "must be a file, or a list of files"),
         ({"path": [3]}, "must be a file, or a list of files"),
         ({"path": "missing.txt"}, "missing.txt cannot be read (No such file"),

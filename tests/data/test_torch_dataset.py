@@ -15,7 +15,7 @@ from configs import resolved
 from real_data import idx_images, idx_labels, require, write_tiny_mnist
 from torch import Tensor
 
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.plan import validate_files
 from ddp_runner.data.load_dataset import build_dataset, build_source, load_dataset
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.sources import torch_dataset

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.cli.compose import OWN_GROUPS, ROOT_CONFIG, register
 from ddp_runner.cli.messages import user_error
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.plan import validate_files
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, to_config
 from ddp_runner.config.resolve import resolve

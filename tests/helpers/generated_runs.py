@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ddp_runner.tracking.provenance import versions
+from ddp_runner.tracking.run_record import versions
 
 CONFIG: dict[str, Any] = {
     "task": "train",

@@ -1,13 +1,20 @@
 """The modes of parallelism, as the folder of their YAMLs has them: a new one is in every table."""
 
+from pathlib import Path
+
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.config.schema import CONFIG_DIR
 
-MODES = {
-    path.stem: DictConfig(OmegaConf.load(path))
-    for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))
-}
+
+def _keys(path: Path) -> DictConfig:
+    """Return the keys of a YAML, and those of the YAML that it names in its defaults."""
+    keys = DictConfig(OmegaConf.load(path))
+    bases = [_keys(path.with_stem(name)) for name in keys.pop("defaults", ())]
+    return DictConfig(OmegaConf.merge(*bases, keys))
+
+
+MODES = {path.stem: _keys(path) for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))}
 MESHES = {mode for mode, keys in MODES.items() if keys["_target_"].endswith(".Mesh")}
 # Of models that say which layers are split, into parts that divide the 10 units of toy.
 TENSOR_PARALLEL = {"tp", "fsdp_tp"}

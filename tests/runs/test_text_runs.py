@@ -19,7 +19,7 @@ from run_folders import checkpoint_dir, checkpoint_steps, metrics, record
 from safetensors.torch import load_file
 from texts import TINY_BERT, write_reviews, write_rows
 
-from ddp_runner.cli.preflight import validate_files
+from ddp_runner.cli.plan import validate_files
 from ddp_runner.config.instantiate import make
 from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.errors import UserError

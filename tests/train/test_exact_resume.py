@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import background, rank_processes, run_command, wait_for
-from omegaconf import OmegaConf
+from modes import MESHES, MODES, TENSOR_PARALLEL, needs, smallest_world
 from ranks import run_ranks
 from run_folders import (
     assert_same_state,
@@ -43,7 +43,7 @@ from train_states import (
 )
 
 from ddp_runner.checkpoint.store import load_checkpoint, newest_first
-from ddp_runner.config.schema import CONFIG_DIR, Config
+from ddp_runner.config.schema import Config
 from ddp_runner.data.batches import NumberedBatches, StepBatch
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
@@ -177,21 +177,9 @@ CASES: dict[str, tuple[str, ...]] = {
         *ACCUMULATED,
     ),
 }
-MODES = {
-    path.stem: OmegaConf.load(path) for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))
-}
-NEEDS = {name: keys.get("needs", {}) for name, keys in MODES.items()}
-TENSOR_PARALLEL = {"tp", "fsdp_tp"}
-MESHES = {name for name, keys in MODES.items() if keys["_target_"].endswith(".Mesh")}
 # Each mode with as few ranks as make it what it is; three, as a sum of three has an order.
 GROUPS = {
-    **{
-        name: (
-            name,
-            min(needs.get("min_ranks", 2), needs.get("max_ranks", 4)) + needs.get("num_servers", 0),
-        )
-        for name, needs in NEEDS.items()
-    },
+    **{name: (name, smallest_world(name)) for name in MODES},
     "ddp of three": ("ddp", 3),
     "one asynchronous trainer": ("ps parallelism.mode=async", 2),
     "asynchronous": ("ps parallelism.mode=async", 3),  # its order is left to chance
@@ -307,7 +295,7 @@ def cases_of(group: str) -> list[str]:
         # Four ranks resume as two do, but with another mesh.
         few = ["plain", MIXED]
         return ["dropout", "all", *few] if GROUPS[group][1] < 4 else few
-    return [case for case in CASES if "num_servers" not in NEEDS[group] or case != "scaled loss"]
+    return [case for case in CASES if "num_servers" not in needs(group) or case != "scaled loss"]
 
 
 def found_in(group: str, case: str, folder: Path) -> Found:

@@ -18,7 +18,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.tracking.provenance import versions
+from ddp_runner.tracking.run_record import versions
 from ddp_runner.train.first_batch import try_first_batch, warnings_of
 from ddp_runner.worker import run_task
 

@@ -34,7 +34,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
-from ddp_runner.tracking.provenance import versions
+from ddp_runner.tracking.run_record import versions
 from ddp_runner.train.loop import train_step
 from ddp_runner.train.schedules import cosine
 from ddp_runner.train.state import forward

@@ -16,7 +16,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.config.training import EarlyStopConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
-from ddp_runner.tracking.provenance import versions
+from ddp_runner.tracking.run_record import versions
 from ddp_runner.train.progress import Progress, count_evaluation, early_stop_of, stop_reason
 from ddp_runner.worker import run_task
 

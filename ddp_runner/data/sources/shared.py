@@ -44,12 +44,6 @@ def require_at_least(source: TensorSource, **least: int) -> None:
             )
 
 
-def require_eval_fraction(fraction: float) -> None:
-    """Raise a UserError if the fraction is not between 0 and 1."""
-    if not 0 < fraction < 1:
-        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1", "use 0.1")
-
-
 def shuffled_split(
     num_samples: int, eval_fraction: float, *, seed: int, noun: str, origin: str | Path
 ) -> dict[str, list[int]]:

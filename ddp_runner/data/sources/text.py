@@ -38,7 +38,6 @@ class Text:
 
     def __post_init__(self) -> None:
         shared.require_at_least(self, sequence_length=1, vocab_size=NUM_BYTES)
-        shared.require_eval_fraction(self.eval_fraction)
         if self.vocabulary not in VOCABULARIES:
             raise UserError(
                 f"dataset.vocabulary ({self.vocabulary}) must be one of {', '.join(VOCABULARIES)}"

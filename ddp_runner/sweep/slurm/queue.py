@@ -150,5 +150,5 @@ def note_end(run_dir: Path, ended: Standing) -> None:
     """Note in run.json how a job ended, if its run has not done so, and forget the job."""
     if ended.record != read_run_record(run_dir, missing_ok=True):
         error = ended.record["error"]
-        write_run_record(run_dir, status=ended.status, finished_at=time.time(), error=error)
+        write_run_record(run_dir, status=Status(ended.status), finished_at=time.time(), error=error)
     (run_dir / RECORD).unlink(missing_ok=True)

@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.errors import UserError
 from ddp_runner.host.processes import STOP_SIGNALS, TRACKER, children, end_descendants
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Job, Status
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import read_run_record
+from ddp_runner.tracking.run_record import intact_record, read_run_record
 from ddp_runner.tracking.trackers.follower import files_to_keep
 
 ORDER = "DDP_RUNNER_TRACKER"  # environment variable: other users can read command lines
@@ -75,10 +74,8 @@ class _Tracker:
 
 def is_loaded(run_dir: RunDir, *, started_at: float) -> bool:
     """Return whether a session has restored its state, so that metrics.jsonl belongs to it."""
-    with suppress(UserError):  # a damaged run.json, which the run itself reports
-        loaded = read_run_record(run_dir, missing_ok=True).get("loaded", {})
-        return bool(loaded.get("started_at") == started_at)
-    return False
+    loaded = intact_record(run_dir).get("loaded", {})  # the run itself reports damage
+    return bool(loaded.get("started_at") == started_at)
 
 
 def _start(job: Job, run_dir: RunDir, name: str) -> _Tracker | None:
