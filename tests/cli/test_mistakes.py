@@ -226,7 +226,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def announce(
+def answer_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[Any, str, str]]:
     """Give a command line to the entry in this process; nothing that it accepts is started."""
@@ -251,13 +251,13 @@ def announce(
 
 @pytest.mark.parametrize("line", named(ANSWERS, quick=[*ANSWERS][::3]))
 def test_a_mistake_on_the_command_line_is_one_line(
-    line: str, mine: Path, say: Callable[..., tuple[Any, str, str]]
+    line: str, mine: Path, answer_to: Callable[..., tuple[Any, str, str]]
 ) -> None:
     """Exit code 2, one sentence about the true cause, and no folder."""
     args = shlex.split(
         line.replace("MINE", shlex.quote(str(mine)) if "'" not in line else str(mine))
     )
-    code, out, err = say(*args)
+    code, out, err = answer_to(*args)
     assert (code, out) == (2, "")
     (sentence,) = err.splitlines()
     assert sentence.startswith("error: ")
@@ -267,10 +267,10 @@ def test_a_mistake_on_the_command_line_is_one_line(
 
 @pytest.mark.parametrize("kind", ["job", "hydra", "all"])
 def test_each_part_of_the_config_can_be_shown_resolved(
-    kind: str, tmp_path: Path, say: Callable[..., tuple[Any, str, str]]
+    kind: str, tmp_path: Path, answer_to: Callable[..., tuple[Any, str, str]]
 ) -> None:
     """--cfg KIND --resolve prints YAML without an interpolation, and leaves no folder."""
-    code, out, err = say("--cfg", kind, "--resolve", "model=toy")
+    code, out, err = answer_to("--cfg", kind, "--resolve", "model=toy")
     assert (code, err) == (0, "")
     shown = OmegaConf.create(out)
     assert "${run_dir:}" not in out
