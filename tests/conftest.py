@@ -22,6 +22,9 @@ OF_GPUS = ("gpu", "multi_gpu", "simgpu")  # marks
 MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 LONG_TABLE, EVERY = 5, 3  # of a table of so many `full` cases or more, one in three stays so
 GRACE_S = 60.0  # at most: a thread or process may take a while to end
+# Torch's threads wait for each other in a busy loop. Where more threads run than there are cores,
+# as here, that costs most of the time. OpenMP reads the variable when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_sessionstart() -> None:
@@ -96,8 +99,8 @@ def data_root() -> Path:
 
 
 @pytest.fixture
-def chance() -> Random:
-    """Random numbers of a new seed, which is printed and can be given again."""
+def rng() -> Random:
+    """Return random numbers of a new seed, which is printed and can be given again."""
     seed = int(os.environ.get("DDP_RUNNER_TEST_SEED", time.time_ns()))
     print(f"to repeat: DDP_RUNNER_TEST_SEED={seed}")  # pytest shows it on a failure
     return Random(seed)
