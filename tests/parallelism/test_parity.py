@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import smallest_world
-from omegaconf import DictConfig, OmegaConf
+from modes import MESHES, MODES, TENSOR_PARALLEL, has_stages, needs, smallest_world
 from orders import samples_of, steps_of
 from ranks import run_ranks
 from tiers import first_of
@@ -30,20 +29,9 @@ from train_states import (
     take_steps,
 )
 
-from ddp_runner.config.schema import CONFIG_DIR, Config
+from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.work import forward
-
-MODES = {
-    path.stem: DictConfig(OmegaConf.load(path))
-    for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))
-}
-
-
-def needs(mode: str) -> DictConfig:
-    """Return what a mode needs, as its YAML says."""
-    return MODES[mode].get("needs", DictConfig({}))
-
 
 MODELS = {"toy": TOY, "mnist_net": (*MNIST_NET, *NO_DROPOUT)}
 NUM_STEPS = 2 * STEPS_PER_EPOCH + 2
@@ -54,14 +42,11 @@ GROUPS = [
     if needs(mode).get("min_ranks", 1) <= num_replicas <= needs(mode).get("max_ranks", 4)
 ]
 GROUPS_OF_TWO = [mode for mode, size in GROUPS if size == 2 and not needs(mode).get("num_servers")]
-MESHES = {mode for mode, keys in MODES.items() if keys["_target_"].endswith(".Mesh")}
-# Of models that say which layers are split, into parts that divide the 10 units of toy.
-TENSOR_PARALLEL = {"tp", "fsdp_tp"}
 
 
 def overrides(mode: str, model: str) -> tuple[str, ...]:
     """Return the command line that trains a model under a mode, cut in stages if it wants them."""
-    cut = "_mp" if MODES[mode].get("devices_per_rank", 1) > 1 else ""
+    cut = "_mp" if has_stages(mode) else ""
     return (*MODELS[model], f"model={model}{cut}", f"parallelism={mode}", "optimizer.momentum=0.9")
 
 
@@ -144,7 +129,7 @@ def plain_steps(env: DistEnv, config: Config) -> tuple[list[float], Tensor]:
 
 
 def test_the_steps_of_one_process_are_those_of_a_plain_loop() -> None:
-    """All else is compared with them: what they get wrong, every mode would get wrong alike."""
+    """Every other test compares with these steps, so it could not see an error in them."""
     ((losses, weights),) = run_ranks(plain_steps, 1, compose_config(*overrides("single", "toy")))
     found = reference("toy")[torch.float64]
     torch.testing.assert_close(found.losses, losses, **TOLERANCES[torch.float64])
