@@ -249,7 +249,7 @@ def answer_to(
     return answer
 
 
-@pytest.mark.parametrize("line", named(ANSWERS, quick=[*ANSWERS][::3]))
+@pytest.mark.parametrize("line", named(ANSWERS, quick=[*ANSWERS][::6]))
 def test_a_mistake_on_the_command_line_is_one_line(
     line: str, mine: Path, answer_to: Callable[..., tuple[Any, str, str]]
 ) -> None:

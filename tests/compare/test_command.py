@@ -117,6 +117,7 @@ def test_a_wide_table_is_split_into_blocks_that_repeat_the_settings(
     assert shown.count("samples/s") == shown.count("parity") == 1
 
 
+@pytest.mark.full
 def test_a_run_that_ran_out_of_memory_or_time_is_a_row(
     outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

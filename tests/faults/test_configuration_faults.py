@@ -70,7 +70,7 @@ def names(folder: Path) -> list[str]:
     return sorted({path.name for path in folder.iterdir()} - {"stdout", "stderr"})
 
 
-@pytest.mark.parametrize("row", [*MISTAKES, *PARTLY])
+@pytest.mark.parametrize("row", first_of([*MISTAKES, *PARTLY], num_quick=2))
 def test_each_mistake_is_answered_before_torch_is_imported(row: str, tmp_path: Path) -> None:
     """Exit code 2, one line with rule, values and fix; no torch, folder or process."""
     args, sentence = {**MISTAKES, **PARTLY}[row]
@@ -247,7 +247,8 @@ def same_second() -> None:
     outputs.timestamp = lambda: "2026-01-01_00-00-00"
 
 
-@pytest.mark.parametrize("is_sweep", first_of([False, True]), ids=["runs", "sweeps"])
+@pytest.mark.full
+@pytest.mark.parametrize("is_sweep", [False, True], ids=["runs", "sweeps"])
 def test_commands_in_the_same_second_get_separate_folders(is_sweep: bool, tmp_path: Path) -> None:
     """Two processes whose folders would have the same name: one folder gets a number."""
     # The sweeps differ, because two launchers of the same sweep would share its jobs.

@@ -81,6 +81,7 @@ def test_a_damaged_or_missing_file_is_reported(row: str, tmp_path: Path) -> None
         assert "or use dataset=digits, which is bundled" in sentence
 
 
+@pytest.mark.full
 def test_fewer_samples_than_ranks_are_an_error(tmp_path: Path) -> None:
     """One of two ranks would have none in each step."""
     raw = write_tiny_mnist(tmp_path / "data")
@@ -124,6 +125,7 @@ def test_a_faulty_csv_is_reported_by_row_and_column(row: str, tmp_path: Path) ->
     assert sentence == f"data/texts.csv{part}"
 
 
+@pytest.mark.full
 def test_empty_csv_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     """The run completes without them."""
     (tmp_path / "data").mkdir()

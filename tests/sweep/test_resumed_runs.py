@@ -77,7 +77,7 @@ def runs(tmp_path: Path) -> Path:
                 "hydra/launcher=slurm submits new runs, and resume=a",
             ),
         ],
-        num_quick=3,
+        num_quick=1,
     ),
 )
 def test_what_cannot_go_on_starts_nothing(words: str, sentence: str, runs: Path) -> None:
