@@ -83,7 +83,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A dataset cache for all tests of a session, which no other program uses."""
+    """Give a dataset cache for all tests of a session, which no other program uses."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("DDP_RUNNER_CACHE", str(folder))
@@ -92,7 +92,7 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def data_root() -> Path:
-    """The folder of the real datasets; skip the test if it is not set."""
+    """Return the folder of the real datasets; skip the test if it is not set."""
     if "DDP_RUNNER_DATA_ROOT" not in os.environ:
         pytest.skip("needs real MNIST, not shipped: set DDP_RUNNER_DATA_ROOT to its folder")
     return Path(os.environ["DDP_RUNNER_DATA_ROOT"])
@@ -108,7 +108,7 @@ def rng() -> Random:
 
 @pytest.fixture
 def short_temp() -> Iterator[Path]:
-    """A temporary folder with a short path, because sockets lie below it."""
+    """Give a temporary folder with a short path, because sockets lie below it."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 

@@ -216,7 +216,7 @@ ANSWERS = {
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A folder with groups of the user's own, whole and broken ones."""
+    """Return a folder with groups of the user's own, whole and broken ones."""
     for name, text in OWN.items():
         path = tmp_path / "my groups" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +253,7 @@ def answer_to(
 def test_a_mistake_on_the_command_line_is_one_line(
     line: str, mine: Path, answer_to: Callable[..., tuple[Any, str, str]]
 ) -> None:
-    """Exit code 2, one sentence about the true cause, and no folder."""
+    """It exits with 2, names the true cause in one sentence, and leaves no folder."""
     args = shlex.split(
         line.replace("MINE", shlex.quote(str(mine)) if "'" not in line else str(mine))
     )

@@ -43,7 +43,7 @@ TAGS = (
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six settings in two modes, one with two seeds, and a run that failed on its way."""
+    """Return six settings in two modes, one with two seeds, and a run that failed on its way."""
     folder = tmp_path_factory.mktemp("compared") / "outputs"
     for seed, lr in ((0, 0.1), (1, 0.1), (0, 0.2), (0, 0.3)):
         name = f"single-{lr}-{seed}"
@@ -67,13 +67,13 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(outputs: Path) -> Path:
-    """The report about them."""
+    """Return the report about them."""
     return report(outputs)
 
 
 @pytest.fixture
 def lost(outputs: Path, tmp_path: Path) -> Path:
-    """A copy of the run that failed."""
+    """Return a copy of the run that failed."""
     return Path(shutil.copytree(outputs / "lost", tmp_path / "outputs" / "lost"))
 
 

@@ -158,7 +158,7 @@ WAYS = {
 def of_one_process(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[tuple[str, ...], Trace]:
-    """The keys of a small language model whose gradients are clipped, and one process's steps."""
+    """Return the keys of a small language model with clipped gradients, and one process's steps."""
     path = tmp_path_factory.mktemp("text") / "letters.txt"
     path.write_text(LETTERS)
     keys = (

@@ -178,7 +178,7 @@ def of_steps(found: CellResult, key: str) -> tuple[float, ...]:
 
 @pytest.fixture(scope="module")
 def resumes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Resumes:
-    """The selected cases."""
+    """Return the selected cases."""
     return Resumes(selected(request, "case"), tmp_path_factory.mktemp("resumes"))
 
 

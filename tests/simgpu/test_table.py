@@ -148,7 +148,7 @@ def wait_as_written(row: Row, path: Path, *, num_steps: int) -> None:
     "mode", named(["single", "ddp_mp", "fsdp"], quick=[], slow=["single", "fsdp"])
 )
 def test_a_trained_model_is_used_as_on_the_cpu(mode: str, tmp_path: Path) -> None:
-    """By task=evaluate, to the last digit of the run's own evaluation, and by task=predict."""
+    """task=evaluate repeats the run's own evaluation to the last digit; task=predict agrees."""
     row = Row(mode, USUAL[mode])
     need_devices(row)
     run = on_device(*row.keys, folder=tmp_path)

@@ -51,7 +51,7 @@ def test_each_run_goes_on_in_its_own_folder(report: str, tmp_path: Path) -> None
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A folder with two runs that have not begun, a and b."""
+    """Return a folder with two runs that have not begun, a and b."""
     for name, optimizer in (("a", "adam"), ("b", "adamw")):
         config, _ = resolved("model=toy", f"optimizer={optimizer}", "scheduler=cosine")
         write_run_record(tmp_path / name, status="preempted")

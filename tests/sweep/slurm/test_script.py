@@ -21,7 +21,7 @@ from ddp_runner.sweep.slurm.script import rank_arguments, submit, write_sbatch_f
 
 @pytest.fixture
 def batch(tmp_path: Path) -> JobBatch:
-    """Three queued jobs."""
+    """Return three queued jobs."""
     return three_jobs(tmp_path / "sweep")
 
 
