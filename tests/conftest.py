@@ -20,7 +20,7 @@ import pytest
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 OF_GPUS = ("gpu", "multi_gpu", "simgpu")  # marks
 MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
-LONG_TABLE, EVERY = 5, 3  # of a table of so many `full` cases or more, one in three stays so
+LONG_TABLE, EVERY = 5, 5  # of a table of so many `full` cases or more, one in five stays so
 GRACE_S = 60.0  # at most: a thread or process may take a while to end
 # Torch's threads wait for each other in a busy loop. Where more threads run than there are cores,
 # as here, that costs most of the time. OpenMP reads the variable when torch is imported.

@@ -274,7 +274,6 @@ def test_a_restart_continues_from_the_save_during_which_a_rank_failed(
     assert_same_run(end.run_dir, uninterrupted)
 
 
-@pytest.mark.full
 def test_sigterm_during_a_save_lets_it_finish(tmp_path: Path, uninterrupted: Path) -> None:
     """Even if it takes longer than launch.shutdown_timeout_s; the stop then saves its step, too."""
     actions = (

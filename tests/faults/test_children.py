@@ -16,6 +16,7 @@ from commands import TIME_LIMIT_S, fork_server, wait_for, wait_for_end, wait_unt
 from injection import At, Fault, call_all, raise_error, send_launcher, wait_until
 from ranks import run_ranks
 from run_folders import record, scalars
+from tiers import first_of
 from trainings import RUN, children_of_ranks, is_training, run_training, starting_children
 
 from ddp_runner.dist_env import DistEnv
@@ -163,8 +164,7 @@ def test_what_a_tracker_forks_ends_with_its_run(tmp_path: Path) -> None:
     assert is_gone(own_trackers.calls(path)[-1]["pid"])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["the launcher is killed", "rank 0 raises"])
+@pytest.mark.parametrize("how", first_of(["the launcher is killed", "rank 0 raises"]))
 def test_a_tracker_sends_what_is_left_after_its_run(tmp_path: Path, how: str) -> None:
     """All lines, and that the run has failed; run.json, which may lack the error, stays."""
     path = tmp_path / "calls"

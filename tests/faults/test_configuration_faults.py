@@ -247,8 +247,7 @@ def same_second() -> None:
     outputs.timestamp = lambda: "2026-01-01_00-00-00"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("is_sweep", [False, True], ids=["runs", "sweeps"])
+@pytest.mark.parametrize("is_sweep", first_of([False, True]), ids=["runs", "sweeps"])
 def test_commands_in_the_same_second_get_separate_folders(is_sweep: bool, tmp_path: Path) -> None:
     """Two processes whose folders would have the same name: one folder gets a number."""
     # The sweeps differ, because two launchers of the same sweep would share its jobs.

@@ -125,7 +125,6 @@ def test_a_faulty_csv_is_reported_by_row_and_column(row: str, tmp_path: Path) ->
     assert sentence == f"data/texts.csv{part}"
 
 
-@pytest.mark.full
 def test_empty_csv_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     """The run completes without them."""
     (tmp_path / "data").mkdir()

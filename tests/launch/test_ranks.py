@@ -25,7 +25,6 @@ SWEEP = ("-m", *LONG, "world_size=1", "seed=1,2", "sweep.parallel_jobs=2", "hydr
 SERVER_KILLED = "the process that the ranks are forked from was killed"
 
 
-@pytest.mark.full
 def test_a_killed_server_leaves_no_child_of_a_rank(tmp_path: Path) -> None:
     """The launcher adopts them then."""
     with starting_children(tmp_path) as process:

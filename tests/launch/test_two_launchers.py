@@ -107,12 +107,16 @@ def test_a_machine_may_come_before_the_first_and_a_signal_to_either_saves_both(
     assert max(checkpoint_steps(run)) == record(run)["step"] >= last_step(run)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
         pytest.param((ODD, ODD), "rank 1 has no data", id="one rank finds it"),
-        pytest.param((["seed=1"], ["seed=2"]), "launched differently: seed is ", id="all do"),
+        pytest.param(
+            (["seed=1"], ["seed=2"]),
+            "launched differently: seed is ",
+            id="all do",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_mistake_is_said_once_by_each_machine_and_starts_nothing_again(

@@ -230,7 +230,6 @@ def test_a_resumed_run_does_not_read_its_weights_again(starts: CommandResult) ->
     assert record(folder)["step"] == 3
 
 
-@pytest.mark.full
 def test_a_run_with_only_damaged_checkpoints_does_not_start_over(sweep: CommandResult) -> None:
     """The error says that nothing is left to resume from; the run's files stay as they were."""
     folder = sweep.folder / "damaged"
