@@ -84,7 +84,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Grid:
         return Grid(words, loader.load_configuration(ROOT_CONFIG, [*words], RunMode.MULTIRUN))
 
 
-@pytest.mark.parametrize("overrides", first_of(GRIDS, num_quick=4))
+@pytest.mark.parametrize("overrides", first_of(GRIDS, num_quick=2))
 def test_a_job_is_composed_as_hydra_composes_it(grid: Grid, overrides: str) -> None:
     """With the same keys, flags and hydra node, or the same error, whatever came before it."""
     with grid_loader():
@@ -143,7 +143,7 @@ SHAPES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("common", "jobs"), first_of(SHAPES, num_quick=4))
+@pytest.mark.parametrize(("common", "jobs"), first_of(SHAPES, num_quick=2))
 def test_a_job_is_planned_as_its_command_alone(
     common: str, jobs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 from browser import browser_path, browser_tab
 from generated_runs import SINGLE, lines_of, write_run
 from html_pages import Element, read_page
+from tiers import first_of
 
 from ddp_runner.compare import report as report_page
 from ddp_runner.compare.__main__ import run
@@ -292,11 +293,13 @@ def test_one_run_has_a_page_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "groups"),
-    [
-        (["resume=outputs/a", "train.epochs=9"], []),  # the keys it began with are gone
-        (["train.epochs=9"], None),  # another launcher's command
-        (["train.epochs=9"], ["; rm -r ."]),
-    ],
+    first_of(
+        [
+            (["train.epochs=9"], ["; rm -r ."]),
+            (["resume=outputs/a", "train.epochs=9"], []),  # the keys it began with are gone
+            (["train.epochs=9"], None),  # another launcher's command
+        ]
+    ),
 )
 def test_a_command_that_does_not_repeat_the_run_is_not_shown_as_one(
     tmp_path: Path, overrides: list[str], groups: list[str] | None
