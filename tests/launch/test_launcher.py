@@ -67,7 +67,7 @@ class Faulty(nn.Linear):
 
 
 def is_gone(launcher_pid: int) -> bool:
-    """Return whether no process of a command lives any more."""
+    """Return whether all processes of a command have ended."""
     return not session_pids(launcher_pid)
 
 

@@ -81,7 +81,7 @@ def test_a_model_built_by_modules_depends_on_the_seed_alone() -> None:
 def test_a_model_that_cannot_be_built_by_modules_is_one_line(
     build: Callable[[], nn.Module], reason: str
 ) -> None:
-    """Its values would be left to chance."""
+    """Its values would be random."""
     with pytest.raises(UserError, match=reason):
         build_by_modules(build)
 

@@ -37,7 +37,7 @@ def test_torchrun_restarts_a_run_in_its_own_folder_beside_an_equal_one(tmp_path:
         )
         (theirs,) = wait_for(lambda: run_dirs(tmp_path))
         suspended = wait_for(lambda: rank_processes(other.pid))[0]
-        suspended.suspend()  # so that the run lives as long as the run that loses a rank
+        suspended.suspend()  # so that the run lasts as long as the run that loses a rank
         killed = stack.enter_context(
             background(
                 *command,
