@@ -106,7 +106,7 @@ def run_program(program: str, folder: Path, *options: str) -> str:
 
 @pytest.fixture(scope="module")
 def own_loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of the page's own loop."""
+    """Return the run folder of the page's own loop."""
     (command,) = [one for one in commands(PAGE) if "experiment=own_loop" in one]
     folder = tmp_path_factory.mktemp("own_loop")
     (folder / "examples").symlink_to(ROOT / "examples")

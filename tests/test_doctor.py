@@ -38,7 +38,7 @@ def test_it_examines_this_machine(tmp_path: Path) -> None:
 def test_a_check_that_fails_is_a_problem_and_the_others_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1."""
+    """It exits with 1."""
 
     def broken() -> Finding:
         raise OSError("libtorch.so: cannot open\nshared object file")

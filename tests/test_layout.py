@@ -228,7 +228,7 @@ def test_a_name_means_one_thing() -> None:
 
 
 def test_modes_are_asked_for_by_name_in_their_own_folder_only() -> None:
-    """No `if mode == "ddp"` outside parallelism/."""
+    """There is no `if mode == "ddp"` outside parallelism/."""
     conf = PACKAGE.parent / "conf" / "parallelism"
     modes = {path.stem for path in conf.glob("*.yaml")}
     assert modes

@@ -35,7 +35,7 @@ def carry_out(line: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project of another name than the template's."""
+    """Return a project of another name than the template's."""
     folder = tmp_path_factory.mktemp("new") / "shapes"
     main([str(folder)])
     return folder

@@ -167,7 +167,7 @@ def check_all(env: DistEnv, names: Sequence[str]) -> dict[str, list[Verdict]]:
 
 @pytest.fixture(scope="module")
 def checked(request: pytest.FixtureRequest) -> dict[str, list[Verdict]]:
-    """What three ranks found, the same on all of them."""
+    """Return what three ranks found, the same on all of them."""
     names = [*dict.fromkeys([*selected(request, "name"), "toy", "sum"])]
     first, *others = run_ranks(check_all, WORLD_SIZE, names, timeout_s=240)
     assert all(other == first for other in others)
@@ -240,7 +240,7 @@ def test_ranks_that_do_not_wait_are_found_out() -> None:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
-    """The experiment, on one rank too."""
+    """Return the experiment, on one rank too."""
     return run_command(
         "-m",
         "experiment=what_ddp_guarantees",
@@ -269,7 +269,7 @@ def test_the_command_reports_each_check(sweep: CommandResult) -> None:
 
 
 def test_a_broken_model_ends_the_command_with_its_name(tmp_path: Path) -> None:
-    """Exit code 2, the parameter on stderr, and the whole report in run.json."""
+    """It exits with 2, stderr names the parameter, and run.json has the whole report."""
     conf = tmp_path / "conf" / "model"
     conf.mkdir(parents=True)
     conf.joinpath("wandering.yaml").write_text(

@@ -259,7 +259,7 @@ def test_a_run_that_has_a_checkpoint_of_its_own_goes_on_from_it(tmp_path: Path) 
 
 
 def test_weights_that_are_somebody_elses_are_named(tmp_path: Path) -> None:
-    """A private run, or a file in it."""
+    """The run is private, or only a file in it."""
     run = tmp_path / "run"
     as_checkpoint(run / "checkpoints", dict(toy().state_dict()))
     for asked in (run, saved(run / "a.pt", {})):

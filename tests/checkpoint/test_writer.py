@@ -40,7 +40,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A gate in front of each save."""
+    """Give a gate in front of each save."""
     gate = Gate()
     monkeypatch.setattr(checkpoint_writer, "save_checkpoint", gate.save)
     yield gate

@@ -39,7 +39,7 @@ model: {channels_last: false}
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The option for a folder with the model, two datasets and the experiment."""
+    """Return the option for a folder with the model, two datasets and the experiment."""
     (tmp_path / "mine.py").write_text("def __getattr__(name): ...")  # it may have anything
     monkeypatch.syspath_prepend(str(tmp_path))
     part = f"defaults: [torch_dataset]\nname: part\ntrain: {TARGET}\neval: {EVAL}\n"
@@ -174,7 +174,7 @@ def test_the_command_finds_packages_in_its_folder(own: str, tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_an_option_of_the_users_comes_before_ours(own: str, tmp_path: Path) -> None:
-    """Of the same name, for one run and in a sweep."""
+    """Both have the same name, in one run and in a sweep."""
     (tmp_path / "conf" / "optimizer").mkdir()
     (tmp_path / "conf" / "optimizer" / "adamw.yaml").write_text(
         "name: own\n_target_: torch.optim.Adam\nlr: 0.7\n"

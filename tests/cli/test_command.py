@@ -111,7 +111,7 @@ def test_a_name_with_an_equals_sign_needs_no_quotes() -> None:
 
 
 def test_keys_of_ones_own_are_named_by_others() -> None:
-    """Below user, and in no other place."""
+    """They stand below user, and in no other place."""
     command = parse(["+user.rate=0.25", "optimizer.lr=${user.rate}"])
     job = plan(compose(command), LAPTOP, Invocation(command, None, 0.0, {}))
     assert (job.config.optimizer["lr"], job.config.user) == (0.25, {"rate": 0.25})

@@ -4,19 +4,19 @@ import contextlib
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import CommandResult, error_line
 from configs import compose_raw
-from hydra.core.global_hydra import GlobalHydra
+from entry import answer_in_process
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tiers import named
 
-import ddp_runner.cli.app
-import ddp_runner.sweep.local
 from ddp_runner.cli.compose import register
 from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.plan import validate_files
@@ -216,7 +216,7 @@ ANSWERS = {
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A folder with groups of the user's own, whole and broken ones."""
+    """Return a folder with groups of the user's own, whole and broken ones."""
     for name, text in OWN.items():
         path = tmp_path / "my groups" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,54 +226,36 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def announce(
+def answer_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[Any, str, str]]:
-    """Give a command line to the entry in this process; nothing that it accepts is started."""
-
-    def started(*args: object) -> None:
-        raise AssertionError("it was not refused")
-
-    for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
-        monkeypatch.setattr(module, "start_fork_server", lambda: None)
-        monkeypatch.setattr(module, "launch", started)
-    monkeypatch.chdir(tmp_path)
-
-    def answer(*args: str) -> tuple[Any, str, str]:
-        GlobalHydra.instance().clear()
-        monkeypatch.setattr("sys.argv", ["ddp_runner", *args])
-        with pytest.raises(SystemExit) as end:
-            ddp_runner.cli.app.main()
-        return (end.value.code, *capsys.readouterr())
-
-    return answer
+) -> Callable[..., CommandResult]:
+    """Return a function that gives a command line to the entry in this process."""
+    return partial(answer_in_process, folder=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
-@pytest.mark.parametrize("line", named(ANSWERS, quick=[*ANSWERS][::3]))
+@pytest.mark.parametrize("line", named(ANSWERS, quick=[*ANSWERS][::4]))
 def test_a_mistake_on_the_command_line_is_one_line(
-    line: str, mine: Path, say: Callable[..., tuple[Any, str, str]]
+    line: str, mine: Path, answer_to: Callable[..., CommandResult]
 ) -> None:
-    """Exit code 2, one sentence about the true cause, and no folder."""
+    """It exits with 2, names the true cause in one sentence, and leaves no folder."""
     args = shlex.split(
         line.replace("MINE", shlex.quote(str(mine)) if "'" not in line else str(mine))
     )
-    code, out, err = say(*args)
-    assert (code, out) == (2, "")
-    (sentence,) = err.splitlines()
-    assert sentence.startswith("error: ")
-    assert ANSWERS[line] in sentence
+    end = answer_to(*args)
+    assert end.stdout == ""
+    assert ANSWERS[line] in error_line(end)
     assert list(mine.parent.iterdir()) == [mine]
 
 
 @pytest.mark.parametrize("kind", ["job", "hydra", "all"])
 def test_each_part_of_the_config_can_be_shown_resolved(
-    kind: str, tmp_path: Path, say: Callable[..., tuple[Any, str, str]]
+    kind: str, tmp_path: Path, answer_to: Callable[..., CommandResult]
 ) -> None:
     """--cfg KIND --resolve prints YAML without an interpolation, and leaves no folder."""
-    code, out, err = say("--cfg", kind, "--resolve", "model=toy")
-    assert (code, err) == (0, "")
-    shown = OmegaConf.create(out)
-    assert "${run_dir:}" not in out
+    end = answer_to("--cfg", kind, "--resolve", "model=toy")
+    assert (end.exit_code, end.stderr) == (0, "")
+    shown = OmegaConf.create(end.stdout)
+    assert "${run_dir:}" not in end.stdout
     assert ("hydra" in shown) == (kind != "job")
     assert list(tmp_path.iterdir()) == []
 

@@ -36,7 +36,7 @@ CHOICES = {"model": "toy", "dataset": "random", "optimizer": "adam", "scheduler"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with another optimizer and schedule than the default ones, below outputs/."""
+    """Return a run with another optimizer and schedule than the default ones, below outputs/."""
     monkeypatch.chdir(tmp_path)
     config, _ = resolved(*(f"{group}={option}" for group, option in CHOICES.items()))
     run_dir = Path("outputs", "toy", "first")

@@ -1,8 +1,10 @@
 """The jobs of a sweep are composed and planned as Hydra and a command alone do it, much sooner."""
 
+import pickle
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -46,25 +48,53 @@ GRIDS = (
 )
 
 
-@pytest.mark.parametrize("overrides", first_of(GRIDS, num_quick=4))
-def test_a_job_is_composed_as_hydra_composes_it(tmp_path: Path, overrides: str) -> None:
-    """With the same keys, flags and hydra node, or the same error, whatever came before it."""
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "three.yaml").write_text("# @package _global_\nname: three\n")
-    common = (
+Outcome = tuple[DictConfig, str | None]  # a composed job, or its error
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid, and what Hydra composes its jobs to: most cases ask for the same jobs."""
+
+    words: tuple[str, ...]
+    composed: DictConfig  # what all jobs have in common
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def by_hydra(self, job: str) -> Outcome:
+        """Return what Hydra composes a job to."""
+        if job not in self.outcomes:
+            with grid_loader() as loader:
+                compose_job = partial(loader.load_sweep_config, self.composed)
+                self.outcomes[job] = outcome(compose_job, job.split())
+        return self.outcomes[job]
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> Grid:
+    """Compose what the jobs of a grid with a group of the user's own have in common."""
+    folder = tmp_path_factory.mktemp("groups")
+    (folder / "own").mkdir()
+    (folder / "own" / "three.yaml").write_text("# @package _global_\nname: three\n")
+    words = (
         "model=convnet",
-        f"hydra.searchpath=[{tmp_path}]",
+        f"hydra.searchpath=[{folder}]",
         "hydra.job.config.override_dirname.kv_sep=:",
         "hydra.sweep.subdir='${hydra:job.num}'",
     )
-    with grid_loader(*common) as (loader, composed):
-        jobs = Jobs(composed, Invocation(parse(common), None, 0.0, {}))
+    with grid_loader() as loader:
+        return Grid(words, loader.load_configuration(ROOT_CONFIG, [*words], RunMode.MULTIRUN))
+
+
+@pytest.mark.parametrize("overrides", first_of(GRIDS, num_quick=2))
+def test_a_job_is_composed_as_hydra_composes_it(grid: Grid, overrides: str) -> None:
+    """With the same keys, flags and hydra node, or the same error, whatever came before it."""
+    with grid_loader():
+        jobs = Jobs(grid.composed, Invocation(parse(grid.words), None, 0.0, {}))
         compose_job = partial(jobs.compose, number=3)
-        before = (["seed=7"], ["seed=9"])
-        after = (["seed=8", "train.epochs=9"], ["seed=6", "train.epochs=4"], ["seed=1"])
-        for job in (*before, overrides.split(), *after):
-            expected, fault = outcome(partial(loader.load_sweep_config, composed), job)
-            found, own_fault = outcome(compose_job, job)
+        before = ("seed=7", "seed=9")
+        after = ("seed=8 train.epochs=9", "seed=6 train.epochs=4", "seed=1")
+        for job in (*before, overrides, *after):
+            expected, fault = grid.by_hydra(job)
+            found, own_fault = outcome(compose_job, job.split())
             assert own_fault == fault
             if fault is not None:
                 continue
@@ -113,7 +143,7 @@ SHAPES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("common", "jobs"), first_of(SHAPES, num_quick=4))
+@pytest.mark.parametrize(("common", "jobs"), first_of(SHAPES, num_quick=2))
 def test_a_job_is_planned_as_its_command_alone(
     common: str, jobs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +154,7 @@ def test_a_job_is_planned_as_its_command_alone(
     text = "# @package _global_\ndefaults: [override /scheduler: cosine]\noptimizer: {lr: 0.3}\n"
     (tmp_path / "conf" / "experiment" / "cosine.yaml").write_text(text)
     words = ["--config-dir=conf", *common.split()]
+    composed_alone = dict[str, bytes]()  # a job is composed once, and planned twice
     of_sweep = Jobs(
         compose(parse(words)), sweep := Invocation(parse([*words, "-m"]), None, 0.0, {})
     )
@@ -136,13 +167,15 @@ def test_a_job_is_planned_as_its_command_alone(
             composed = of_sweep.compose(task_words, number)
             return of_sweep.plan(composed, lambda _: JobHardware(LAPTOP))
 
-        def local_engine(alone: Invocation = alone, number: int = number) -> Job:
-            composed = compose(alone.command)
+        def by_command(job: str = job, alone: Invocation = alone, number: int = number) -> Job:
+            if job not in composed_alone:
+                composed_alone[job] = pickle.dumps(compose(alone.command))
+            composed = pickle.loads(composed_alone[job])
             with open_dict(composed):
                 composed.hydra.job.num = number
             return plan(composed, LAPTOP, alone)
 
-        assert _described(by_sweep) == _described(local_engine), job
+        assert _described(by_sweep) == _described(by_command), job
     assert sweep.warnings == ()
 
 
@@ -170,19 +203,16 @@ def _described(make: Callable[[], Job]) -> object:
 
 
 @contextmanager
-def grid_loader(*overrides: str) -> Iterator[tuple[ConfigLoader, DictConfig]]:
-    """Give Hydra's loader, and what all jobs of a grid have in common."""
+def grid_loader() -> Iterator[ConfigLoader]:
+    """Give Hydra's loader."""
     register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        yield loader, loader.load_configuration(ROOT_CONFIG, list(overrides), RunMode.MULTIRUN)
+        yield GlobalHydra.instance().config_loader()
 
 
-def outcome(
-    compose_job: Callable[[list[str]], DictConfig], job: list[str]
-) -> tuple[DictConfig, str | None]:
-    """Return what a job is composed to, and with which sentence it is not."""
+def outcome(compose_job: Callable[[list[str]], DictConfig], job: list[str]) -> Outcome:
+    """Return the composed job, or the sentence that rejects it."""
     try:
         return compose_job(job), None
     except (HydraException, ValueError, UserError) as error:

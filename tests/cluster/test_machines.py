@@ -53,7 +53,7 @@ def has_saved(folder: Path) -> bool:
 
 @pytest.fixture(name="net", scope="module")
 def two_hosts() -> Iterator[Network]:
-    """Two hosts; a test may kill all their processes."""
+    """Give two hosts; a test may kill all their processes."""
     with network() as net:
         yield net
 
@@ -148,7 +148,7 @@ def test_a_machine_says_what_it_waits_for_and_answers_ctrl_c(
 def test_machines_that_do_not_come_in_time_are_said_to_be_missing(
     net: Network, tmp_path: Path
 ) -> None:
-    """One line on each side."""
+    """Each side prints one line."""
     expected = ["1 of 2 machines at n1:29400", "n1:29400, where the 2 machines of the run meet"]
     for host, awaited in zip(net.hosts, expected, strict=True):
         with started(tmp_path, [host], *TWO, "launch.join_timeout_s=1") as commands:

@@ -42,13 +42,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> SlowModels:
-    """The module with the slow model."""
+    """Return the module with the slow model."""
     return slow_models.slow_models(tmp_path / "models")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of TRAINING on one machine, which nobody disturbs."""
+    """Return the folder of TRAINING on one machine, which nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     models = slow_models.slow_models(folder / "models")
     models.release()

@@ -20,7 +20,7 @@ SWEEP = ("-m", "hydra/launcher=slurm")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Two nodes of two cores."""
+    """Give two nodes of two cores."""
     with slurm(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 

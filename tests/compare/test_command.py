@@ -117,6 +117,7 @@ def test_a_wide_table_is_split_into_blocks_that_repeat_the_settings(
     assert shown.count("samples/s") == shown.count("parity") == 1
 
 
+@pytest.mark.full
 def test_a_run_that_ran_out_of_memory_or_time_is_a_row(
     outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,7 +166,7 @@ def test_a_run_that_ran_out_of_memory_or_time_is_a_row(
     ],
 )
 def test_every_way_to_run_out_of_memory_is_known(tmp_path: Path, sentence: str) -> None:
-    """Of a GPU, of the machine, of a job on Slurm, and of Python."""
+    """The memory is that of a GPU, the machine, a job on Slurm, or Python."""
     write_run(tmp_path / "a", record={"status": "failed", "error": {"sentence": sentence}})
     write_run(tmp_path / "b", record={"status": "failed", "error": {"sentence": "rank 0: no"}})
     unsure = "perhaps " if "by another process or" in sentence else ""

@@ -19,7 +19,7 @@ DEEP = "a-folder-of-experiments-with-a-name-that-alone-fills-a-line-of-a-termina
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The terminal of a newcomer."""
+    """Return the terminal of a newcomer."""
     monkeypatch.setenv("COLUMNS", "80")
 
 

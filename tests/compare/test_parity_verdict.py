@@ -128,7 +128,7 @@ def test_half_precisions_may_differ_more(tmp_path: Path) -> None:
 
 
 def test_products_of_fewer_digits_may_differ_more(tmp_path: Path) -> None:
-    """On the same device."""
+    """They ran on the same device."""
     losses = changed(lambda step: min(0.011, 7e-5 * 1.3**step))
     assert verdict(tmp_path / "fp32", losses).first_break == 1
     tf32 = verdict(tmp_path / "tf32", losses, precision="tf32")
@@ -151,7 +151,7 @@ def test_a_difference_is_relative_to_the_larger_loss(
 
 
 def test_the_reference_is_the_simplest_mode_on_the_fewest_ranks(tmp_path: Path) -> None:
-    """A mode without communication, not the first mode in the alphabet."""
+    """It is a mode without communication, not the first mode in the alphabet."""
     two = {"world_size": 2, "batch.per_rank": 32}
     for name, config in {"ddp": {}, "single": SINGLE, "ddp_2": two}.items():
         write_run(tmp_path / name, config=config, lines=lines_of([1.0] * 3))

@@ -16,6 +16,7 @@ import pytest
 from browser import browser_path, browser_tab
 from generated_runs import SINGLE, lines_of, write_run
 from html_pages import Element, read_page
+from tiers import first_of
 
 from ddp_runner.compare import report as report_page
 from ddp_runner.compare.__main__ import run
@@ -43,7 +44,7 @@ TAGS = (
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six settings in two modes, one with two seeds, and a run that failed on its way."""
+    """Return six settings in two modes, one with two seeds, and a run that failed on its way."""
     folder = tmp_path_factory.mktemp("compared") / "outputs"
     for seed, lr in ((0, 0.1), (1, 0.1), (0, 0.2), (0, 0.3)):
         name = f"single-{lr}-{seed}"
@@ -67,13 +68,13 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(outputs: Path) -> Path:
-    """The report about them."""
+    """Return the report about them."""
     return report(outputs)
 
 
 @pytest.fixture
 def lost(outputs: Path, tmp_path: Path) -> Path:
-    """A copy of the run that failed."""
+    """Return a copy of the run that failed."""
     return Path(shutil.copytree(outputs / "lost", tmp_path / "outputs" / "lost"))
 
 
@@ -292,11 +293,13 @@ def test_one_run_has_a_page_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "groups"),
-    [
-        (["resume=outputs/a", "train.epochs=9"], []),  # the keys it began with are gone
-        (["train.epochs=9"], None),  # another launcher's command
-        (["train.epochs=9"], ["; rm -r ."]),
-    ],
+    first_of(
+        [
+            (["train.epochs=9"], ["; rm -r ."]),
+            (["resume=outputs/a", "train.epochs=9"], []),  # the keys it began with are gone
+            (["train.epochs=9"], None),  # another launcher's command
+        ]
+    ),
 )
 def test_a_command_that_does_not_repeat_the_run_is_not_shown_as_one(
     tmp_path: Path, overrides: list[str], groups: list[str] | None

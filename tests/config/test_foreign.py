@@ -30,7 +30,7 @@ TASKS = ("train", "evaluate", "predict", "export", "sample")
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that no run may carry away."""
+    """Return a variable that no run may carry away."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
 
 

@@ -182,7 +182,7 @@ def test_an_allowed_package_is_no_way_to_a_foreign_one(target: str, tmp_path: Pa
 def test_a_mistake_is_answered_before_torch_is_imported(
     args: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
-    """Exit code 2, one line on stderr, no traceback, no folder, no torch."""
+    """It exits with 2 and one line on stderr, and leaves no folder."""
     end = run_command(*args, folder=tmp_path, program=(sys.executable, "-c", WATCH_TORCH))
     assert (end.exit_code, end.stdout) == (2, "False\n")
     (line,) = end.stderr.splitlines()

@@ -31,7 +31,7 @@ def frozen_run(folder: Path, *overrides: str, hardware: Hardware = GPUS) -> Path
     ],
 )
 def test_mistakes_are_named(overrides: tuple[str, ...], message: str) -> None:
-    """One line with the fix."""
+    """Each answer is one line with the fix."""
     assert message in config_error(*overrides)
 
 

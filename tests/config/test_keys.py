@@ -40,7 +40,7 @@ def test_the_page_has_the_range_of_a_number() -> None:
 
 
 def test_help_has_the_keys() -> None:
-    """With type, range and default, and the meaning below."""
+    """Each key has its type, range and default, and its meaning below."""
     assert (
         "train.epochs=10  (whole number, greater than 0)\n    passes over the training set\n"
         in help_text()

@@ -112,7 +112,7 @@ def test_a_rank_knows_what_the_run_will_have(monitor: str, mode: str, sentence: 
     ],
 )  # fmt: skip
 def test_a_wrong_metric_is_one_line(overrides: tuple[str, ...], sentence: str) -> None:
-    """With the name to write instead."""
+    """The line has the name to write instead."""
     assert sentence in config_error(*overrides)
 
 

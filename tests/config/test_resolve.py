@@ -69,7 +69,7 @@ def test_the_port_may_be_left_out(place: str, expected: tuple[str, int]) -> None
 
 @pytest.mark.parametrize("nnodes", ["1:4", "1.5", "true", "two"])
 def test_the_number_of_machines_is_a_whole_number(nnodes: str) -> None:
-    """As of any other key."""
+    """The rule is that of any other key."""
     assert config_error(f"launch.nnodes={nnodes}").startswith(f"launch.nnodes ({nnodes}) must be a")
 
 

@@ -42,7 +42,7 @@ def test_a_device_brings_its_own_backend(
 
 
 def test_a_backend_that_is_not_there_any_more_is_named_with_what_to_write(tmp_path: Path) -> None:
-    """As in a shell without the plug-in."""
+    """The shell may lack the plug-in that brought it."""
     line = config_error(run_of(NPU, tmp_path), hardware=LAPTOP)
     assert line.startswith("backend.name (hccl) must be one of auto, gloo, mpi, nccl, xccl; ")
     assert line.endswith("write backend=auto")

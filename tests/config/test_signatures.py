@@ -86,7 +86,7 @@ EXPECTED: dict[str, set[str] | None] = {
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package of the user's, which must not be imported."""
+    """Return a package of the user's, which must not be imported."""
     folder = tmp_path / "shapes" / "parts"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(f"{SOURCE}\nraise RuntimeError")
@@ -116,7 +116,7 @@ def test_the_source_says_which_keywords_there_are(name: str, package: str) -> No
 def test_a_base_class_may_be_named_through_its_module(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The most usual way to write an optimizer or a model of one's own."""
+    """Most optimizers and models of users are written this way."""
     (tmp_path / "mine_by_base.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     keywords = source_keywords("mine_by_base.Mine")
@@ -155,7 +155,7 @@ def test_the_source_says_which_kind_a_key_has(package: str, tmp_path: Path) -> N
 def test_the_source_says_which_keys_must_be_given(
     name: str, required: set[str], package: str
 ) -> None:
-    """Those without a default."""
+    """They are those without a default."""
     found = source_keywords(f"{package}.{name}") or {}
     assert {key for key, one in found.items() if one.is_required} == required
 
@@ -226,5 +226,5 @@ def test_every_optimizer_and_scheduler_of_torch_has_its_option() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_key_is_named_with_the_right_one(words: tuple[str, ...], sentence: str) -> None:
-    """Of any group, at any depth."""
+    """This holds for any group, at any depth."""
     assert sentence in config_error(*words)

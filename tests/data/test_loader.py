@@ -163,7 +163,7 @@ def test_property_every_plan_of_batches_loads_as_from_tensors(
     epoch: int,
     data: st.DataObject,
 ) -> None:
-    """From any step of an epoch on."""
+    """It may begin at any step of an epoch."""
     numbers = torch.arange(num_samples)
     keys = {
         "global_size": global_size,

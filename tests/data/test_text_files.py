@@ -206,7 +206,7 @@ def test_the_bundled_text_is_that_of_this_python(tmp_path: Path) -> None:
     ids=str,
 )
 def test_what_cannot_be_used_is_named(keys: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    """In one line, with the fix."""
+    """The answer is one line with the fix."""
     (tmp_path / "latin1.txt").write_bytes("wäre".encode("latin-1"))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "damaged").mkdir()

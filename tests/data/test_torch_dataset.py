@@ -274,7 +274,7 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
 def test_what_cannot_be_is_one_line(
     train: str, keys: dict[str, object], message: str, package: str
 ) -> None:
-    """With the rule, the value and what to write."""
+    """The line has the rule, the value and what to write."""
     with pytest.raises(UserError, match=message) as caught:
         built(*own(package, train, **keys))
     assert "\n" not in str(caught.value)

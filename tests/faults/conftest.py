@@ -8,7 +8,7 @@ from trainings import RUN, run_training
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training without a fault."""
+    """Return the folder of a training without a fault."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     end = run_training(folder)
     assert (end.exit_code, end.stderr) == (0, "")

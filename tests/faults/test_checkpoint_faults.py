@@ -146,7 +146,7 @@ def test_a_resume_that_cannot_read_the_checkpoints_changes_nothing(
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was killed in mid-training, with all of its checkpoints."""
+    """Return the folder of a run that was killed in mid-training, with all of its checkpoints."""
     folder = tmp_path_factory.mktemp("killed")
     run_training(
         folder,
@@ -159,7 +159,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the uninterrupted run, with all of its checkpoints."""
+    """Return the folder of the uninterrupted run, with all of its checkpoints."""
     folder = tmp_path_factory.mktemp("kept")
     run_training(folder, args=("checkpoint.every_steps=1", "checkpoint.keep=100"))
     return folder / RUN
@@ -226,7 +226,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
 
 @pytest.fixture(scope="module")
 def calls_of_the_sixth_save(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """The number of calls in the sixth save, which also deletes the oldest checkpoint."""
+    """Return the number of calls in the sixth save, which also deletes the oldest checkpoint."""
     folder = tmp_path_factory.mktemp("calls")
     run_training(folder, Fault(partial(append_byte, "calls"), Call(None, within=6)))
     return (folder / "calls").stat().st_size

@@ -97,7 +97,7 @@ def test_children_of_ranks_end_when_the_servers_pipe_closes(tmp_path: Path) -> N
 
 
 def end_adopted_orphans(env: DistEnv, program: str) -> dict[str, bool]:
-    """Start a child, adopt an orphan that has a child, end what was adopted; return what lives."""
+    """Start a child, adopt an orphan with a child, end what was adopted; return what is alive."""
     adopt_orphans()
     own = subprocess.Popen([program, "-c", "kill -STOP $$"])
     family = [program, "-c", '"$0" -c "kill -STOP \\$\\$" & kill -STOP $$', program]
@@ -105,7 +105,7 @@ def end_adopted_orphans(env: DistEnv, program: str) -> dict[str, bool]:
     orphan = int(subprocess.run(parent, stdout=subprocess.PIPE, check=True, text=True).stdout)
     seen = {"own": own.pid in children(), "adopted": orphan in children()}
     end_descendants({own.pid})
-    seen |= {"own lives": own.poll() is None, "others live": children() != {own.pid}}
+    seen |= {"own is alive": own.poll() is None, "others are alive": children() != {own.pid}}
     own.kill()
     own.wait()
     return seen
@@ -113,11 +113,11 @@ def end_adopted_orphans(env: DistEnv, program: str) -> dict[str, bool]:
 
 @pytest.mark.full
 def test_adopted_orphans_end_whatever_their_name(tmp_path: Path) -> None:
-    """A child of this process lives on, and no zombie is left, which a sweep would collect."""
+    """A child of this process stays alive, and no zombie is left, which a sweep would collect."""
     program = tmp_path / "a) S 1 (b"  # /proc shows it in the line where the parent's number follows
     program.symlink_to(str(shutil.which("sh")))
     (seen,) = run_ranks(end_adopted_orphans, 1, str(program), backend=None)
-    assert seen == {"own": True, "adopted": True, "own lives": True, "others live": False}
+    assert seen == {"own": True, "adopted": True, "own is alive": True, "others are alive": False}
 
 
 def kill_all_but_trackers(env: DistEnv) -> list[bool]:
@@ -135,9 +135,9 @@ for name in ("ddp_runner.tracking.track", "other"):
         pids = [int(slot.stdout.readline()) for _ in range(2)]
         kill_descendants()
     wait_for(lambda: is_gone(pids[1]))
-    lives = [psutil.pid_exists(pids[0]), not is_gone(pids[0])]
+    are_alive = [psutil.pid_exists(pids[0]), not is_gone(pids[0])]
     os.kill(pids[0], signal.SIGKILL)
-    return lives
+    return are_alive
 
 
 @pytest.mark.full

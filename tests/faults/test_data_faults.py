@@ -81,6 +81,7 @@ def test_a_damaged_or_missing_file_is_reported(row: str, tmp_path: Path) -> None
         assert "or use dataset=digits, which is bundled" in sentence
 
 
+@pytest.mark.full
 def test_fewer_samples_than_ranks_are_an_error(tmp_path: Path) -> None:
     """One of two ranks would have none in each step."""
     raw = write_tiny_mnist(tmp_path / "data")
@@ -116,7 +117,7 @@ FAULTY_CSV: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("row", first_of(FAULTY_CSV))
 def test_a_faulty_csv_is_reported_by_row_and_column(row: str, tmp_path: Path) -> None:
-    """The file, the line and the column, and the fix."""
+    """The answer names the file, the line, the column and the fix."""
     write, part = FAULTY_CSV[row]
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "texts.csv")

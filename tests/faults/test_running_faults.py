@@ -160,7 +160,7 @@ FAILURES: dict[str, tuple[Fault, int, str]] = {
 def failed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, CommandResult]:
-    """The trainings of FAILURES, side by side because they mostly wait."""
+    """Return the trainings of FAILURES, side by side because they mostly wait."""
     base = tmp_path_factory.mktemp("failures")
     names = [name for name in selected(request, "name") if name in FAILURES]
     folders = {name: base / name.replace(" ", "-") for name in names}
@@ -254,7 +254,7 @@ def test_a_run_resumes_after_sigkill(tmp_path: Path, uninterrupted: Path, name: 
 
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
-    """A control group with little memory; skip the test where none can be made."""
+    """Give a control group with little memory; skip the test where none can be made."""
     for parent in own_cgroups("memory"):
         group = parent / f"ddp_runner-test-{os.getpid()}"
         try:

@@ -52,7 +52,7 @@ def tiers_of(file: str) -> dict[str, bool]:
 
 
 def test_each_fault_has_tests_that_exist() -> None:
-    """By file and name."""
+    """The table names it by file and name."""
     assert ROWS
     for row in ROWS:
         assert named_tests(row) or row.strip(" |").split("|")[-1].strip().startswith("the same")

@@ -1,6 +1,6 @@
 """Hosts on one machine: network namespaces, each with a name, an address and processes of its own.
 
-They need root on Linux, and leave nothing behind: a host lives as long as the shell that holds its
+They need root on Linux, and leave nothing behind: a host exists as long as the shell that holds its
 namespaces, and that shell ends with its stdin, so even a killed pytest leaves no host.
 """
 

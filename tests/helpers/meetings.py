@@ -44,8 +44,8 @@ class Cell:
 
 
 @dataclass
-class Found:
-    """What a cell came to."""
+class CellResult:
+    """What a rank computed in a cell, or why it did not."""
 
     lines: list[dict[str, float]] = field(default_factory=list)  # as logged, without times
     weights: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -55,15 +55,15 @@ class Found:
     failed: str = ""  # anything else that ended it
 
 
-def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[Found]]:
+def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[CellResult]]:
     """Train cells of one world size; return what each of its ranks came to."""
-    found, todo = dict[Cell, list[Found]](), [*cells]
+    found, todo = dict[Cell, list[CellResult]](), [*cells]
     together = list[tuple[Cell, Config]]()
     for cell in todo:
         try:
             together.append((cell, compose_config(*cell.keys, world_size=cell.world_size)))
         except UserError as error:  # by the launcher
-            found[cell] = [Found(refused=str(error))]
+            found[cell] = [CellResult(refused=str(error))]
     while together:
         batch, world_size = [*together], together[0][0].world_size
         place = folder / f"call-{len(list(folder.iterdir()))}"
@@ -82,7 +82,7 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[Found]]:
         if failure:
             end = next(place.glob("end-*"), None)  # a rank's own sentence tells more
             stacks = [f"{path.name}: {path.read_text()}" for path in sorted(place.glob("rank-*"))]
-            failed = Found(failed="\n".join([failure, *stacks]))
+            failed = CellResult(failed="\n".join([failure, *stacks]))
             found[together.pop(0)[0]] = [pickle.loads(end.read_bytes()) if end else failed]
     return found
 
@@ -104,30 +104,30 @@ def _train_all(env: DistEnv, batch: Sequence[tuple[Cell, Config]], place: Path) 
             _write(place / f"{index}-{env.rank}", found)
 
 
-def _write(path: Path, found: Found) -> None:
+def _write(path: Path, found: CellResult) -> None:
     path.with_suffix(".part").write_bytes(pickle.dumps(found))
     path.with_suffix(".part").rename(path)
 
 
-def _train(env: DistEnv, cell: Cell, config: Config) -> Found:
+def _train(env: DistEnv, cell: Cell, config: Config) -> CellResult:
     """Train as a run does, with its trials; return what this rank came to."""
     counts = list[int]()
     try:
         state = build(env, config)
         try_run(state)
     except UserError as error:
-        return Found(refused=str(error))
+        return CellResult(refused=str(error))
     _note_counts(state, counts)
     if cell.rates:
         state.optimizer.register_step_pre_hook(partial(_set_groups, state, cell))
     try:
         trace = run_loop(env, config, max_steps=None, folder=cell.folder, state=state)
     except UserError as error:  # of a rank that serves the loop
-        return Found(refused=str(error))
+        return CellResult(refused=str(error))
     if trace.error.startswith("UserError: ") and not trace.progress.step:
-        return Found(refused=trace.error.removeprefix("UserError: "))
+        return CellResult(refused=trace.error.removeprefix("UserError: "))
     if trace.error:
-        return Found(failed=trace.error)
+        return CellResult(failed=trace.error)
     for split in (state.batches.split, state.work.dataset.eval):
         if isinstance(split, LoaderSplit):
             end_workers(split)
@@ -141,11 +141,11 @@ def _set_groups(state: TrainState, cell: Cell, *_: object) -> None:
         group["weight_decay"] = cell.decays[state.progress.step]
 
 
-def found_in(state: TrainState, trace: Trace, counts: list[int]) -> Found:
+def found_in(state: TrainState, trace: Trace, counts: list[int]) -> CellResult:
     """Return what a rank came to. Collective if parameters are split."""
     average = flat_weights(state.ema.module) if state.ema is not None else torch.zeros(0)
     failed = "" if trace.status == "completed" else f"its status is {trace.status}"
-    return Found(without_times(trace), trace.weights, average, counts, failed=failed)
+    return CellResult(without_times(trace), trace.weights, average, counts, failed=failed)
 
 
 def without_times(trace: Trace) -> list[dict[str, float]]:

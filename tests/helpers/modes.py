@@ -1,4 +1,4 @@
-"""The modes of parallelism, as the folder of their YAMLs has them: a new one is in every table."""
+"""Read the modes of parallelism from conf/, so that a new mode is in every table at once."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def _keys(path: Path) -> DictConfig:
 
 MODES = {path.stem: _keys(path) for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))}
 MESHES = {mode for mode, keys in MODES.items() if keys["_target_"].endswith(".Mesh")}
-# Of models that say which layers are split, into parts that divide the 10 units of toy.
+# They split the layers that a model names, into parts that must divide toy's 10 units.
 TENSOR_PARALLEL = {"tp", "fsdp_tp"}
 
 
@@ -25,13 +25,13 @@ def needs(mode: str) -> DictConfig:
     return MODES[mode].get("needs", DictConfig({}))
 
 
-def is_cut(mode: str) -> bool:
-    """Return whether a mode trains a model in stages, one on each device of a rank."""
+def has_stages(mode: str) -> bool:
+    """Return whether a mode cuts a model into stages, with a device of the rank for each."""
     return bool(MODES[mode].get("devices_per_rank", 1) > 1)
 
 
 def smallest_world(mode: str) -> int:
-    """Return as few ranks as make a mode what it is: two that share the work, if it can be."""
+    """Return the fewest ranks that show what a mode does: two share the work if it lets them."""
     of_mode = needs(mode)
     sharing = min(of_mode.get("min_ranks", 2), of_mode.get("max_ranks", 4))
     return int(sharing + of_mode.get("num_servers", 0))

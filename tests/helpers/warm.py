@@ -36,6 +36,7 @@ PRELOAD = (
     "ddp_runner.cli.app",
     "ddp_runner.compare.__main__",
     "ddp_runner.status",
+    "composed_once",
 )
 HELPERS = Path(__file__).parent
 FIRST_FREE = 200  # no descriptor from here on is in use

@@ -29,7 +29,7 @@ GPU = (torch.device("cuda", 0),)
 
 @pytest.fixture
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty tree of cgroups, as of a machine with 64 cores."""
+    """Return an empty tree of cgroups, as of a machine with 64 cores."""
     monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "fs")
     monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "self")
     if sys.platform == "linux":

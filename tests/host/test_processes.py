@@ -1,4 +1,4 @@
-"""multiprocessing's fork server: a private pipe tells whether it lives, and it ends in silence."""
+"""A private pipe tells whether multiprocessing's fork server is alive; it ends in silence."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from ddp_runner.host.processes import fork_server_is_gone, release_fork_server
 
 
 def hold_and_release() -> None:
-    """Run in a fresh interpreter: a server lives, is killed, and is released."""
+    """Run in a fresh interpreter: a server starts, is killed, and is released."""
     forkserver.ensure_running()
     assert not fork_server_is_gone()
     server: Any = forkserver._forkserver
@@ -71,7 +71,7 @@ from ddp_runner.host.processes import stop_signals_held
 received = []
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(signum, lambda signum, _: received.append(signum))
-code = "import ddp_runner.host.processes as p; p.ignore_stop_signals(); input(); print('lives')"
+code = "import ddp_runner.host.processes as p; p.ignore_stop_signals(); input(); print('alive')"
 with stop_signals_held():
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -92,4 +92,4 @@ def test_signals_while_a_child_starts_reach_the_launcher_alone() -> None:
         timeout=120,
         start_new_session=True,
     )
-    assert ended.stdout == "lives\n"
+    assert ended.stdout == "alive\n"

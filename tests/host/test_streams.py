@@ -66,7 +66,7 @@ def test_each_line_has_the_prefix_of_its_job() -> None:
 def test_what_cannot_be_written_is_dropped(
     tmp_path: Path, redirection: str, lost: list[str]
 ) -> None:
-    """Exit code 0, no traceback, one line for each stream."""
+    """It exits with 0 and prints one line for each stream, never a traceback."""
     (tmp_path / "chatty.py").write_text(CHATTY)
     command = f"set -o pipefail; {sys.executable} chatty.py {redirection}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, check=False)
@@ -94,7 +94,7 @@ def test_what_a_killed_process_has_printed_is_shown(tmp_path: Path) -> None:
 def test_a_log_on_a_full_disk_is_reported_of_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In place of logging's own traceback for each line."""
+    """The line replaces logging's own traceback for each line."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
     env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)

@@ -43,7 +43,7 @@ def train(folder: Path, *args: str) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks, to be copied."""
+    """Return a run of two ranks, to be copied."""
     return train(tmp_path_factory.mktemp("trained"), "model=toy", "world_size=2")
 
 

@@ -217,7 +217,7 @@ class Broken(nn.Module):
     ids=["a class", "a smaller vocabulary", "a mapping", "NaN"],
 )
 def test_a_model_that_returns_no_logits_is_refused(outputs: Any, sentence: str) -> None:
-    """In one line."""
+    """The answer is one line."""
     with pytest.raises(UserError, match=sentence):
         draw(Broken(outputs))
 

@@ -56,13 +56,13 @@ class Group:
 
 @pytest.fixture
 def group() -> Group:
-    """A group whose ranks have sent nothing yet."""
+    """Return a group whose ranks have sent nothing yet."""
     return Group()
 
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    """A resolved config with a known time-out."""
+    """Return a resolved config with a known time-out."""
     return resolved("model=toy", "backend.timeout_s=5")[0]
 
 
@@ -121,7 +121,7 @@ def test_a_rank_that_stood_still_is_late(group: Group, config: Config, error: Ru
 
 
 def test_of_two_errors_of_their_own_the_earlier_is_reported(group: Group, config: Config) -> None:
-    """Not that of the lower rank."""
+    """It need not be that of the lower rank."""
     group.fail(2, ZeroDivisionError("first"))
     group.fail(0, ZeroDivisionError("second"))
     assert group.blamed(config, {0: 1, 2: 1}).sentence.endswith("first")

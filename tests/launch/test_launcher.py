@@ -67,7 +67,7 @@ class Faulty(nn.Linear):
 
 
 def is_gone(launcher_pid: int) -> bool:
-    """Return whether no process of a command lives any more."""
+    """Return whether all processes of a command have ended."""
     return not session_pids(launcher_pid)
 
 
@@ -328,7 +328,7 @@ def lose_the_folder(job: Job) -> Outcome:
 
 @pytest.mark.full
 def test_a_restart_needs_nothing_that_a_cleaner_of_temporary_files_removes(tmp_path: Path) -> None:
-    """Neither the folder nor the server's socket in it."""
+    """It reads neither the folder nor the server's socket in it."""
     end = supervised(tmp_path, lose_the_folder)
     assert (end.exit_code, end.stderr) == (0, "")
 

@@ -77,7 +77,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def pair(start: Start) -> list[Machines]:
-    """Two machines of two ranks each, once they have met; the first serves the hub."""
+    """Return two machines of two ranks each, once they have met; the first serves the hub."""
     started = [start(0, num_ranks=2, serves=True), start(1, num_ranks=2)]
     for place, (_, future) in enumerate(started):
         group = future.result()

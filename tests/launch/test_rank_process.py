@@ -18,7 +18,7 @@ OPTIONS = binding.NumaOptions(affinity_mode=binding.AffinityMode.NODE)
 
 @pytest.fixture
 def config() -> RunConfig:
-    """A resolved config."""
+    """Return a resolved config."""
     return resolved("model=toy", "world_size=2")[0]
 
 

@@ -93,7 +93,7 @@ def test_each_pixel_counts_as_a_sample_does() -> None:
 
 
 def test_a_target_of_minus_100_does_not_count() -> None:
-    """As in torch's cross_entropy."""
+    """Torch's cross_entropy ignores it, too."""
     counts = counts_of([1, -100, -100, 2], [1, 1, 2, 1], NUM_CLASSES)
     assert counts.nonzero().tolist() == [[1, 1], [2, 1]]
 

@@ -64,7 +64,7 @@ def sk() -> Any:
 def test_it_is_scikit_learns(
     metric: Metric, outputs: Tensor, targets: Tensor, expected: Callable[[], float]
 ) -> None:
-    """On random data."""
+    """The data are random."""
     assert result(metric, outputs, targets) == pytest.approx(float(expected()), rel=1e-6)
 
 

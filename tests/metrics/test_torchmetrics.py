@@ -18,12 +18,16 @@ from metric_batches import (
     some_ignored,
 )
 from ranks import run_ranks
+from tiers import first_of
 from torch import Tensor
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import Evaluation, directions
 from ddp_runner.metrics.metric_trial import try_metrics
+
+# By default three ranks, of which the first has no batch; then one rank, two, and other parts.
+QUICK_FIRST = first_of([[0, 3], *(cuts for cuts in CUTS if cuts != [0, 3])])
 
 # Made in a test: the library takes two seconds to import.
 THEIRS: dict[str, tuple[Callable[[Any], Any], Any]] = {
@@ -77,7 +81,7 @@ THEIRS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", THEIRS)
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("cuts", QUICK_FIRST, ids=str)
 def test_ranks_give_the_value_of_one_process(name: str, cuts: list[int]) -> None:
     """With one, two and three ranks, unequal parts, and ranks that got no batch."""
     import torchmetrics

@@ -85,9 +85,14 @@ def test_small_images_stay_larger(architecture: str, body: str, sides: list[int]
     [
         ({"architecture": "resnet19"}, "did you mean resnet18 or"),
         ({"architecture": "fasterrcnn_resnet50_fpn"}, "is not one of torchvision's"),
-        ({"architecture": "googlenet"}, "architecture googlenet has auxiliary outputs in training"),
-        ({"architecture": "vit_b_32", "small_images": True}, "architecture vit_b_32 cuts an image"),
         ({"options": {"colour": 1}}, "unexpected keyword argument 'colour'"),
+        *first_of(
+            [
+                ({"architecture": "googlenet"}, "googlenet has auxiliary outputs in training"),
+                ({"architecture": "vit_b_32", "small_images": True}, "vit_b_32 cuts an image"),
+            ],
+            num_quick=0,
+        ),
     ],
 )
 def test_what_does_not_work_is_rejected_in_one_line(keys: dict[str, object], sentence: str) -> None:

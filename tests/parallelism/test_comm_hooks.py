@@ -123,6 +123,7 @@ def checked(env: DistEnv, configs: list[Config]) -> list[tuple[bool, str]]:
     return found
 
 
+@pytest.mark.full
 def test_a_check_says_what_a_hook_changes() -> None:
     """Rounded gradients get their tolerance; a hook of the user's own must send the mean."""
     keys = (*HOOKS["bf16"], *OWN_HOOKS.values())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import MESHES, MODES, TENSOR_PARALLEL, needs, smallest_world
+from modes import MESHES, MODES, TENSOR_PARALLEL, has_stages, needs, smallest_world
 from orders import samples_of, steps_of
 from ranks import run_ranks
 from tiers import first_of
@@ -46,7 +46,7 @@ GROUPS_OF_TWO = [mode for mode, size in GROUPS if size == 2 and not needs(mode).
 
 def overrides(mode: str, model: str) -> tuple[str, ...]:
     """Return the command line that trains a model under a mode, cut in stages if it wants them."""
-    cut = "_mp" if MODES[mode].get("devices_per_rank", 1) > 1 else ""
+    cut = "_mp" if has_stages(mode) else ""
     return (*MODELS[model], f"model={model}{cut}", f"parallelism={mode}", "optimizer.momentum=0.9")
 
 
@@ -129,7 +129,7 @@ def plain_steps(env: DistEnv, config: Config) -> tuple[list[float], Tensor]:
 
 
 def test_the_steps_of_one_process_are_those_of_a_plain_loop() -> None:
-    """All else is compared with them: what they get wrong, every mode would get wrong alike."""
+    """Every other test compares with these steps, so it could not see an error in them."""
     ((losses, weights),) = run_ranks(plain_steps, 1, compose_config(*overrides("single", "toy")))
     found = reference("toy")[torch.float64]
     torch.testing.assert_close(found.losses, losses, **TOLERANCES[torch.float64])
@@ -158,7 +158,7 @@ WAYS = {
 def of_one_process(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[tuple[str, ...], Trace]:
-    """The keys of a small language model whose gradients are clipped, and one process's steps."""
+    """Return the keys of a small language model with clipped gradients, and one process's steps."""
     path = tmp_path_factory.mktemp("text") / "letters.txt"
     path.write_text(LETTERS)
     keys = (

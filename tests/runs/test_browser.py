@@ -25,13 +25,13 @@ ROWS = """grid => [...grid.shadowRoot.querySelectorAll("#header tr, #items tr")]
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    """The path of a browser; skip the tests without a driver or a browser."""
+    """Return the path of a browser; skip the tests without a driver or a browser."""
     return browser_path()
 
 
 @pytest.fixture(scope="module")
 def sweep(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep over world sizes, whose second job was resumed for two more steps."""
+    """Return a sweep over world sizes, whose second job was resumed for two more steps."""
     folder = tmp_path_factory.mktemp("sweep")
     keys = ("train.max_steps=4", "train.log_every_steps=1", "batch.global_size=20")
     end = run_command("-m", "model=convnet", "world_size=1,2", *keys, folder=folder)
@@ -45,7 +45,7 @@ def sweep(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(chromium: str) -> Iterator[Any]:
-    """A tab of a headless browser."""
+    """Give a tab of a headless browser."""
     with browser_tab(chromium, width=1800, height=1400) as tab:
         tab.set_default_timeout(TIME_LIMIT_MS)
         yield tab

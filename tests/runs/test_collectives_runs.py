@@ -41,7 +41,7 @@ def lose_a_broadcast() -> None:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
-    """Two world sizes, each with all operations, and with reductions that gloo does not support."""
+    """Return two world sizes, each with all operations, also those that gloo does not support."""
     folder = tmp_path_factory.mktemp("sweep")
     write_experiment(folder / "conf", "all", *TINY, "collectives.dtypes=[float32,int32]")
     unsupported = ("collectives.dtypes=[int32]", "collectives.reduce_ops=[sum,mean]")
@@ -119,7 +119,7 @@ def test_unsupported_operations_are_listed(sweep: CommandResult, experiment: str
 
 
 def test_the_table_of_a_sweep_shows_a_bandwidth(sweep: CommandResult) -> None:
-    """The bandwidth of the largest all-reduce."""
+    """It is the bandwidth of the largest all-reduce."""
     name = "collectives/all_reduce_float32_sum/busbw_gb_per_s"
     for world_size in (2, 3):
         job = f"experiment=all,world_size={world_size}"

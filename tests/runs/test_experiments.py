@@ -61,7 +61,7 @@ def test_the_resnet_trains_on_pictures_of_cifars_size(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
-    """All offline experiments as one sweep, six steps each."""
+    """Return all offline experiments as one sweep, six steps each."""
     return run_command(
         "-m",
         f"experiment={','.join(OFFLINE)}",

@@ -1,7 +1,7 @@
-"""What meets at the edges: each source under each mode with each variant equals one process.
+"""Each source under each mode with each variant trains as one process does.
 
-Float64 shows that only rounding differs. What is refused is refused in one line before the first
-step. A new mode is in the table by itself.
+Float64 shows that only rounding differs. A combination that is not supported gets one line before
+the first step. The table reads the modes from conf/, so a new mode is in it.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from meetings import Cell, Found, run_cells
-from modes import MESHES, MODES, TENSOR_PARALLEL, is_cut, needs, smallest_world
+from meetings import Cell, CellResult, run_cells
+from modes import MESHES, MODES, TENSOR_PARALLEL, has_stages, needs, smallest_world
 from own_meetings import NUM_EVAL
 from tiers import selected
 
@@ -104,8 +104,9 @@ def cell_of(meeting: Meeting) -> Cell:
     source, way, variant = meeting.source, meeting.way, meeting.variant
     mode = WAYS[way]
     size = str(UNEVEN if "uneven" in variant else NUM_SAMPLES)
+    model = "toy_mp" if has_stages(mode) else "toy"
     keys = [
-        *(f"model=toy{'_mp' if is_cut(mode) else ''}", f"parallelism={mode}", *COMMON, MOMENTUM),
+        *(f"model={model}", f"parallelism={mode}", *COMMON, MOMENTUM),
         *(key.replace("SIZE", size) for key in SOURCES[source]),
         *VARIANTS[variant],
     ]
@@ -167,11 +168,11 @@ REFUSED = [
     Rule("which are one parameter, into different groups", SHARDED - {"fsdp_tp"}, TIED),
     Rule("and torch would make them two", TENSOR_PARALLEL, TIED),
 ]
-# What does not hold yet. Who lets one hold takes it off the list.
+# These meetings fail today. Whoever fixes one removes it from this list.
 FAILING = [
     Rule(
-        "ranks gather a layer together, and one whose batch does not use it does not come; the "
-        "trial's two samples do not show it",
+        "all ranks must gather a layer, and a rank whose batch does not use it never calls; the "
+        "trial's two samples do not reveal this",
         SHARDED,
         frozenset({"rare"}),
         hangs=True,
@@ -207,9 +208,9 @@ class Table:
 
     def __init__(self, meetings: list[Meeting], folder: Path) -> None:
         self._wanted, self._folder = meetings, folder
-        self._found = dict[Meeting, list[Found]]()
+        self._found = dict[Meeting, list[CellResult]]()
 
-    def of(self, meeting: Meeting) -> list[Found]:
+    def of(self, meeting: Meeting) -> list[CellResult]:
         """Return what each rank of a meeting came to."""
         if meeting not in self._found:
             wanted = {one: cell_of(one) for one in self._wanted if one.way == meeting.way}
@@ -221,7 +222,7 @@ class Table:
 
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Table:
-    """What the selected meetings, and those of one process beside them, come to."""
+    """Return what the selected meetings, and those of one process beside them, come to."""
     wanted = selected(request, "meeting")
     alone = [Meeting(one.source, "single", one.variant) for one in wanted]
     return Table(list(dict.fromkeys([*wanted, *alone])), tmp_path_factory.mktemp("meetings"))
@@ -238,9 +239,9 @@ def differences(
     ]
 
 
-# Ways that are another one with something beside: dp is one process on CPUs, ddp_mp cuts the model
-# of ddp, ps async is ps, and a mesh of four ranks is one of two. Those others meet all variants;
-# here are the ones in which what is beside counts, or that have their own rule.
+# These ways differ little from another: dp is one process on CPUs, ddp_mp cuts the model of ddp,
+# ps async is ps with another order, and a mesh of four ranks is like a mesh of two. The others meet
+# all variants; these meet the variants that the difference may affect, or that have their own rule.
 LIKE_OTHERS = {
     *("dp", "ddp_mp", "ps async"),
     *(way for way, mode in WAYS.items() if smallest_world(mode) > 3),

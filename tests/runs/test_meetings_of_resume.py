@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from meetings import Cell, Found, run_cells
-from modes import is_cut, smallest_world
+from meetings import Cell, CellResult, run_cells
+from modes import has_stages, smallest_world
 from tiers import selected
 
 SAVED, NUM_STEPS = 5, 12  # three steps an epoch: the resume begins amid the second one
@@ -97,7 +97,7 @@ def cell_of(
         f"{scheduler}, {change}, {mode}",
         smallest_world(mode),
         (
-            *(f"model=toy{'_mp' if is_cut(mode) else ''}", f"parallelism={mode}", *COMMON),
+            *(f"model=toy{'_mp' if has_stages(mode) else ''}", f"parallelism={mode}", *COMMON),
             *(f"optimizer.lr={lr}", f"optimizer.weight_decay={decay}", *changed),
         ),
         folder=folder,
@@ -112,12 +112,12 @@ class Resumes:
         self._cases, self._folder = cases, folder
         self._calls = folder / "calls"
         self._calls.mkdir()
-        self._found = dict[Case, list[Found]]()
+        self._found = dict[Case, list[CellResult]]()
         self._first = set[tuple[str, str]]()  # what has run already: scheduler and mode
-        self._expected = dict[tuple[str, str], Found]()
+        self._expected = dict[tuple[str, str], CellResult]()
         self._rates = dict[tuple[str, str], tuple[float, ...]]()
 
-    def of(self, case: Case) -> list[Found]:
+    def of(self, case: Case) -> list[CellResult]:
         """Return what each rank of a resumed run came to."""
         if case not in self._found:
             *_, before, after = case
@@ -134,7 +134,7 @@ class Resumes:
             self._found |= {one: found[cell] for one, cell in cells.items()}
         return self._found[case]
 
-    def expected(self, scheduler: str, change: str) -> tuple[Found, tuple[float, ...]]:
+    def expected(self, scheduler: str, change: str) -> tuple[CellResult, tuple[float, ...]]:
         """Return what one process comes to whose keys change after the saved step; its rates."""
         if not self._expected:
             asked = {one[:2] for one in self._cases}
@@ -154,7 +154,7 @@ class Resumes:
         rates = self._rates[scheduler, change]
         return cell_of(scheduler, "nothing", "single", rates=rates, decays=decays)
 
-    def _run(self, cells: dict[tuple[str, str], Cell]) -> dict[tuple[str, str], Found]:
+    def _run(self, cells: dict[tuple[str, str], Cell]) -> dict[tuple[str, str], CellResult]:
         found = run_cells(list(dict.fromkeys(cells.values())), self._calls)
         for cell, (one,) in found.items():
             assert not one.failed + one.refused, (cell.name, one.failed, one.refused)
@@ -171,14 +171,14 @@ class Resumes:
         return self._folder / f"{scheduler}, {mode}"
 
 
-def of_steps(found: Found, key: str) -> tuple[float, ...]:
+def of_steps(found: CellResult, key: str) -> tuple[float, ...]:
     """Return a metric of each step."""
     return tuple(line[key] for line in found.lines if key in line)
 
 
 @pytest.fixture(scope="module")
 def resumes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Resumes:
-    """The selected cases."""
+    """Return the selected cases."""
     return Resumes(selected(request, "case"), tmp_path_factory.mktemp("resumes"))
 
 

@@ -26,7 +26,7 @@ LONG = ("train.epochs=100000", "checkpoint.every_epochs=null", "world_size=1", "
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
-    """A server for all tests of this file."""
+    """Give a server for all tests of this file."""
     one = MlflowServer(tmp_path_factory.mktemp("mlflow"))
     with one.running():
         yield one

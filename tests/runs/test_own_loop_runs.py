@@ -42,7 +42,7 @@ def gan(*args: str, folder: Path, **options: object) -> CommandResult:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
-    """An uninterrupted run of the GAN on two ranks."""
+    """Return an uninterrupted run of the GAN on two ranks."""
     result = gan(*CHOICES, folder=tmp_path_factory.mktemp("whole"))
     assert result.exit_code == 0, result.stderr
     return result

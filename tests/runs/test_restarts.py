@@ -37,7 +37,7 @@ def test_torchrun_restarts_a_run_in_its_own_folder_beside_an_equal_one(tmp_path:
         )
         (theirs,) = wait_for(lambda: run_dirs(tmp_path))
         suspended = wait_for(lambda: rank_processes(other.pid))[0]
-        suspended.suspend()  # so that the run lives as long as the run that loses a rank
+        suspended.suspend()  # so that the run lasts as long as the run that loses a rank
         killed = stack.enter_context(
             background(
                 *command,
@@ -66,6 +66,7 @@ def test_torchrun_restarts_a_run_in_its_own_folder_beside_an_equal_one(tmp_path:
     assert record(ours)["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_run_that_torchrun_stops_does_not_say_that_it_is_over(tmp_path: Path) -> None:
     """Only the agent knows whether it starts the ranks again."""
     command = ("-m", "ddp_runner", *EQUAL, "train.max_steps=1000000")

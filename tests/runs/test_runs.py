@@ -140,7 +140,7 @@ class Toy(ToyModel):
 def table(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> CommandResult:
-    """The rows as one sweep over experiments, because no grid has just these."""
+    """Return the rows as one sweep over experiments, because no grid has just these."""
     folder = tmp_path_factory.mktemp("table")
     write_reviews(folder / "texts.csv")
     port = str(free_port())

@@ -1,4 +1,4 @@
-"""A stream in whole runs: killed at a step left to chance, it goes on bit for bit."""
+"""A run on a stream that is killed at a random step goes on bit for bit."""
 
 import signal
 from pathlib import Path
@@ -47,7 +47,7 @@ HELPERS = {"PYTHONPATH": own_streams.__file__.rpartition("/")[0]}  # as a user's
 
 
 @pytest.mark.slow
-def test_a_killed_run_on_a_stream_goes_on_exactly(tmp_path: Path, chance: Random) -> None:
+def test_a_killed_run_on_a_stream_goes_on_exactly(tmp_path: Path, rng: Random) -> None:
     """Each sample is used once an epoch, and no bit of the weights differs."""
     folder = tmp_path / "killed"
     whole = run_command(*STREAM, folder=tmp_path / "whole", environ=HELPERS)
@@ -58,7 +58,7 @@ def test_a_killed_run_on_a_stream_goes_on_exactly(tmp_path: Path, chance: Random
     assert "a stream of training and a stream of evaluation samples" in whole.stdout
     assert "3 epochs, an epoch ends with the stream" in whole.stdout
 
-    prepare = inject(Fault(kill_tree, At(1, chance.randrange(4, fields["step"]))))
+    prepare = inject(Fault(kill_tree, At(1, rng.randrange(4, fields["step"]))))
     with background(*STREAM, folder=folder, environ=HELPERS, prepare=prepare) as process:
         assert wait_for_end(process, folder).exit_code == -signal.SIGKILL
     (run_dir,) = run_dirs(folder)

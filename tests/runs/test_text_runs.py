@@ -58,7 +58,7 @@ THINGS = ("hotel", "room", "breakfast", "film", "book", "phone", "staff", "garde
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
-    """The whole table as one sweep."""
+    """Return the whole table as one sweep."""
     folder = tmp_path_factory.mktemp("texts")
     data = folder / "data"
     data.mkdir()

@@ -14,13 +14,13 @@ PROGRAMS = Path(__file__).with_name("programs.py")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the programs' files."""
+    """Return the folder of the programs' files."""
     return tmp_path_factory.mktemp("simgpu")
 
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, Any]:
-    """What the programs saw, all in one process: torch takes seconds to import."""
+    """Return what the programs saw, all in one process: torch takes seconds to import."""
     files = {"SIMGPU_WAITS_FILE": str(folder / "waits"), "SIMGPU_TRACE_FILE": str(folder / "trace")}
     more = {"SIMGPU_TRACE": "event.synchronize", "SIMGPU_SIDE_DELAY_US": "2000000"}
     return simgpu_build.answers(PROGRAMS, str(folder), **more, **files)

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.simgpu, pytest.mark.full]
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    """What the programs saw, all in one process: torch takes seconds to import."""
+    """Return what the programs saw, all in one process: torch takes seconds to import."""
     return simgpu_build.answers(Path(__file__).with_name("rank_programs.py"))
 
 

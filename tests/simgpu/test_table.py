@@ -56,9 +56,8 @@ HALF = [
     Row("ddp", 2, "bf16", source="workers"),
     Row("ddp", 2, "fp16", source="workers", more=("train.clip_norm=1.0",)),
 ]
-DEFAULT = {Row("ddp", 2)}
 FULL = {
-    *(Row("ddp_mp", 2), Row("fsdp", 2), Row("tp", 2), Row("ps", 2)),
+    *(Row("ddp", 2), Row("ddp_mp", 2), Row("fsdp", 2), Row("tp", 2), Row("ps", 2)),
     *(Row("ddp", 2, "fp16"), Row("fsdp", 2, "bf16")),
     *(Row("ddp", 2, source="workers"), Row("ddp", 2, source="padded")),
     Row("ddp", 2, source="loader", more=(AVERAGED,)),
@@ -71,7 +70,7 @@ NEAR = {"bf16": 0.02, "fp16": 0.1}  # of losses; fp16's first step overflows and
 def marked(rows: list[Row]) -> list[object]:
     """Return the rows as parameters, with the marks of their tiers."""
     slow = [pytest.mark.full, pytest.mark.slow]
-    tiers = {row: [] if row in DEFAULT else slow[:1] if row in FULL else slow for row in rows}
+    tiers = {row: slow[:1] if row in FULL else slow for row in rows}
     return [pytest.param(row, id=str(row), marks=tiers[row]) for row in rows]
 
 
@@ -149,7 +148,7 @@ def wait_as_written(row: Row, path: Path, *, num_steps: int) -> None:
     "mode", named(["single", "ddp_mp", "fsdp"], quick=[], slow=["single", "fsdp"])
 )
 def test_a_trained_model_is_used_as_on_the_cpu(mode: str, tmp_path: Path) -> None:
-    """By task=evaluate, to the last digit of the run's own evaluation, and by task=predict."""
+    """task=evaluate repeats the run's own evaluation to the last digit; task=predict agrees."""
     row = Row(mode, USUAL[mode])
     need_devices(row)
     run = on_device(*row.keys, folder=tmp_path)

@@ -111,6 +111,7 @@ def test_an_edited_yaml_changes_no_job_that_waits(tmp_path: Path) -> None:
     assert [record(path)["step"] for path in end.run_dirs] == [300, 300, 300]
 
 
+@pytest.mark.full
 def test_jobs_that_an_edited_yaml_no_longer_makes_are_left_out(tmp_path: Path) -> None:
     """Else no start of the sweep would ever end it; what has ended stays in its table."""
     write_experiment(tmp_path / "conf", "mine", *TOY, "train.max_steps=2")

@@ -21,7 +21,7 @@ from ddp_runner.tracking.run_record import read_run_record
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> dict[str, Job]:
-    """Three jobs with their folders."""
+    """Return three jobs with their folders."""
     job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
     found = {name: replace(job, run_dir=tmp_path / name) for name in ("a", "b", "c")}
     for name in found:

@@ -28,7 +28,7 @@ ERROR = {"rank": 0, "kind": "crash", "sentence": "why"}
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """The folder of a sweep with three jobs."""
+    """Return the folder of a sweep with three jobs."""
     planned(tmp_path, *"abc")
     return tmp_path
 

@@ -83,7 +83,7 @@ def test_cores_and_gpus_are_dealt_out_evenly(
     ],
 )
 def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: str | None) -> None:
-    """In one line for the whole sweep."""
+    """One line answers for the whole sweep."""
     register()
     config = to_config(compose_raw(*overrides.split()))
     expected = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()

@@ -1,10 +1,11 @@
 """A sweep over resume goes on with each run in its own folder, or starts nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from commands import error_line, run_command
+from commands import CommandResult, error_line, run_command
 from configs import resolved
 from run_folders import checkpoint_steps, record
 from sweeps import only_sweep, statuses
@@ -51,7 +52,7 @@ def test_each_run_goes_on_in_its_own_folder(report: str, tmp_path: Path) -> None
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A folder with two runs that have not begun, a and b."""
+    """Return a folder with two runs that have not begun, a and b."""
     for name, optimizer in (("a", "adam"), ("b", "adamw")):
         config, _ = resolved("model=toy", f"optimizer={optimizer}", "scheduler=cosine")
         write_run_record(tmp_path / name, status="preempted")
@@ -77,15 +78,17 @@ def runs(tmp_path: Path) -> Path:
                 "hydra/launcher=slurm submits new runs, and resume=a",
             ),
         ],
-        num_quick=3,
+        num_quick=1,
     ),
 )
-def test_what_cannot_go_on_starts_nothing(words: str, sentence: str, runs: Path) -> None:
+def test_what_cannot_go_on_starts_nothing(
+    words: str, sentence: str, runs: Path, answer_to: Callable[..., CommandResult]
+) -> None:
     """One line, and the runs are as they were."""
     before = {path: path.read_bytes() for path in runs.rglob("*.*") if path.is_file()}
-    assert sentence in error_line(run_command("-m", *words.split(), folder=runs))
+    assert sentence in error_line(answer_to("-m", *words.split()))
     assert {path: path.read_bytes() for path in before} == before
-    assert {path.name for path in runs.iterdir()} <= {"a", "b", "stdout", "stderr", "outputs"}
+    assert {path.name for path in runs.iterdir()} <= {"a", "b", "outputs"}
 
 
 def test_a_run_in_use_starts_nothing(runs: Path) -> None:
@@ -96,10 +99,12 @@ def test_a_run_in_use_starts_nothing(runs: Path) -> None:
     assert record(runs / "a")["status"] == "preempted"
 
 
-def test_the_keys_of_groups_that_all_runs_share_can_be_changed(runs: Path) -> None:
+@pytest.mark.usefixtures("runs")
+def test_the_keys_of_groups_that_all_runs_share_can_be_changed(
+    answer_to: Callable[..., CommandResult],
+) -> None:
     """The default scheduler has no warm-up, and a's optimizer is not b's."""
-    words = ("-m", "resume=a,b", "scheduler.warmup_steps=2", "sweep.dry_run=true")
-    end = run_command(*words, folder=runs)
+    end = answer_to("-m", "resume=a,b", "scheduler.warmup_steps=2", "sweep.dry_run=true")
     assert (end.exit_code, end.stderr) == (0, "")
     assert "2 valid jobs" in end.stdout
 

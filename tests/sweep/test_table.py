@@ -17,7 +17,7 @@ METRICS = {"eval/accuracy": 0.97, "eval/loss": 0.1, "train/loss": 0.2, "perf/sam
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """The folder of a sweep: one job is completed, the other waits."""
+    """Return the folder of a sweep: one job is completed, the other waits."""
     planned(tmp_path, *NAMES)
     write_run_record(
         tmp_path / NAMES[0], status="completed", startup_s=1.5, wall_s=123.25, metrics=METRICS

@@ -236,7 +236,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's folder and the reason, in place of a traceback."""
+    """The line has the run's folder and the reason, in place of a traceback."""
 
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

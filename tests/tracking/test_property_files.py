@@ -412,7 +412,7 @@ TINY = FakeImages("tiny", 3, 2, channels=1, height=4, width=4, num_classes=3, se
 
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[Path, bytes]]]:
-    """The folder of a dataset's files, and what its cache holds, which each example damages."""
+    """Give the folder of a dataset's files, and its cache, which each example damages."""
     root = tmp_path_factory.mktemp("cached")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("DDP_RUNNER_CACHE", str(root / "cache"))

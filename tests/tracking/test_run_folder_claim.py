@@ -30,7 +30,7 @@ OURS, THEIRS = ["agent here 1"], ["agent here 2"]
 
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
-    """What rank 0 holds until its process ends; outputs/ is in a folder of its own."""
+    """Give what rank 0 holds until its process ends; outputs/ is in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     with ExitStack() as opened:
         yield opened

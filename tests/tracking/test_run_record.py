@@ -189,7 +189,7 @@ def test_run_record_keeps_the_fields_of_all_who_write_at_once(tmp_path: Path) ->
 
 @pytest.mark.parametrize("content", [None, "", '{"status": "runn', "[1]"])
 def test_a_missing_or_damaged_run_record_is_named(tmp_path: Path, content: str | None) -> None:
-    """One line with the path, never a traceback."""
+    """The answer is one line with the path, never a traceback."""
     if content is not None:
         (tmp_path / "run.json").write_text(content)
     with pytest.raises(UserError, match=str(tmp_path / "run.json")):

@@ -202,7 +202,7 @@ def parts_of(env: DistEnv, config: Config) -> tuple[bool, list[str]]:
 
 
 def test_without_the_key_there_is_no_copy() -> None:
-    """Neither in memory nor in a checkpoint."""
+    """Neither memory nor a checkpoint holds one."""
     ((is_off, parts),) = run_ranks(parts_of, 1, compose_config(*TOY))
     assert is_off
     assert "ema" not in parts

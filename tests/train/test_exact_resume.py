@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import background, rank_processes, run_command, wait_for
-from modes import MESHES, MODES, TENSOR_PARALLEL, needs, smallest_world
+from modes import MESHES, MODES, TENSOR_PARALLEL, has_stages, needs, smallest_world
 from ranks import run_ranks
 from run_folders import (
     assert_same_state,
@@ -177,12 +177,13 @@ CASES: dict[str, tuple[str, ...]] = {
         *ACCUMULATED,
     ),
 }
-# Each mode with as few ranks as make it what it is; three, as a sum of three has an order.
+# Each mode has the fewest ranks that show what it does; ddp has three too, since the sum of three
+# depends on their order.
 GROUPS = {
-    **{name: (name, smallest_world(name)) for name in MODES},
+    **{mode: (mode, smallest_world(mode)) for mode in MODES},
     "ddp of three": ("ddp", 3),
     "one asynchronous trainer": ("ps parallelism.mode=async", 2),
-    "asynchronous": ("ps parallelism.mode=async", 3),  # its order is left to chance
+    "asynchronous": ("ps parallelism.mode=async", 3),  # the order of its steps is random
 }
 
 
@@ -227,8 +228,8 @@ def watched(state: TrainState) -> tuple[TrainState, list[tuple[int, dict[int, fl
 
 
 @dataclass
-class Life:
-    """One rank from a start to the end of the run."""
+class RankSession:
+    """What one rank did from a start, or a resume, to the end of the run."""
 
     trace: Trace
     drawn: list[tuple[int, dict[int, float]]]  # of each step that it computed gradients for
@@ -237,16 +238,17 @@ class Life:
 def config_of(group: str, *overrides: str) -> Config:
     """Return what a group trains."""
     mode, world_size = GROUPS[group]
-    is_cut = MODES[mode.split()[0]].get("devices_per_rank", 1) > 1
-    model = f"model=mnist_net{'_mp' if is_cut else ''}"
+    model = f"model=mnist_net{'_mp' if has_stages(mode.split()[0]) else ''}"
     keys = f"parallelism={mode}".split()
     if mode in TENSOR_PARALLEL:
         keys.append("+model.tensor_parallel={hidden:colwise,last:rowwise}")
     return compose_config(model, *BASE, *keys, *overrides, world_size=world_size)
 
 
-def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = False) -> Life:
-    """Go on from what the folder holds, with a checkpoint at each step. Collective."""
+def train_on(
+    env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = False
+) -> RankSession:
+    """Continue from what the folder holds, with a checkpoint at each step. Collective."""
     state, drawn = watched(build(env, config))
     if with_scaler:  # its scale goes up and down, and some steps are not taken
         large = loss_of(state)
@@ -257,7 +259,7 @@ def live(env: DistEnv, config: Config, folder: Path, *, with_scaler: bool = Fals
         state.scaler = scaler
     trace = run_loop(env, config, max_steps=None, folder=folder, state=state)
     dist.barrier()
-    return Life(trace, drawn if state.work.layout.computes_batches else [])
+    return RankSession(trace, drawn if state.work.layout.computes_batches else [])
 
 
 def move(env: DistEnv, step: int, source: Path, target: Path) -> None:
@@ -268,22 +270,22 @@ def move(env: DistEnv, step: int, source: Path, target: Path) -> None:
     dist.barrier()
 
 
-def chain(env: DistEnv, config: Config, folder: Path, with_scaler: bool) -> list[Life]:
-    """Return an undisturbed life, then one from each step's checkpoint of the life before."""
-    lives = []
+def chain(env: DistEnv, config: Config, folder: Path, with_scaler: bool) -> list[RankSession]:
+    """Return an undisturbed session, then one from each checkpoint of the session before."""
+    sessions = []
     for step in range(NUM_STEPS):
         if step:
             move(env, step, folder / str(step - 1), folder / str(step))
-        lives.append(live(env, config, folder / str(step), with_scaler=with_scaler))
-    return lives
+        sessions.append(train_on(env, config, folder / str(step), with_scaler=with_scaler))
+    return sessions
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the lives of a case have left."""
+class CaseSessions:
+    """What the sessions of a case leave."""
 
-    ranks: list[list[Life]]  # by rank, then by the step that it went on from
-    states: list[dict[str, Any]]  # the last checkpoint of each life
+    ranks: list[list[RankSession]]  # by rank, then by the step that it resumed from
+    states: list[dict[str, Any]]  # the last checkpoint of each session
 
 
 def cases_of(group: str) -> list[str]:
@@ -298,11 +300,11 @@ def cases_of(group: str) -> list[str]:
     return [case for case in CASES if "num_servers" not in needs(group) or case != "scaled loss"]
 
 
-def found_in(group: str, case: str, folder: Path) -> Found:
-    """Return what a group's lives have left."""
+def run_case(group: str, case: str, folder: Path) -> CaseSessions:
+    """Return what a group's sessions leave."""
     config = config_of(group, *CASES[case])
     ranks = run_ranks(chain, GROUPS[group][1], config, folder, case == "scaled loss")
-    return Found(ranks, [last_state(folder / str(step)) for step in range(NUM_STEPS)])
+    return CaseSessions(ranks, [last_state(folder / str(step)) for step in range(NUM_STEPS)])
 
 
 def last_state(folder: Path) -> dict[str, Any]:
@@ -354,16 +356,16 @@ def test_from_any_step_a_resumed_run_is_the_undisturbed_one(
     group: str, case: str, tmp_path: Path
 ) -> None:
     """Figures, samples and their order, parameters and all that a checkpoint holds: bit for bit."""
-    found = found_in(group, case, tmp_path)
-    for lives in found.ranks:
-        whole = lives[0]
+    found = run_case(group, case, tmp_path)
+    for sessions in found.ranks:
+        whole = sessions[0]
         assert whole.trace.status == "completed"
-        for step, life in enumerate(lives):
-            assert figures(life.trace, after=step) == figures(whole.trace, after=step), step
-            assert len(life.trace.lines) == len(figures(whole.trace, after=step)), step
-            assert life.drawn == whole.drawn[step:], step
-            assert torch.equal(life.trace.weights, whole.trace.weights), step
-            assert life.trace.stand == whole.trace.stand, step
+        for step, session in enumerate(sessions):
+            assert figures(session.trace, after=step) == figures(whole.trace, after=step), step
+            assert len(session.trace.lines) == len(figures(whole.trace, after=step)), step
+            assert session.drawn == whole.drawn[step:], step
+            assert torch.equal(session.trace.weights, whole.trace.weights), step
+            assert session.trace.stand == whole.trace.stand, step
     for step, content in enumerate(found.states):
         whole_state = found.states[0]
         assert content.keys() == whole_state.keys()
@@ -404,51 +406,51 @@ PLACES = {"between two epochs": 3, "amid an epoch": 4}
 SYNCHRONOUS = [group for group in GROUPS if group not in ("asynchronous", "dp")]
 
 
-def elsewhere(
+def resume_elsewhere(
     env: DistEnv,
     config: Config,
     folder: Path,
     sources: list[str],
     target: str,
     steps: Sequence[int] = tuple(PLACES.values()),
-) -> dict[tuple[str, int], Life]:
-    """Go on from the checkpoints that other groups have left; by group and step. Collective."""
-    lives = {}
+) -> dict[tuple[str, int], RankSession]:
+    """Resume from the checkpoints of other groups; return by group and step. Collective."""
+    sessions = {}
     for source in sources:
         for step in steps:
             place = folder / f"{source} to {target}" / str(step)
             move(env, step, folder / source, place)
-            lives[source, step] = live(env, config, place)
-    return lives
+            sessions[source, step] = train_on(env, config, place)
+    return sessions
 
 
-def left_by(groups: list[str], folder: Path, *overrides: str) -> dict[str, list[Life]]:
-    """Let each group live once and leave its checkpoints; return its ranks' lives."""
+def train_groups(groups: list[str], folder: Path, *overrides: str) -> dict[str, list[RankSession]]:
+    """Train each group once, keep its checkpoints, and return its ranks' sessions."""
     return {
         group: run_ranks(
-            live, GROUPS[group][1], config_of(group, *SHARED, *overrides), folder / group
+            train_on, GROUPS[group][1], config_of(group, *SHARED, *overrides), folder / group
         )
         for group in groups
     }
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Life]]]:
-    """What each group but an asynchronous one has left."""
+def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[RankSession]]]:
+    """Train each group but an asynchronous one; give the folder and the sessions."""
     folder = tmp_path_factory.mktemp("left")
-    return folder, left_by(SYNCHRONOUS, folder)
+    return folder, train_groups(SYNCHRONOUS, folder)
 
 
-def readers(group: str, lives: list[Life]) -> list[Life]:
+def readers(group: str, sessions: list[RankSession]) -> list[RankSession]:
     """Return the ranks that take samples of their own: of tensor parallelism one of two."""
-    return lives[:: 2 if group in TENSOR_PARALLEL else 1]
+    return sessions[:: 2 if group in TENSOR_PARALLEL else 1]
 
 
-def samples_by_batch(*lives: Life) -> dict[int, Counter[int]]:
+def samples_by_batch(*sessions: RankSession) -> dict[int, Counter[int]]:
     """Return how often each sample was in a batch, over all ranks."""
     found: dict[int, Counter[int]] = {}
-    for life in lives:
-        for batch, samples in life.drawn:
+    for session in sessions:
+        for batch, samples in session.drawn:
             found.setdefault(batch, Counter()).update(samples)
     return found
 
@@ -471,13 +473,13 @@ def targets() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("target", "place"), list(targets()))
 def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
-    target: str, place: str, left: tuple[Path, dict[str, list[Life]]]
+    target: str, place: str, left: tuple[Path, dict[str, list[RankSession]]]
 ) -> None:
     """From one group to another: losses to rounding, and each sample once an epoch."""
     folder, sources = left
     config, whole = config_of(target, *SHARED), sources["single"][0]
     ranks = run_ranks(
-        elsewhere,
+        resume_elsewhere,
         *(GROUPS[target][1], config, folder, sources_of(target), target, [PLACES[place]]),
         timeout_s=600,
     )
@@ -489,7 +491,9 @@ def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
         torch.testing.assert_close(losses, whole.trace.losses, **tolerances, msg=text)
         torch.testing.assert_close(first.trace.weights, whole.trace.weights, **tolerances, msg=text)
         assert first.trace.stand == whole.trace.stand, where
-        before = [Life(one.trace, one.drawn[:step]) for one in readers(source, sources[source])]
+        before = [
+            RankSession(one.trace, one.drawn[:step]) for one in readers(source, sources[source])
+        ]
         after = readers(target, [rank[source, step] for rank in ranks])
         found = samples_by_batch(*before, *after)
         assert found == samples_by_batch(whole), where
@@ -502,9 +506,9 @@ def test_in_another_mode_or_world_a_run_takes_the_steps_that_are_left(
 def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> None:
     """With a rate near zero, each loss identifies its batch, in any order."""
     still = ("optimizer.lr=1e-30", "dataset.augmentation=null")
-    sources = left_by(["single", "ddp"], tmp_path, *still)
+    sources = train_groups(["single", "ddp"], tmp_path, *still)
     apart = ("checkpoint.every_steps=4", "checkpoint.every_epochs=1")
-    sources |= left_by(["asynchronous"], tmp_path, *still, *apart)
+    sources |= train_groups(["asynchronous"], tmp_path, *still, *apart)
     expected = sources["single"][0].trace.losses
     ordered = sorted(expected)
     assert min(b - a for a, b in pairwise(ordered)) > 1e-3
@@ -519,12 +523,12 @@ def test_an_asynchronous_run_uses_each_sample_once_an_epoch(tmp_path: Path) -> N
     }
     for target, chosen in ways.items():
         config = config_of(target, *SHARED, *still)
-        first, *_ = run_ranks(elsewhere, GROUPS[target][1], config, tmp_path, chosen, target)
-        for (source, step), life in first.items():
-            losses = sources[source][0].trace.losses[:step] + life.trace.losses
+        first, *_ = run_ranks(resume_elsewhere, GROUPS[target][1], config, tmp_path, chosen, target)
+        for (source, step), session in first.items():
+            losses = sources[source][0].trace.losses[:step] + session.trace.losses
             where = f"{source} to {target} at step {step}"
             assert sorted(losses) == pytest.approx(ordered, rel=1e-5), where
-            assert life.trace.progress.step == NUM_STEPS, where
+            assert session.trace.progress.step == NUM_STEPS, where
 
 
 # All that a step depends on, on two ranks.
@@ -549,12 +553,10 @@ NUM_KILLED_STEPS = 32
 
 
 @pytest.mark.full
-def test_a_run_that_was_killed_twice_equals_one_that_was_not(
-    tmp_path: Path, chance: Random
-) -> None:
-    """First a rank, and the launcher starts anew; then the launcher: at steps left to chance."""
+def test_a_run_that_was_killed_twice_equals_one_that_was_not(tmp_path: Path, rng: Random) -> None:
+    """First a rank, and the launcher starts anew; then the launcher: at random steps."""
     undisturbed = run_command(*KILLED, folder=tmp_path / "undisturbed").run_dir
-    folder, first, second = tmp_path / "killed", chance.randrange(4, 12), chance.randrange(12, 22)
+    folder, first, second = tmp_path / "killed", rng.randrange(4, 12), rng.randrange(12, 22)
     with background(*KILLED, "launch.max_restarts=1", folder=folder) as process:
         wait_for(lambda: last_step(folder))
         ranks = rank_processes(process.pid)  # looked up beforehand: the run does not wait

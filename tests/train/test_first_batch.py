@@ -141,7 +141,7 @@ def attempts(env: DistEnv) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, str]:
-    """What each row came to."""
+    """Return what each row came to."""
     (found,) = run_ranks(attempts, 1, timeout_s=240)
     answers: dict[str, str] = found
     return answers

@@ -56,7 +56,7 @@ def test_both_ways_give_the_same_losses(tmp_path: Path) -> None:
 
 
 def columns(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the brightness of a picture's ten columns, turned around by chance, and its class."""
+    """Return the brightness of a picture's ten columns, flipped at random, and its class."""
     means = (row["png"] / 255).mean(dim=(0, 1))
     return (means.flip(0) if torch.rand(()) < 0.5 else means), row["cls"].float().expand(5)
 

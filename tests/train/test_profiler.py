@@ -159,6 +159,7 @@ def test_training_goes_on_without_a_profile_if_a_disk_is_full(tmp_path: Path, ra
     assert left == {f"rank-{1 - rank}.json.gz", f"rank-{1 - rank}.txt"}
 
 
+@pytest.mark.full
 def test_training_goes_on_if_the_runs_folder_takes_no_profile(tmp_path: Path) -> None:
     """Each rank warns in its log."""
     (tmp_path / "file").touch()

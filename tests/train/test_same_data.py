@@ -255,7 +255,7 @@ class Flipped(Numbers):
 
 
 def flipped() -> Flipped:
-    """Return samples that are turned over by chance."""
+    """Return samples that are flipped at random."""
     return Flipped([*range(SIZE)])
 
 

@@ -179,7 +179,7 @@ def test_every_scheduler_goes_on_after_a_resume(tmp_path: Path) -> None:
     all_keys = {name: torchs(name, **keys) for name, keys in SCHEDULERS.items()} | OF_OTHERS
     all_keys |= {
         "our constant": {"_target_": f"{OURS}.constant", "warmup_steps": 7},
-        "our step": {"_target_": f"{OURS}.step", "every_epochs": 1, "gamma": 0.5},
+        "our step": {"_target_": f"{OURS}.step_decay", "every_epochs": 1, "gamma": 0.5},
     }
     configs = {
         name: replace(config, scheduler={"name": "x", **keys}) for name, keys in all_keys.items()

@@ -143,7 +143,7 @@ def test_an_evaluation_that_is_missing_is_made_by_the_resume(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of a run of two ranks that was stopped amid an epoch."""
+    """Return the checkpoints of a run of two ranks that was stopped amid an epoch."""
     folder = tmp_path_factory.mktemp("stopped")
     run_ranks(loop, 2, config_of(*MNIST_NET, *NO_DROPOUT), folder, MID_EPOCH)
     return folder

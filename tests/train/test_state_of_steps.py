@@ -186,7 +186,7 @@ WAYS = {
 
 
 def ways() -> list[Any]:
-    """Return the ways: by default one, and of what a mode does as another does, one case each.
+    """Return the ways: by default one; a mode that does as another does waits for a release.
 
     On CPUs dp is one process; hsdp shards as fsdp does, over a mesh of four.
     """
@@ -196,10 +196,10 @@ def ways() -> list[Any]:
             name,
             marks=[
                 *([] if name == "a codebook, ddp" else [pytest.mark.full]),
-                *([pytest.mark.slow] if mode in alike and case != "a codebook" else []),
+                *([pytest.mark.slow] if mode in alike else []),
             ],
         )
-        for name, (case, mode) in WAYS.items()
+        for name, (_, mode) in WAYS.items()
     ]
 
 

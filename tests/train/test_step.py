@@ -82,7 +82,7 @@ def test_the_ordinary_step_calls_the_model_with_its_inputs(batch: Any, targets: 
 def test_the_ordinary_step_says_what_a_batch_must_be(
     batch: Any, targets: str | None, found: str
 ) -> None:
-    """A batch of another form, with the fix."""
+    """The line names a batch of another form, and the fix."""
     with pytest.raises(UserError) as raised:
         supervised(Sum(), batch, loss=mse, targets=targets)
     assert found in str(raised.value)

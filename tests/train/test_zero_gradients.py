@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 from commands import run_command
-from modes import MODES, is_cut, smallest_world
+from modes import MODES, has_stages, smallest_world
 from ranks import run_ranks
 from run_folders import record
 from tiers import first_of, named
@@ -21,7 +21,7 @@ LOSSES = {"broken_models.blind": False, "ddp_runner.train.losses.mse": True}  # 
 def keys_of(mode: str) -> tuple[str, ...]:
     """Return the command line of two steps under a mode."""
     return (
-        f"model={'toy_mp' if is_cut(mode) else 'toy'}",
+        f"model={'toy_mp' if has_stages(mode) else 'toy'}",
         f"parallelism={mode}",
         "train.max_steps=2",
         "allowed_targets=[broken_models]",

@@ -28,7 +28,7 @@ from ddp_runner.tracking.run_record import write_run_record
 
 @pytest.fixture
 def batch(tmp_path: Path) -> JobBatch:
-    """Three queued jobs."""
+    """Return three queued jobs."""
     return three_jobs(tmp_path / "sweep")
 
 

@@ -126,7 +126,7 @@ def test_a_node_has_what_slurm_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_key_of_the_launcher_is_answered_in_one_line(
     key: str, value: object, rule: str
 ) -> None:
-    """As any other key."""
+    """Any other key is answered alike."""
     with pytest.raises(UserError, match=rf"hydra\.launcher\.{rule}"):
         read_settings(OmegaConf.create({"_target_": OURS, key: value}))
 

@@ -18,7 +18,7 @@ from ddp_runner.tracking.run_record import write_run_record
 
 @pytest.fixture
 def batch(tmp_path: Path) -> JobBatch:
-    """Three queued jobs."""
+    """Return three queued jobs."""
     return three_jobs(tmp_path / "sweep")
 
 
@@ -150,7 +150,7 @@ def test_a_failure_after_ctrl_c_is_left_to_the_next_command(
 def test_ctrl_c_leaves_jobs_that_are_being_cancelled(
     batch: JobBatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At once, without the offer to cancel them."""
+    """It ends at once, without the offer to cancel them."""
     Queue(monkeypatch, {"x_0": "FAILED", "x_1": "RUNNING", "x_2": "RUNNING"})
     monkeypatch.setattr(slurm_watch, "cancel", lambda names: None)  # they are still saving
     record_failure(batch.jobs["a"].run_dir.path)

@@ -22,7 +22,7 @@ CLOCK = 1000.0
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run folder with a config and run.json, and no lines yet."""
+    """Return a run folder with a config and run.json, and no lines yet."""
     folder = tmp_path / "toy" / "run"
     (folder / ".hydra").mkdir(parents=True)
     (folder / "trackers").mkdir()
@@ -87,7 +87,7 @@ def test_a_run_is_begun_followed_and_ended(run_dir: Path) -> None:
 
 
 def test_many_lines_are_sent_in_several_calls(run_dir: Path) -> None:
-    """In their order, and none twice."""
+    """They come in their order, and none comes twice."""
     write_lines(run_dir, range(2500))
     follower(run_dir).catch_up()
     sizes = [len(call["log"]) for call in calls(sent(run_dir)) if "log" in call]

@@ -113,6 +113,7 @@ def test_an_attempt_without_an_answer_leaves_no_second_run(store: str, tmp_path:
     assert (one.info.run_id, one.data.params) == (number, {"a": "1"})
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_same_run(store: str, tmp_path: Path) -> None:
     """With the tags of all its commands, and what the last one has changed."""
     tracker = MLflow(tracking_uri=store)

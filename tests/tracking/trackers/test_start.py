@@ -66,7 +66,7 @@ class Followed:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Followed]:
-    """A run that is alive."""
+    """Give a run that is alive."""
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump({"name": "x"}))
     (tmp_path / "metrics.jsonl").write_text(LINE)
@@ -275,7 +275,7 @@ def test_signals_do_not_end_it(run: Followed, tmp_path: Path) -> None:
 def test_a_process_that_cannot_start_is_a_warning(
     run: Followed, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As on a machine without memory for it."""
+    """The machine has no memory for it."""
     monkeypatch.setattr(start_module.sys, "executable", "/none/python")
     run.start("Recorder", path="x")
     run.end("completed")

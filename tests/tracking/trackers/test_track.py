@@ -24,7 +24,7 @@ LINE = {"step": 1, "epoch": 1, "time_s": 0.5, "train/loss": 0.25}
 
 @pytest.fixture
 def ended(tmp_path: Path) -> RunDir:
-    """A run that has completed, and named no tracker."""
+    """Return a run that has completed, and named no tracker."""
     run_dir = RunDir(tmp_path / "toy" / "run")
     run_dir.path.mkdir(parents=True)
     run_dir.freeze(resolved("model=toy")[0], overrides=(), choices={})
