@@ -108,9 +108,9 @@ def detect(*, is_rank: bool = False) -> Hardware:
 
 
 def usable_cores() -> int:
-    """Return how many cores of its affinity mask this process may use, under its CPU quota.
+    """Return how many cores this process may use, by its affinity mask and its CPU quota.
 
-    Slurm may grant a job some cores without binding it to them; its grant is a limit as well.
+    Slurm may grant a job some cores without binding it to them, so its grant is a limit as well.
     """
     if sys.platform != "linux":
         return os.cpu_count() or 1
@@ -197,8 +197,8 @@ def quota_cores() -> int | None:
 def memory_bytes() -> int:
     """Return how many bytes of memory this process may use.
 
-    The limits of its cgroups, memory.max (version 2) and memory.limit_in_bytes (version 1), and of
-    ulimit -v and -d count.
+    What counts are memory.max (version 2) and memory.limit_in_bytes (version 1) of its cgroups, and
+    the limits of ulimit -v and -d.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for group in own_cgroups("memory"):

@@ -38,8 +38,8 @@ def measure_load() -> Load:
 def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
     """Return the load of a run for run.json.
 
-    The shares are parts of the time of the run's cores from `start` to `end`: used by other
-    processes, and given to other machines by a hypervisor (steal). None: unknown.
+    The shares say which part of the cores' time from `start` to `end` other processes used, and
+    which part a hypervisor gave to other machines (steal). None: unknown.
     """
     pairs = zip(start.cores_ticks, end.cores_ticks, strict=False)  # empty if unknown
     spent = [after - before for before, after in pairs]

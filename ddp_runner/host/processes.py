@@ -1,4 +1,4 @@
-"""The processes of a run: the server that forks ranks, stop signals, and the ends of processes.
+"""The processes of a run: the server that forks ranks, stop signals, and how processes end.
 
 The fork server imports torch once for all ranks. It ends when no process holds the other end of a
 pipe. multiprocessing has no public name for that pipe, nor for the process ids of its server and
@@ -40,9 +40,9 @@ _SERVER: Any = forkserver._forkserver
 _TRACKER: Any = resource_tracker._resource_tracker
 PROC = Path("/proc")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-TRACKER = "ddp_runner.tracking.track"  # a command that sends the rest after a run, then ends
+TRACKER = "ddp_runner.tracking.track"  # a command that sends what remains after a run, then ends
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
-LIMIT_S = 5.0  # for killed processes to be gone; a process in uninterruptible sleep may stay
+LIMIT_S = 5.0  # for killed processes to end; a process in uninterruptible sleep may not
 # A rank exits this long after its launcher, unless the fork server kills it first. The server can
 # find the rank's children only while the rank lives.
 SERVER_GRACE_S = 5.0

@@ -37,7 +37,7 @@ class Machine:
     joined: MachineFacts | None = None
     state: Literal["new", "waiting", "running", "ended", "failed", "refused", "gone"] = "new"
     failure: Failure | None = None  # in this attempt
-    came_at: float = field(default_factory=time.monotonic)
+    connected_at: float = field(default_factory=time.monotonic)
 
 
 class Hub:
@@ -73,7 +73,8 @@ class Hub:
             while not self._is_closed:
                 self._receive()
                 for machine in list(self._machines):
-                    if machine.state == "new" and time.monotonic() > machine.came_at + SILENT_S:
+                    is_late = time.monotonic() > machine.connected_at + SILENT_S
+                    if machine.state == "new" and is_late:
                         self._drop(machine)  # such as a port scanner
                 if self._group is None:
                     self._form()
@@ -194,13 +195,13 @@ class Hub:
             self._group = None
 
     def _may_report(self, machine: Machine, since_s: float) -> bool:
-        """Return whether a machine may still report, this time after the first failure."""
+        """Return whether a machine may still report, this long after the first failure."""
         limit_s = SILENT_S if machine.link.is_silent() else self._longest_s
         return machine.state in ("running", "ended") and since_s < limit_s
 
 
 def parsed(kind: type[T], value: Mapping[str, Any]) -> T:
-    """Return the value of a message, which may come from anybody, as an object of this class.
+    """Return a message's value as an object of this class; anybody may have sent the message.
 
     Raises:
         TypeError: a field has another type.

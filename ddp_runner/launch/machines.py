@@ -27,7 +27,7 @@ from ddp_runner.tracking.run_dir import RunDir
 
 PROBE_S, PAUSE_S = 2.0, 0.5  # for one try to reach the port, and between two tries
 ANSWER_S = 10.0  # without a message, after which the hub counts as lost
-LOST_S = 30.0  # likewise while machines are awaited: the hub's machine was switched off
+LOST_S = 30.0  # the same while machines join: the hub's machine was switched off
 LEAVE_S = 3.0  # for the other machines to read the hub's last message
 OTHER_SERVER = "something else listens there, or it is suspended"
 

@@ -1,4 +1,4 @@
-"""One rank of our launcher, from its first line to its last."""
+"""A rank of our launcher, from its first line to its last."""
 
 import inspect
 import os
@@ -27,7 +27,7 @@ PEER_GRACE_S = 2.0  # a rank that lost a peer waits, so that the peer's end is n
 
 
 def failure_of(error: BaseException, *, rank: int) -> Failure:
-    """Return an exception of a rank as a failure."""
+    """Return a rank's exception as a failure."""
     kind: FailureKind = "user"
     sentence = str(error)
     if not isinstance(error, UserError):

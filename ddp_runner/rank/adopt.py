@@ -47,7 +47,7 @@ def with_config_of_rank_zero(job: Job) -> Job:
 
 
 def _validate_rank_zero(job: Job, machines: Sequence[tuple[str, bool]]) -> None:
-    """Reject a rank 0 whose machine lacks the run; each machine has a host and says if it does."""
+    """Reject a rank 0 whose machine lacks the run, by each rank's host and whether it does."""
     host, lacks_run = machines[0]
     if not lacks_run:
         return

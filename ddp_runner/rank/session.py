@@ -157,7 +157,7 @@ def _log_machines_without_folder(run_dir: RunDir, *, log: Callable[[str], None])
 def report_start(session: Session, *, step: int) -> None:
     """Record that the state is restored; after a restart, log its cause. Every rank must call.
 
-    Until now a resumed run is unchanged.
+    Until this call, a resumed run is unchanged.
 
     Raises:
         UserError: three restarts in a row began at the same step.

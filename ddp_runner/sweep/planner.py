@@ -61,7 +61,7 @@ class SweepCommand:
     words: Sequence[str]  # as the user wrote them
     overrides: Sequence[str]  # all overrides, also those with several values
     read: Callable[[Sequence[str]], Sequence[Override]]  # parses overrides
-    common: DictConfig  # config that all jobs have in common, with the ``hydra`` node
+    common: DictConfig  # the config that all jobs share, with the ``hydra`` node
     compose: Callable[[Sequence[str], int], DictConfig]  # from a job's words and its number from 0
     name_of: Callable[[DictConfig], str]  # folder name of a job, or path of the run that it resumes
     plan: Callable[[DictConfig, Callable[[Config], JobHardware]], Job]

@@ -218,7 +218,7 @@ def sweep_command(arguments: Sequence[str]) -> list[str]:
 
 
 def without_stale_jobs(folder: Path, wanted: Container[str], plan: Plan) -> Plan:
-    """Return the plan without waiting jobs that are not in `wanted`: the sweep would never end."""
+    """Return the plan without waiting jobs outside of `wanted`: with them it would never end."""
     kept = {
         job_id: job
         for job_id, job in plan.jobs.items()
