@@ -73,11 +73,11 @@ def broadcast_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | N
     by_kind = defaultdict[object, list[Tensor]](list)
     for tensor in tensors:
         by_kind[tensor.device, tensor.dtype].append(tensor)
-    for group_of_kind in by_kind.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in group_of_kind])
+    for tensors_of_kind in by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors_of_kind])
         dist.broadcast(flat.view(torch.uint8), src=0, group=group)
-        sizes = [tensor.numel() for tensor in group_of_kind]
-        for tensor, part in zip(group_of_kind, flat.split(sizes), strict=True):
+        sizes = [tensor.numel() for tensor in tensors_of_kind]
+        for tensor, part in zip(tensors_of_kind, flat.split(sizes), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 

@@ -113,9 +113,9 @@ def counted(count: int, noun: str) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time in its two largest units, such as 2 h 5 min."""
-    whole = round(seconds)
-    units = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min")]
-    parts = [f"{count} {unit}" for count, unit in [*units, (whole % 60, "s")] if count]
+    total_s = round(seconds)
+    units = [(total_s // 86400, "d"), (total_s // 3600 % 24, "h"), (total_s // 60 % 60, "min")]
+    parts = [f"{count} {unit}" for count, unit in [*units, (total_s % 60, "s")] if count]
     return " ".join(parts[:2]) or "0 s"
 
 

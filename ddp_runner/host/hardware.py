@@ -37,14 +37,14 @@ def known_to_torch(*, is_rank: bool) -> Accelerators | str:
     Only a rank, which computes on them, imports torch here. Another process asks a child.
     """
     if is_rank:
-        return _ask()
-    pipe, theirs = Pipe()
-    with pipe, theirs:
+        return _ask_torch()
+    pipe, child_end = Pipe()
+    with pipe, child_end:
         try:
             start_fork_server()
-            process = ForkServerProcess(target=_answer, args=(theirs,))
+            process = ForkServerProcess(target=_send_answer, args=(child_end,))
             process.start()
-            theirs.close()
+            child_end.close()
             answer: Accelerators | str = pipe.recv()
             process.join()
             return answer
@@ -52,11 +52,11 @@ def known_to_torch(*, is_rank: bool) -> Accelerators | str:
             return "the process that asks torch for accelerators has ended; see the lines above"
 
 
-def _answer(pipe: Connection) -> None:
-    pipe.send(_ask())
+def _send_answer(pipe: Connection) -> None:
+    pipe.send(_ask_torch())
 
 
-def _ask() -> Accelerators | str:
+def _ask_torch() -> Accelerators | str:
     if import_errors:
         return f"torch cannot say which GPUs it sees ({import_errors[0]}); repair its install"
     try:

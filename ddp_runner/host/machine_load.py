@@ -15,7 +15,7 @@ from ddp_runner.host.processes import PROC, kernel_text, process_stats
 
 IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
 # Fields of `process_stats`: the parent; CPU time of the process and of its ended children.
-PARENT, OWN, ENDED = 0, slice(10, 12), slice(12, 14)
+PARENT, CPU_TIME, CHILDREN_TIME = 0, slice(10, 12), slice(12, 14)
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
     The shares say which part of the cores' time from `start` to `end` other processes used, and
     which part a hypervisor gave to other machines (steal). None: unknown.
     """
-    pairs = zip(start.cores_ticks, end.cores_ticks, strict=False)  # empty if unknown
-    spent = [after - before for before, after in pairs]
-    total, busy, steal = sum(spent), None, None
+    counters = zip(start.cores_ticks, end.cores_ticks, strict=False)  # empty if unknown
+    ticks = [after - before for before, after in counters]
+    total, busy, steal = sum(ticks), None, None
     if total > 0:
-        others = total - spent[IDLE] - spent[IOWAIT] - spent[STEAL]
+        others = total - ticks[IDLE] - ticks[IOWAIT] - ticks[STEAL]
         others -= end.ranks_ticks - start.ranks_ticks
         busy = round(max(0.0, others) / total, 3)
-        steal = round(spent[STEAL] / total, 3)
+        steal = round(ticks[STEAL] / total, 3)
     return {
         "start": {"loadavg_1m": start.average_1m},
         "end": {
@@ -96,7 +96,7 @@ def _ranks_ticks(parent: int) -> int:
     ticks = 0
     for pid, fields in process_stats():
         if fields[PARENT] == parent:
-            ticks += sum(fields[OWN])
+            ticks += sum(fields[CPU_TIME])
         if parent in (fields[PARENT], pid):
-            ticks += sum(fields[ENDED])
+            ticks += sum(fields[CHILDREN_TIME])
     return ticks

@@ -65,8 +65,8 @@ def outer_interface(other: str) -> str | None:
     Args:
         other: the name or address of a machine of the run; it may be this machine.
     """
-    own = _route(socket.gethostname())
-    is_reachable = own is not None and not is_loopback(own[1])
+    gloo_route = _route(socket.gethostname())
+    is_reachable = gloo_route is not None and not is_loopback(gloo_route[1])
     if is_reachable or other == "localhost" or other.startswith("127."):
         return None
     by_address = up_interfaces()

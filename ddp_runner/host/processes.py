@@ -42,7 +42,7 @@ PROC = Path("/proc")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TRACKER = "ddp_runner.tracking.track"  # a command that sends what remains after a run, then ends
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
-LIMIT_S = 5.0  # for killed processes to end; a process in uninterruptible sleep may not
+KILL_S = 5.0  # for killed processes to end; a process in uninterruptible sleep may not
 # A rank exits this long after its launcher, unless the fork server kills it first. The server can
 # find the rank's children only while the rank lives.
 SERVER_GRACE_S = 5.0
@@ -185,7 +185,7 @@ def end_descendants(earlier: Collection[int], *, spares_trackers: bool = True) -
         spares_trackers: spare trackers that still send. A copy that a tracker has forked looks the
             same, so after waiting for the trackers spare only those in `earlier`.
     """
-    deadline, server = time.monotonic() + LIMIT_S, _SERVER._forkserver_pid
+    deadline, server = time.monotonic() + KILL_S, _SERVER._forkserver_pid
     spared = {*earlier, server, _TRACKER._pid}  # either of the last two may be new
     while time.monotonic() < deadline:
         parents = _parents()
@@ -214,12 +214,12 @@ def _kill(pid: int) -> None:
 def _with_descendants(roots: set[int], parents: Mapping[int, int]) -> set[int]:
     """Return the roots and all their descendants, except trackers."""
     family = set(roots)
-    while children := {
+    while generation := {
         pid
         for pid, parent in parents.items()
         if parent in family and pid not in family and not _is_tracker(pid)
     }:
-        family |= children
+        family |= generation
     return family
 
 

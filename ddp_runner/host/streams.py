@@ -93,14 +93,14 @@ def keep_streams(
         if stream is not None:
             with suppress(OSError):  # a library may have printed while it was imported
                 stream.flush()
-        kept = io.TextIOWrapper(
-            io.BufferedWriter(_Kept(name, number, on_loss, prefix.encode())),
+        wrapper = io.TextIOWrapper(
+            io.BufferedWriter(_Descriptor(name, number, on_loss, prefix.encode())),
             encoding=stream.encoding if stream else "utf-8",
             errors="backslashreplace",
             line_buffering=True,  # a killed process has still shown what it printed
         )
-        setattr(sys, name, kept)
-        setattr(sys, f"__{name}__", kept)
+        setattr(sys, name, wrapper)
+        setattr(sys, f"__{name}__", wrapper)
 
 
 def _send_nowhere(number: int) -> None:
@@ -111,7 +111,7 @@ def _send_nowhere(number: int) -> None:
     os.set_inheritable(number, True)
 
 
-class _Kept(io.RawIOBase):
+class _Descriptor(io.RawIOBase):
     """A file descriptor that is redirected to /dev/null once it cannot be written."""
 
     def __init__(

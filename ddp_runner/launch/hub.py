@@ -98,7 +98,7 @@ class Hub:
                     self._machines.append(Machine(Link(connection), str(address[0])))
                     continue
                 for word, value in machine.link.receive(0.0):
-                    self._take(machine, word, value)
+                    self._handle(machine, word, value)
             except (OSError, ValueError, TypeError, KeyError, RecursionError):
                 # It has left, or is no launcher: anybody may connect.
                 if machine is not None:
@@ -110,7 +110,7 @@ class Hub:
         machine.link.socket.close()
         self._machines.remove(machine)
 
-    def _take(self, machine: Machine, word: str, value: Any) -> None:
+    def _handle(self, machine: Machine, word: str, value: Any) -> None:
         if word == "join":
             machine.joined = facts = parsed(MachineFacts, value)
             machine.state, rule = "waiting", ""
@@ -160,7 +160,7 @@ class Hub:
         waiting = sorted(self._waiting(), key=lambda machine: machine not in earlier)
         if len(waiting) < self._launch.nnodes:
             return
-        machines = sorted(waiting[: self._launch.nnodes], key=_order)
+        machines = sorted(waiting[: self._launch.nnodes], key=_rank_order)
         facts = [machine.joined for machine in machines if machine.joined is not None]
         if (sentence := mismatch(facts)) is not None:
             for machine in machines:
@@ -237,7 +237,7 @@ def run_failure(group: Group, machines: Sequence[Machine]) -> Failure:
     return Failure(group.ranks(lost[0])[0], "machine", sentence)
 
 
-def _order(machine: Machine) -> tuple[float, bool, bool]:
+def _rank_order(machine: Machine) -> tuple[float, bool, bool]:
     """Sort by launch.node_rank, then by who has the run's folder, then by who serves the hub."""
     facts = machine.joined
     assert facts is not None

@@ -177,7 +177,7 @@ class Machines(OneMachine):
         try:
             while link is self._link:
                 for word, value in link.receive(BEAT_S / 2):
-                    self._take(word, value)
+                    self._handle(word, value)
                 link.beat()
         except (OSError, ValueError, TypeError, RecursionError):  # gone, or another server
             self._lose(link)
@@ -188,7 +188,7 @@ class Machines(OneMachine):
         # While it joins it has no ranks yet; and once the run is over, the hub may leave.
         self.must_end = self._joined is not None and not self._is_over
 
-    def _take(self, word: str, value: Any) -> None:
+    def _handle(self, word: str, value: Any) -> None:
         self._has_met = True
         match word:
             case "beat":

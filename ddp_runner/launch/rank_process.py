@@ -51,9 +51,9 @@ def run_rank(job: Job, run_task: str, environ: dict[str, str], pipe: Connection)
         if import_errors:
             reason = address_limit() or f"{import_errors[0]}; repair the installation"
             raise UserError(f"torch cannot be imported: {reason}")
-        work = pkgutil.resolve_name(run_task)
-        bound = bound_to_cores(work, int(environ["LOCAL_RANK"]), job.config)
-        message: tuple[str, Outcome | Failure] = ("result", bound(replace(job, wire=wire)))
+        task = pkgutil.resolve_name(run_task)
+        bound_task = bound_to_cores(task, int(environ["LOCAL_RANK"]), job.config)
+        message: tuple[str, Outcome | Failure] = ("result", bound_task(replace(job, wire=wire)))
     except BaseException as error:  # sys.exit in a model ends a rank just as an error does
         failure = failure_of(error, rank=rank)
         message = ("failure", failure)
@@ -67,9 +67,9 @@ def run_rank(job: Job, run_task: str, environ: dict[str, str], pipe: Connection)
 
 
 def bound_to_cores(
-    work: Callable[[Job], Outcome], local_rank: int, config: RunConfig
+    task: Callable[[Job], Outcome], local_rank: int, config: RunConfig
 ) -> Callable[[Job], Outcome]:
-    """Return `work`, bound to the cores near this rank's GPU, as torchrun does.
+    """Return `task`, bound to the cores near this rank's GPU, as torchrun does.
 
     `_maybe_wrap_with_numa_binding` has no public name. Checked on torch 2.11 and 2.15.
     """
@@ -84,8 +84,8 @@ def bound_to_cores(
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it creates a log folder
     ).numa_options
     if options is None:
-        return work
+        return task
     bind = numa._maybe_wrap_with_numa_binding
     is_new = "device_index" in inspect.signature(bind).parameters  # torch 2.11: gpu_index
     device: dict[str, Any] = {"device_index" if is_new else "gpu_index": local_rank}
-    return bind(work, **device, numa_options=options)
+    return bind(task, **device, numa_options=options)

@@ -85,10 +85,9 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         stack.enter_context(
             process_group(env, backend=job.config.backend, init_method=_init_method(job, env))
         )
-        if env.num_nodes > 1:
-            own_job, job = job, with_config_of_rank_zero(job)
-            if job is not own_job:
-                mode, devices = _open_mode(job.config, env)
+        if env.num_nodes > 1 and (adopted := with_config_of_rank_zero(job)) is not job:
+            job = adopted
+            mode, devices = _open_mode(job.config, env)
         config = job.config
         ensure_agreement(_comparable(job), optional=job.code)
         ensure_own_devices(devices, backend=config.backend.name)
@@ -109,8 +108,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
             if not job.is_claimed:
                 stack.enter_context(_failure_recorded(run_dir, started_at=job.started_at))
         job = with_run_folder(job, run_dir, size)
-        logging = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
-        log = stack.enter_context(logging)
+        open_log = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
+        log = stack.enter_context(open_log)
         if env.num_nodes > 1:
             _log_machines_without_folder(run_dir, log=log)
         session = Session(job, env, mode, devices, run_dir, log, heartbeat, hosts)

@@ -102,7 +102,7 @@ class Search:
         self._study = self._open_study()
         self._states = optuna.trial.TrialState
         self.numbers: list[int] = []  # trials of the last batch
-        self._taken = set[int]()  # trials of all batches of this launcher
+        self._batched = set[int]()  # trials of all batches of this launcher
         with self._study_locked():
             # Trials of a search that was stopped: their runs are resumed.
             self._stopped = self._study.get_trials(deepcopy=False, states=[self._states.RUNNING])
@@ -183,9 +183,9 @@ class Search:
             batch = {
                 trial.number: trial.params
                 for trial in self._study.get_trials(deepcopy=False, states=[self._states.RUNNING])
-                if trial.number not in self._taken and trial.params.keys() == self._space.keys()
+                if trial.number not in self._batched and trial.params.keys() == self._space.keys()
             }
-        self._taken |= batch.keys()
+        self._batched |= batch.keys()
         return batch
 
     def tell(self, results: Sequence[float | str | None]) -> None:

@@ -533,7 +533,7 @@ def test_a_machine_that_is_lost_after_the_end_is_no_failure(
     lost = Failure(rank=None, kind="machine", sentence="n1 was lost")
     config, _ = resolved("model=toy")
     config = replace(config, launch=replace(config.launch, nnodes=2))
-    outcome = launcher.failed(Job(config=config, started_at=2.0, code={}), lost, tmp_path)
+    outcome = launcher.report_failure(Job(config=config, started_at=2.0, code={}), lost, tmp_path)
     is_complete = status == "completed"
     assert outcome.exit_code == (0 if is_complete else 1)
     assert record(tmp_path)["status"] == ("completed" if is_complete else "failed")

@@ -24,7 +24,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.job import Job
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.planner import Planner, SweepCommand
-from ddp_runner.sweep.survey import look
+from ddp_runner.sweep.survey import run_status
 from ddp_runner.tracking.run_record import write_run_record
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
@@ -131,7 +131,7 @@ def test_jobs_that_an_edited_yaml_no_longer_makes_are_left_out(tmp_path: Path) -
     assert changed in dry.stdout
     names = ("seed=1", "seed=1-2", "seed=2-2", "seed=3")
     assert statuses(sweep) == dict.fromkeys(names, "completed")
-    found = look(sweep / "seed=2")
+    found = run_status(sweep / "seed=2")
     assert (found.status, found.is_missing, found.is_shown) == ("lost", False, False)
     assert found.reason is not None
     assert "no longer a job of its sweep; continue with " in found.reason

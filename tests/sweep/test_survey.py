@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from generated_runs import lines_of, write_run
 
-from ddp_runner.sweep.survey import RunStatus, look
+from ddp_runner.sweep.survey import RunStatus, run_status
 from ddp_runner.tracking.run_dir import RunDir
 
 HERE = socket.gethostname()
@@ -38,7 +38,7 @@ def status_of(run_dir: Path, *, is_held: bool, server_ahead_s: float = 0.0) -> R
     with RunDir(run_dir).locked() if is_held else nullcontext():
         if is_held:  # since long before the last beat
             os.utime(run_dir / ".lock.holder", (0.0, 0.0))
-        return look(run_dir, server_time=lambda: time.time() + server_ahead_s)
+        return run_status(run_dir, server_time=lambda: time.time() + server_ahead_s)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,12 @@ def test_a_run_that_is_resumed_starts_before_its_record_says_so(
     run_dir = write_run(tmp_path / "run", record={**ALIVE, "status": status})
     write_beat(run_dir, age_s=400.0)
     with RunDir(run_dir).locked():  # by the launcher; rank 0 is not there yet
-        assert look(run_dir).status == "starting"
+        assert run_status(run_dir).status == "starting"
         write_beat(run_dir, age_s=0.0, started_at=STARTED + 500, doing="starting")
         age_all(run_dir, 10.0)
         for name in (".lock.holder", ".heartbeat"):
             os.utime(run_dir / name)
-        assert look(run_dir).status == "starting"
+        assert run_status(run_dir).status == "starting"
 
 
 def test_a_run_that_has_ended_and_is_still_held_has_ended(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_lost_run_names_who_held_it_and_the_way_on(tmp_path: Path) -> None:
     """As the killed process has left it."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     (run_dir / ".lock.holder").write_text(f"process 4711 on {HERE}")
-    reason = look(run_dir).reason
+    reason = run_status(run_dir).reason
     assert reason == f"process 4711 on {HERE} is gone; continue with resume={run_dir}"
 
 
@@ -168,7 +168,7 @@ def test_a_step_that_does_not_end_is_mentioned(tmp_path: Path, doing: str, says:
 def test_a_failed_run_has_the_step_of_its_last_line(tmp_path: Path) -> None:
     """run.json has a step only if the run ended well."""
     record = {"status": "failed", "step": None, "epoch": None}
-    found = look(write_run(tmp_path / "run", record=record, lines=lines_of([100.0] * 3)))
+    found = run_status(write_run(tmp_path / "run", record=record, lines=lines_of([100.0] * 3)))
     assert (found.step, found.epoch) == (30, 1)
 
 
@@ -186,7 +186,7 @@ def test_an_ended_run_says_why_it_ended(
 ) -> None:
     """And is listed with --all only."""
     run_dir = write_run(tmp_path / "run", record=record)
-    found = look(run_dir)
+    found = run_status(run_dir)
     assert found.reason == (reason and reason.format(folder=run_dir))
     assert (found.status, found.is_shown, found.is_missing) == (record["status"], False, False)
 
@@ -206,4 +206,4 @@ def test_a_damaged_record_is_a_line_not_a_traceback(tmp_path: Path, record: str)
     run_dir = write_run(tmp_path / "run")
     (run_dir / "run.json").write_text(record)
     write_beat(run_dir, age_s=0.0, started_at=None, step="x", total_steps=[], idle_s="x")
-    assert look(run_dir).status
+    assert run_status(run_dir).status
