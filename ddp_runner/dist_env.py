@@ -106,9 +106,7 @@ def continues(launch: str, earlier: Collection[str]) -> bool:
 def starts_our_launchers(env: DistEnv, *, nnodes: int) -> bool:
     """Return whether srun started one launcher per machine, each of which starts the ranks there.
 
-    Args:
-        env: what srun's variables say about this process.
-        nnodes: launch.nnodes; 1 where srun starts the ranks themselves.
+    If srun starts the ranks itself, `nnodes` (launch.nnodes) is 1.
     """
     return env.launcher == "srun" and env.local_world_size == 1 and nnodes > 1
 

@@ -104,9 +104,7 @@ def ensure_agreement(
 ) -> None:
     """Check that facts are equal on every rank. Collective: every rank must call.
 
-    Args:
-        facts: this rank's values by name.
-        optional: more facts, reported last; None agrees with any value.
+    The `optional` facts are reported last, and there None agrees with any value.
 
     Raises:
         UserError: on every rank, naming the first key that differs, its values and their ranks.

@@ -148,10 +148,7 @@ def torch_build() -> dict[str, str | None]:
 def why_unusable(num_visible: int, driver_cuda: int, build: Mapping[str, str | None]) -> str | None:
     """Return why torch cannot compute on this machine's NVIDIA GPUs, and the fix; None: it can.
 
-    Args:
-        num_visible: number of visible GPUs.
-        driver_cuda: the driver's CUDA version (12.4: 12040).
-        build: see ``torch_build``.
+    See ``_cuda_driver`` and ``torch_build`` for the arguments.
     """
     cuda = build.get(CUDA, "")
     if build.get("hip") or num_visible == 0 or cuda == "":

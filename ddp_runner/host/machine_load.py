@@ -1,17 +1,14 @@
-"""This machine's load from other work, and the kernel's kills for memory. Torch-free.
+"""This machine's load from other work. Torch-free.
 
 A speed measured beside other work means little, so a comparison shows the load.
 """
 
 import os
-import re
-import resource
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ddp_runner.host.hardware import own_cgroups
-from ddp_runner.host.processes import PROC, kernel_text, process_stats
+from ddp_runner.host.processes import PROC, process_stats
 
 IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
 # Fields of `process_stats`: the parent; CPU time of the process and of its ended children.
@@ -51,33 +48,8 @@ def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
         steal = round(ticks[STEAL] / total, 3)
     return {
         "start": {"loadavg_1m": start.average_1m},
-        "end": {
-            "loadavg_1m": end.average_1m,
-            "busy_share_others": busy,
-            "steal_share": steal,
-        },
+        "end": {"loadavg_1m": end.average_1m, "busy_share_others": busy, "steal_share": steal},
     }
-
-
-def address_limit() -> str:
-    """Return the limit of ``ulimit -v`` as a cause of failed allocations; empty without one."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return ""
-    return f"ulimit -v allows each process {limit / 2**30:.1f} GiB of addresses; raise it"
-
-
-def oom_kills() -> int:
-    """Return how often the kernel has killed a process of this cgroup for memory; 0: unknown.
-
-    The nearest group that has a counter decides: memory.events (version 2), memory.oom_control
-    (version 1).
-    """
-    for group in own_cgroups("memory"):
-        for name in ("memory.events", "memory.oom_control"):
-            if match := re.search(r"^oom_kill (\d+)", kernel_text(group / name), re.MULTILINE):
-                return int(match[1])
-    return 0
 
 
 def _cores_ticks(cores: Collection[int]) -> tuple[int, ...]:

@@ -1,11 +1,9 @@
 """The processes of a run: the server that forks ranks, stop signals, and how processes end.
 
-The fork server imports torch once for all ranks. It ends when no process holds the other end of a
-pipe. multiprocessing has no public name for that pipe, nor for the process ids of its server and
-its resource tracker; the private names were checked on CPython 3.11 to 3.13.
-
-On Linux the fork server, and after it the launcher, adopts the children of a rank that has ended,
-so that it can kill them. Elsewhere they are left alone. Torch-free.
+The fork server imports torch once for all ranks, and ends when no process holds the other end of a
+pipe. That pipe, and the ids of the server and the resource tracker, have private names only, which
+were checked on CPython 3.11 to 3.13. On Linux the server, and after it the launcher, adopts the
+children of a rank that has ended, to kill them. Torch-free.
 """
 
 import ctypes
@@ -151,8 +149,7 @@ def _start_resource_tracker() -> None:
 def fork_server_is_gone(*, within_s: float = 0.0) -> bool:
     """Return whether the server has ended, and with it the processes that it forked.
 
-    Args:
-        within_s: how long to wait: the kernel closes a killed server's files one by one.
+    Wait for it for `within_s`: the kernel closes a killed server's files one by one.
     """
     poll = select.poll()  # unlike ensure_running, this starts no other server
     poll.register(_SERVER._forkserver_alive_fd, 0)

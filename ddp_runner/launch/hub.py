@@ -43,9 +43,7 @@ class Machine:
 class Hub:
     """Decide for all machines, in a thread of the launcher that has the port.
 
-    Args:
-        listener: the socket that the launchers connect to.
-        launch: this machine's section; the others must have the same number of machines and id.
+    The launchers connect to `listener`, and must have the nnodes and the rdzv_id of `launch`.
     """
 
     def __init__(self, listener: socket.socket, launch: LaunchConfig) -> None:

@@ -1,10 +1,8 @@
 """This machine's view of a run on several machines: who takes part, and who has failed.
 
-Each machine runs its ranks like a run on one machine. When ranks fail, each machine reports to the
-hub: all print the failure that came first, and all restart or all end.
-
-Torch's own agent does not fit: it says why ranks failed only after the last restart, waits 30 s for
-a rank that does not answer SIGTERM, and never waits for a checkpoint.
+When ranks fail, each machine reports to the hub: all print the failure that came first, and all
+restart or all end. Torch's own agent does not fit: it says why ranks failed only after the last
+restart, waits 30 s for a rank that does not answer SIGTERM, and never waits for a checkpoint.
 """
 
 import socket

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, is_lost_peer
-from ddp_runner.host.machine_load import address_limit
+from ddp_runner.host.memory import address_limit
 from ddp_runner.host.processes import (
     die_with_parent,
     ignore_stop_signals,

@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.host.machine_load import oom_kills
+from ddp_runner.host.memory import oom_kills
 from ddp_runner.host.processes import (
     children,
     end_descendants,
@@ -41,13 +41,7 @@ SAVING_FACTOR = 10  # a save may take this many times launch.shutdown_timeout_s
 
 
 class Ranks:
-    """The ranks of one attempt.
-
-    Args:
-        job: has its temporary folder, and the ends of earlier attempts.
-        stop: the user's requests to stop the run.
-        on_claim: called with the run folder once a rank has claimed it.
-    """
+    """The ranks of one attempt; `on_claim` gets the run folder once a rank has claimed it."""
 
     # By name: importing it takes seconds, and the launcher does not use it.
     run_task = "ddp_runner.worker:run_task"

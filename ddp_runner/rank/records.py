@@ -51,7 +51,6 @@ class Records:
     Call it after every check of the command: a resume that fails must leave the run as it was.
 
     Args:
-        session: this rank's session.
         fields: fields for run.json; only rank 0's are written.
         resume_step: step of the checkpoint that the run resumes from; None: it starts at step 0.
         stack: closes both at the end of the run, also after an error.

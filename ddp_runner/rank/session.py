@@ -24,8 +24,8 @@ from ddp_runner.distributed import (
     gather_objects,
 )
 from ddp_runner.errors import UserError, one_line
-from ddp_runner.host.freed_memory import keep_freed_memory
 from ddp_runner.host.hardware import usable_cores
+from ddp_runner.host.memory import keep_freed_memory
 from ddp_runner.job import FailureKind, Job, Status
 from ddp_runner.parallelism.mode import Mode, count_devices, rank_devices
 from ddp_runner.rank.adopt import with_config_of_rank_zero

@@ -43,10 +43,7 @@ NO_TRIALS = "the search has run all its trials; a larger hydra.sweeper.n_trials 
 
 
 def run_sweep(command: SweepCommand) -> int:
-    """Run the sweep, and print its table, and its report if sweep.report is set.
-
-    Returns:
-        The exit code of the worst job.
+    """Run the sweep and print its table and report; return the exit code of the worst job.
 
     Raises:
         UserError: the sweep is invalid, or the search has no best job.

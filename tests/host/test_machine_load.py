@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.host import hardware, machine_load, processes
-from ddp_runner.host.machine_load import (
-    Load,
-    load_record,
-    measure_load,
-    oom_kills,
-)
+from ddp_runner.host import machine_load, processes
+from ddp_runner.host.machine_load import Load, load_record, measure_load
 
 
 def write_proc(folder: Path, cores: dict[int, list[int]], processes: dict[int, list[int]]) -> None:
@@ -76,45 +71,3 @@ def test_this_machine_has_a_load() -> None:
     for share in ("busy_share_others", "steal_share"):
         value = end[share]
         assert value is None or 0 <= value <= 1
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "kills"),
-    [
-        (
-            "0::/user/run\n",
-            {"user/memory.events": "low 0\noom 9\noom_kill 8\n", "memory.events": "oom_kill 9\n"},
-            8,  # its own group has no counter, as where it has no memory controller
-        ),
-        ("0::/\n", {"memory.events": "oom 2\noom_kill 1\noom_group_kill 0\n"}, 1),  # a container's
-        (
-            "4:memory:/jobs/7\n1:cpu:/\n0::/\n",
-            {
-                "memory/jobs/7/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
-                "memory/memory.oom_control": "oom_kill 5\n",
-                "cpu/memory.oom_control": "oom_kill 7\n",
-            },
-            3,
-        ),
-        # A container with the host's path, of which only the group's own folder is there.
-        ("4:memory:/docker/ab\n", {"memory/memory.oom_control": "oom_kill 2\n"}, 2),
-        ("4:memory:/\n", {"memory/memory.oom_control": "oom_kill_disable 0\n"}, 0),  # Linux < 4.13
-        ("0::/\n", {}, 0),
-    ],
-    ids=["v2-above", "v2-container", "v1", "v1-container", "v1-old", "none"],
-)
-def test_kills_for_memory_are_counted_in_the_own_group(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    groups: str,
-    files: dict[str, str],
-    kills: int,
-) -> None:
-    """Or in the nearest one above it that counts them, of either version."""
-    (tmp_path / "groups").write_text(groups)
-    for name, text in files.items():
-        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "fs" / name).write_text(text)
-    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "groups")
-    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "fs")
-    assert oom_kills() == kills
