@@ -1,4 +1,4 @@
-"""Reductions, agreement, the life of a process group, and what the network sees of it."""
+"""Ranks reduce, agree, stop together and meet; only this machine can reach their group."""
 
 import os
 import signal
@@ -204,7 +204,7 @@ def buffers(env: DistEnv) -> list[float]:
 
 
 def test_buffers_become_those_of_rank_zero() -> None:
-    """Floating-point statistics and integer counts alike."""
+    """Both floating-point statistics and integer counts do."""
     assert run_ranks(buffers, 2) == [[1.0, 1.0, 7]] * 2
 
 
@@ -350,7 +350,7 @@ def test_failing_rank_fails_the_test_at_once(how: str, message: str) -> None:
 
 
 def test_a_rank_waits_until_rank_0_answers_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch's client, which prints C++ frames or waits for ever meanwhile."""
+    """It does not use torch's client, which prints C++ frames or waits for ever."""
     env = DistEnv(rank=1, local_rank=0, world_size=2, local_world_size=1, launcher="own")
     with socket.socket() as listener:
         listener.bind((HOST, 0))
@@ -378,7 +378,7 @@ def meeting_place(env: DistEnv, port: int) -> str:
 
 
 def test_the_ranks_of_several_machines_share_a_store() -> None:
-    """Whoever comes first."""
+    """It does not matter which rank comes first."""
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]

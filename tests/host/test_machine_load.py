@@ -1,4 +1,4 @@
-"""The load of the machine: what others took of the cores that a run may use."""
+"""The load says how much of a run's cores other processes used."""
 
 import os
 import shutil
@@ -55,7 +55,7 @@ def test_shares_are_of_the_cores_that_a_run_may_use(
 
 
 def test_what_the_system_does_not_say_is_none() -> None:
-    """As where there is no /proc, or no time has passed."""
+    """There may be no /proc, or no time may have passed."""
     load = load_record(Load(0.5), Load(1.5))
     nothing = {"busy_share_others": None, "steal_share": None}
     assert load == {"start": {"loadavg_1m": 0.5}, "end": {"loadavg_1m": 1.5, **nothing}}
@@ -64,7 +64,7 @@ def test_what_the_system_does_not_say_is_none() -> None:
 
 
 def test_this_machine_has_a_load() -> None:
-    """Shares between two looks are parts of one."""
+    """The shares between two measurements are between 0 and 1."""
     start = measure_load()
     sum(number * number for number in range(3_000_000))
     end = load_record(start, measure_load())["end"]

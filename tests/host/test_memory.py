@@ -112,7 +112,7 @@ def test_kills_for_memory_are_counted_in_the_own_group(
     files: dict[str, str],
     kills: int,
 ) -> None:
-    """Or in the nearest one above it that counts them, of either version."""
+    """If it has no counter, the nearest group above it that has one counts, in both versions."""
     (tmp_path / "groups").write_text(groups)
     for name, text in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)

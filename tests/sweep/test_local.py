@@ -41,7 +41,7 @@ PARALLEL = ("-m", *TOY, "sweep.parallel_jobs=2")
 def test_cores_and_gpus_are_dealt_out_evenly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what this process may use, none twice, hyperthreads of a core together."""
+    """Each slot gets cores and GPUs that no other has, and both hyperthreads of a core."""
     core_of = {4: 0, 5: 1, 6: 0, 7: 1, 9: 2}
     for cpu, core in core_of.items():
         for name, value in {"physical_package_id": 0, "core_id": core}.items():
@@ -255,7 +255,7 @@ def has_slot(launcher_pid: int) -> bool:
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_signal_while_slots_start_ends_them(tmp_path: Path) -> None:
-    """None has begun a job, so none has anything to say."""
+    """No slot has begun a job, so no slot prints anything."""
     keys = ("-m", *TOY, "train.epochs=10000", "seed=1,2", "sweep.parallel_jobs=2")
     with background(*keys, folder=tmp_path, fresh=True) as process:
         wait_for(lambda: has_slot(process.pid))

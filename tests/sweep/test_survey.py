@@ -1,4 +1,4 @@
-"""Whether a run is alive, from its record, lock and heartbeat, on one machine and on another."""
+"""A run's status follows from its record, lock and heartbeat, on any machine."""
 
 import json
 import os
@@ -126,7 +126,7 @@ def test_a_resume_elsewhere_is_seen_by_its_heartbeat(
 
 
 def test_a_lost_run_names_who_held_it_and_the_way_on(tmp_path: Path) -> None:
-    """As the killed process has left it."""
+    """The killed process has left its lock file behind."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     (run_dir / ".lock.holder").write_text(f"process 4711 on {HERE}")
     reason = run_status(run_dir).reason
@@ -134,7 +134,7 @@ def test_a_lost_run_names_who_held_it_and_the_way_on(tmp_path: Path) -> None:
 
 
 def test_step_rate_and_time_left_are_those_of_the_last_lines(tmp_path: Path) -> None:
-    """Of the last twenty, since a run may have become slower. A heartbeat may be older."""
+    """The last twenty lines count, as a run may get slower. A heartbeat may be older."""
     early = [{**line, "time_s": line["time_s"] / 1000} for line in lines_of([500.0] * 100)]
     late = [{**line, "step": line["step"] + 1000} for line in lines_of([60.0] * 29 + [70.0])]
     lines = early + late
@@ -184,7 +184,7 @@ def test_a_failed_run_has_the_step_of_its_last_line(tmp_path: Path) -> None:
 def test_an_ended_run_says_why_it_ended(
     tmp_path: Path, record: Mapping[str, Any], reason: str | None
 ) -> None:
-    """And is listed with --all only."""
+    """It is listed only with --all."""
     run_dir = write_run(tmp_path / "run", record=record)
     found = run_status(run_dir)
     assert found.reason == (reason and reason.format(folder=run_dir))

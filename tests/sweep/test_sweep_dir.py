@@ -84,7 +84,7 @@ def test_a_run_to_resume_waits_until_this_sweep_has_run_it(tmp_path: Path) -> No
 
 
 def test_the_newest_unfinished_sweep_of_the_command_is_continued(tmp_path: Path) -> None:
-    """Not one that is done, nor another command's; one with failures where they are retried."""
+    """A completed sweep is not continued, nor another command's, nor failures unless retried."""
     found = {"older": None, "newer": "preempted", "lost": "failed", "done": "completed"}
     for age, (name, status) in enumerate([*found.items(), ("other", None)]):
         planned(tmp_path / name, "a", command=["other" if name == "other" else "mine"])
@@ -101,7 +101,7 @@ def test_the_newest_unfinished_sweep_of_the_command_is_continued(tmp_path: Path)
 
 
 def test_a_plan_is_changed_by_one_launcher_at_a_time(tmp_path: Path) -> None:
-    """Else one would write down again what it had read before the other's change."""
+    """Otherwise a launcher would overwrite the change of another."""
     planned(tmp_path, "a")
     other = threading.Thread(target=planned, args=(tmp_path, "b"))
     with locked(tmp_path / ".sweep.lock"):

@@ -1,4 +1,4 @@
-"""Slurm's queue, and how each job stands by it and by its run.json."""
+"""A job's standing follows from Slurm's queue and its run.json."""
 
 import os
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_how_a_job_stands_follows_from_the_queue_and_run_json(
     status: str,
     part: str | None,
 ) -> None:
-    """Without accounting: a job that Slurm has forgotten has ended, and is not waited for."""
+    """No accounting is needed: a job that Slurm has forgotten has ended."""
     run_dir = tmp_path / "run"
     if fields is not None:
         write_run_record(run_dir, **fields)
@@ -90,7 +90,7 @@ def test_how_a_job_stands_follows_from_the_queue_and_run_json(
 
 
 def test_a_job_that_fails_before_it_has_a_run_is_explained_by_its_log(tmp_path: Path) -> None:
-    """Its last error line, and where the log is."""
+    """The reason is the log's last error line, and says where the log is."""
     log = tmp_path / "slurm" / "x_0.log"
     log.parent.mkdir()
     log.write_text("error: not this\nslurmstepd: x\nerror: data_root (x) is not a folder\nmore\n")
