@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
-    """Return the group of the loop's ranks; None if it has all ranks or lacks this. Collective."""
+    """Return the group of a loop; None if all ranks take part, or this does not. Collective."""
     flags = gather_objects(takes_part)
     if all(flags):
         return None

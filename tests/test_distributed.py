@@ -48,9 +48,9 @@ def reductions(env: DistEnv) -> dict[str, Any]:
 
 def test_reductions_give_every_rank_the_same() -> None:
     """Sums are in float64, gathered values are in order of rank."""
-    for found in run_ranks(reductions, 3):
-        assert found["sum"] == [4.5, 3.0 * 2**53 - 3]
-        assert found["gather"] == [(0, ""), (1, "ü"), (2, "üü")]
+    for result in run_ranks(reductions, 3):
+        assert result["sum"] == [4.5, 3.0 * 2**53 - 3]
+        assert result["gather"] == [(0, ""), (1, "ü"), (2, "üü")]
 
 
 def agreement(env: DistEnv, facts: list[dict[str, object]]) -> str:
@@ -129,8 +129,8 @@ def agents_store(env: DistEnv, port: int) -> tuple[list[bytes], bool]:
 def test_a_restarted_group_reads_none_of_the_keys_of_the_one_before() -> None:
     """The store of torchrun outlives a worker group; its addresses would make the next one fail."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = run_ranks(agents_store, 3, server.port, backend=None)
-    assert found == [([b"0", b"1", b"2"], True)] * 3
+    read = run_ranks(agents_store, 3, server.port, backend=None)
+    assert read == [([b"0", b"1", b"2"], True)] * 3
 
 
 def test_a_rank_that_greeted_and_died_is_not_taken_for_the_one_that_comes() -> None:
@@ -139,15 +139,15 @@ def test_a_rank_that_greeted_and_died_is_not_taken_for_the_one_that_comes() -> N
     stale = dist.PrefixStore("ddp_runner", server)
     stale.set("greeting/1", "dead")
     stale.set("answer/dead", "group-dead")
-    found = run_ranks(agents_store, 2, server.port, backend=None)
-    assert found == [([b"0", b"1"], True)] * 2
+    read = run_ranks(agents_store, 2, server.port, backend=None)
+    assert read == [([b"0", b"1"], True)] * 2
 
 
 def own_devices(env: DistEnv, gpus: list[str], backend: str) -> str:
     """Compare the ranks' GPUs, as if each had the one that is named."""
-    found = SimpleNamespace(uuid=gpus[env.rank])
+    properties = SimpleNamespace(uuid=gpus[env.rank])
     try:
-        with patch.object(torch.cuda, "get_device_properties", return_value=found):
+        with patch.object(torch.cuda, "get_device_properties", return_value=properties):
             ensure_own_devices([torch.device("cuda", 0)], backend=backend)
     except UserError as error:
         return str(error)
@@ -219,8 +219,8 @@ def channels_last_state(env: DistEnv) -> torch.Tensor:
 
 def test_a_channels_last_weight_becomes_that_of_rank_zero() -> None:
     """The collective takes contiguous tensors alone, and would fill a copy."""
-    for found in run_ranks(channels_last_state, 2):
-        assert not found.any()
+    for weight in run_ranks(channels_last_state, 2):
+        assert not weight.any()
 
 
 def group_life(env: DistEnv, store: str, fails: bool) -> tuple[bool, bool]:

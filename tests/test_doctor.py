@@ -60,8 +60,8 @@ def test_gpus_that_torch_cannot_use_are_a_problem(monkeypatch: pytest.MonkeyPatc
     """It has the fix that the launcher names, too."""
     why = "2 GPUs are visible and torch was built without CUDA; install one that was"
     monkeypatch.setattr(doctor, "detect", lambda: Hardware(0, 4, unusable=why))
-    found = doctor.gpus()
-    assert (found.value, found.problem) == tuple(why.split("; "))
+    finding = doctor.gpus()
+    assert (finding.value, finding.problem) == tuple(why.split("; "))
     monkeypatch.setattr(doctor, "detect", lambda: Hardware(2, 4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     assert doctor.gpus() == Finding("2 (cuda); CUDA_VISIBLE_DEVICES=3,4")
@@ -70,9 +70,9 @@ def test_gpus_that_torch_cannot_use_are_a_problem(monkeypatch: pytest.MonkeyPatc
 def test_a_package_that_is_missing_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line names the package."""
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": "2.15.0", "omegaconf": None})
-    found = doctor.software()
-    assert found.value == "torch 2.15.0, omegaconf missing"
-    assert found.problem
+    finding = doctor.software()
+    assert finding.value == "torch 2.15.0, omegaconf missing"
+    assert finding.problem
 
 
 def test_little_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +97,9 @@ def test_the_disk_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     disk_with(monkeypatch, free=100 * GIB)
     assert doctor.disk(outputs) == Finding(f"{tmp_path}: 100.0 GiB free")
     monkeypatch.setattr(doctor.fcntl, "flock", _no_locks)
-    found = doctor.disk(outputs)
-    assert found.value.endswith("; No locks available")
-    assert "nolock" in found.problem
+    finding = doctor.disk(outputs)
+    assert finding.value.endswith("; No locks available")
+    assert "nolock" in finding.problem
 
 
 def _no_locks(*_: object) -> None:

@@ -181,8 +181,8 @@ def test_an_installed_runner_is_found_where_it_came_from(
 
     monkeypatch.setattr(new, "IS_INSTALLED", True)
     monkeypatch.setattr(new.metadata, "distribution", lambda name: Distribution())
-    found = tomllib.loads(uv_source())
-    assert found == (
+    in_toml = tomllib.loads(uv_source())
+    assert in_toml == (
         {} if source is None else {"tool": {"uv": {"sources": {"ddp-runner": source}}}}
     )
 

@@ -194,8 +194,8 @@ def quota_cores() -> int | None:
 def memory_bytes() -> int:
     """Return how many bytes of memory this process may use.
 
-    What counts are memory.max (version 2) and memory.limit_in_bytes (version 1) of its cgroups, and
-    the limits of ulimit -v and -d.
+    Its limits are memory.max (version 2) and memory.limit_in_bytes (version 1) of its cgroups, and
+    those of ulimit -v and -d.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for group in own_cgroups("memory"):

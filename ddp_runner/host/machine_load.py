@@ -25,7 +25,7 @@ class Load:
 
 
 def measure_load() -> Load:
-    """Return the load now. Cheap: reads a few files below /proc."""
+    """Return the load now. This is cheap: it reads a few files below /proc."""
     average = round(os.getloadavg()[0], 2)
     if sys.platform != "linux" or not (PROC / "stat").exists():
         return Load(average)

@@ -175,9 +175,9 @@ def test_gpus_that_torch_cannot_use_have_a_reason(
     reason: str | None,
 ) -> None:
     """The build or the driver's age is the reason; without GPUs there is none."""
-    found = why_unusable(num_visible, driver_cuda, build)
-    assert (found or "").startswith(reason or "")
-    assert (found is None) == (reason is None)
+    fault = why_unusable(num_visible, driver_cuda, build)
+    assert (fault or "").startswith(reason or "")
+    assert (fault is None) == (reason is None)
 
 
 def test_unusable_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,10 +48,10 @@ def test_shares_are_of_the_cores_that_a_run_may_use(
     ranks = {11: [7, 300, 20, 60, 40], 13: [8, 2000, 0, 0, 0], 7: [1, 45, 0, 640, 20]}
     shutil.rmtree(tmp_path / "proc" / "12")
     write_proc(tmp_path / "proc", cores, ranks)
-    found = load_record(start, measure_load())["end"]
+    load = load_record(start, measure_load())["end"]
     # 2000 ticks, 600 of them busy; of those the ranks took 200 and 100 of their children, and 100.
-    assert found["busy_share_others"] == pytest.approx(200 / 2000)
-    assert found["steal_share"] == pytest.approx(50 / 2000)
+    assert load["busy_share_others"] == pytest.approx(200 / 2000)
+    assert load["steal_share"] == pytest.approx(50 / 2000)
 
 
 def test_what_the_system_does_not_say_is_none() -> None:

@@ -285,10 +285,10 @@ def test_a_restart_knows_nothing_of_the_ranks_before_but_why_they_ended(tmp_path
     end = supervised(tmp_path, leave_behind)
     assert end.exit_code == 1
     assert end.stderr.startswith("error: rank 0 ended with exit code 8, without an exception")
-    found = json.loads((tmp_path / "found").read_text())
+    facts = json.loads((tmp_path / "found").read_text())
     sentence = "rank 1 ended with exit code 7, without an exception: by os._exit, or by a library"
-    assert found["earlier"][0][1].startswith(sentence)
-    assert found["same server"]
+    assert facts["earlier"][0][1].startswith(sentence)
+    assert facts["same server"]
 
 
 def lose_the_server(job: Job) -> Outcome:

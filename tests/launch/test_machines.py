@@ -79,17 +79,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def pair(start: Start) -> list[Machines]:
     """Two machines of two ranks each, once they have met; the first serves the hub."""
     started = [start(0, num_ranks=2, serves=True), start(1, num_ranks=2)]
-    for place, (_, future) in enumerate(started):
+    for index, (_, future) in enumerate(started):
         group = future.result()
         assert group is not None
-        assert group.index == place
+        assert group.index == index
     return [machine for machine, _ in started]
 
 
 def verdicts(pair: Sequence[Machines], failures: Sequence[Failure]) -> list[Failure]:
     """Let both machines tell how they failed; return what each names."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda one, own: one.agree_on_failure(own), pair, failures))
+        return list(pool.map(Machines.agree_on_failure, pair, failures))
 
 
 PLACES = {
@@ -108,9 +108,9 @@ def test_the_first_reason_that_applies_gives_a_machine_rank_0(
     facts, first = places
     groups = [future.result() for _, future in [start(**one) for one in facts]]
     assert [group.index for group in groups if group] == [first, 1 - first]
-    (place,) = {(group.address, group.port) for group in groups if group}
-    assert place[0] == "127.0.0.1"
-    assert place[1] > 0
+    ((address, port),) = {(group.address, group.port) for group in groups if group}
+    assert address == "127.0.0.1"
+    assert port > 0
 
 
 def test_a_machine_says_how_many_are_missing_and_a_spare_one_that_the_run_is_over(
@@ -186,8 +186,8 @@ def test_the_hub_is_not_opened_to_the_network(start: Start) -> None:
 
 def test_the_machine_with_the_number_0_must_have_the_port(start: Start) -> None:
     """It cannot join another hub: the others look for this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         _, refused = start(0, endpoint=f"127.0.0.1:{port}")
         with pytest.raises(UserError, match=f"port {port} of this machine is in use and its"):
             refused.result()
@@ -230,9 +230,9 @@ def test_the_failure_that_came_first_is_named_with_its_machine(pair: list[Machin
     """Both machines name it, and not the rank that only lost its peer."""
     killed = failure("signal", rank=3, at=5, sentence="rank 3 was killed")
     peer = failure("peer", rank=0, at=4, sentence="rank 0 raised RuntimeError")
-    found = verdicts(pair, [peer, killed])
-    assert found[0] == found[1]
-    assert found[0].sentence == f"rank 3 on {socket.gethostname()} was killed"
+    named = verdicts(pair, [peer, killed])
+    assert named[0] == named[1]
+    assert named[0].sentence == f"rank 3 on {socket.gethostname()} was killed"
     assert all(one.must_end for one in pair)
 
 
@@ -252,7 +252,7 @@ def seen_by_hub(*states: tuple[str, Failure | None]) -> list[Machine]:
     """Return what the hub knows of two machines."""
     with socket.socket() as connection:
         link = Link(connection)
-    return [Machine(link, "", {}, state, found) for state, found in states]
+    return [Machine(link, "", {}, state, failed) for state, failed in states]
 
 
 GROUP = Group(["a", "b"], 0, 2)
@@ -260,14 +260,14 @@ GROUP = Group(["a", "b"], 0, 2)
 
 def test_what_the_user_can_mend_is_said_with_its_machine() -> None:
     """If every rank reports the same mistake, the message names no machine."""
-    own = failure("user", rank=0, at=9, sentence="seed differs on rank 2")
+    ours = failure("user", rank=0, at=9, sentence="seed differs on rank 2")
     for sentence, expected in [
-        (own.sentence, own.sentence),
+        (ours.sentence, ours.sentence),
         ("there is no data", "on b: there is no data"),
     ]:
         other = failure("user", rank=2, at=5, sentence=sentence)
-        seen = seen_by_hub(("failed", own), ("failed", other))
-        assert run_failure(GROUP, seen).sentence == expected
+        joined = seen_by_hub(("failed", ours), ("failed", other))
+        assert run_failure(GROUP, joined).sentence == expected
 
 
 def test_a_failure_of_no_rank_is_named_with_its_machine() -> None:
@@ -279,11 +279,11 @@ def test_a_failure_of_no_rank_is_named_with_its_machine() -> None:
 @pytest.mark.parametrize("state", ["gone", "running"])
 def test_a_machine_that_reports_nothing_was_lost(state: str) -> None:
     """It is lost only if the others merely lost their peers; otherwise they are the reason."""
-    found = run_failure(GROUP, seen_by_hub(("failed", failure("peer", rank=0)), (state, None)))
-    assert (found.rank, found.kind) == (2, "machine")
-    assert found.sentence.startswith("b (ranks 2, 3) was lost: it was switched off, its")
-    own = failure("crash", rank=1, sentence="rank 1 on a raised")
-    assert run_failure(GROUP, seen_by_hub(("failed", own), (state, None))) == own
+    named = run_failure(GROUP, seen_by_hub(("failed", failure("peer", rank=0)), (state, None)))
+    assert (named.rank, named.kind) == (2, "machine")
+    assert named.sentence.startswith("b (ranks 2, 3) was lost: it was switched off, its")
+    ours = failure("crash", rank=1, sentence="rank 1 on a raised")
+    assert run_failure(GROUP, seen_by_hub(("failed", ours), (state, None))) == ours
 
 
 def test_a_machine_that_still_ends_its_ranks_is_waited_for(
@@ -293,23 +293,23 @@ def test_a_machine_that_still_ends_its_ranks_is_waited_for(
     monkeypatch.setattr(hub, "SILENT_S", 0.0)
     late = failure("late", rank=2, at=9, sentence="rank 2 was late")
     with ThreadPoolExecutor() as pool:
-        told = pool.submit(pair[0].agree_on_failure, failure("peer", rank=0))
+        answer = pool.submit(pair[0].agree_on_failure, failure("peer", rank=0))
         wait_for(lambda: pair[1].must_end)
         time.sleep(0.5)
-        assert not told.done()
+        assert not answer.done()
         assert pair[1].agree_on_failure(late).kind == "late"
-        assert told.result().kind == "late"
+        assert answer.result().kind == "late"
 
 
 def test_a_timeout_elsewhere_says_that_ranks_waited_in_vain(pair: list[Machines]) -> None:
     """Then the other machine can name its late rank."""
     timed_out = failure("peer", rank=2, sentence="Timed out waiting")
     with ThreadPoolExecutor() as pool:
-        told = pool.submit(pair[1].agree_on_failure, timed_out)
+        answer = pool.submit(pair[1].agree_on_failure, timed_out)
         wait_for(lambda: pair[0].must_end)
         assert pair[0].timed_out
         pair[0].agree_on_failure(failure("late", rank=0))
-        assert told.result().kind == "late"
+        assert answer.result().kind == "late"
 
 
 def test_a_machine_that_is_lost_ends_the_others_at_once(pair: list[Machines]) -> None:
@@ -317,24 +317,24 @@ def test_a_machine_that_is_lost_ends_the_others_at_once(pair: list[Machines]) ->
     assert pair[1]._link is not None
     pair[1]._link.socket.shutdown(socket.SHUT_RDWR)
     wait_for(lambda: pair[0].must_end)
-    found = pair[0].agree_on_failure(failure("peer", rank=0))
-    assert (found.rank, found.kind) == (2, "machine")
-    assert "(ranks 2, 3) was lost" in found.sentence
+    named = pair[0].agree_on_failure(failure("peer", rank=0))
+    assert (named.rank, named.kind) == (2, "machine")
+    assert "(ranks 2, 3) was lost" in named.sentence
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_hub_that_is_gone_is_named(pair: list[Machines], place: int) -> None:
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_hub_that_is_gone_is_named(pair: list[Machines], index: int) -> None:
     """No rank is named, as no machine can meet again. Rank 0's machine may have completed."""
     assert pair[0]._hub is not None
     pair[0]._hub.close(within_s=0.0)
-    wait_for(lambda: pair[place]._link is None)
-    assert pair[place].must_end
-    assert pair[place].all_ended() is (place == 0)
-    found = pair[place].agree_on_failure(failure("peer", rank=2 * place))
-    assert (found.rank, found.kind) == (None, "machine")
-    assert ", where the machines meet, is lost: its machine was" in found.sentence
-    own = failure("crash", rank=2 * place, sentence=f"rank {2 * place} raised")
-    assert pair[place].agree_on_failure(own).kind == "crash"
+    wait_for(lambda: pair[index]._link is None)
+    assert pair[index].must_end
+    assert pair[index].all_ended() is (index == 0)
+    named = pair[index].agree_on_failure(failure("peer", rank=2 * index))
+    assert (named.rank, named.kind) == (None, "machine")
+    assert ", where the machines meet, is lost: its machine was" in named.sentence
+    ours = failure("crash", rank=2 * index, sentence=f"rank {2 * index} raised")
+    assert pair[index].agree_on_failure(ours).kind == "crash"
 
 
 def test_no_machine_leaves_before_the_ranks_of_all_have_ended(
@@ -456,8 +456,8 @@ def test_a_failure_is_known_of_a_machine_that_has_joined_again(
     """It lost the hub for a while, and then names its own failure."""
     first, second = pair
     monkeypatch.setattr(machines, "ANSWER_S", 0.0)
-    own = failure("crash", rank=2, sentence="rank 2 raised", at=1)
-    assert second.agree_on_failure(own).kind == "crash"
+    ours = failure("crash", rank=2, sentence="rank 2 raised", at=1)
+    assert second.agree_on_failure(ours).kind == "crash"
     monkeypatch.undo()
     with ThreadPoolExecutor() as pool:
         again = pool.submit(second.join, lambda: False)

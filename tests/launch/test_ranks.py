@@ -193,8 +193,8 @@ def test_sigterm_to_one_rank_asks_all_to_save_and_end(tmp_path: Path, rank: int)
     assert (end.exit_code, end.stderr) == (143, "")
     assert record(end.run_dir)["status"] == "preempted"
     assert checkpoint_steps(end.run_dir)
-    told = (end.run_dir / "logs" / f"rank-{rank}.log").read_text()
-    assert f"rank {rank} alone received SIGTERM\n" in told
+    log = (end.run_dir / "logs" / f"rank-{rank}.log").read_text()
+    assert f"rank {rank} alone received SIGTERM\n" in log
 
 
 def started_jobs(folder: Path) -> list[Path]:

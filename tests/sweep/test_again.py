@@ -93,8 +93,8 @@ def test_fail_fast_and_max_failures_stop_a_sweep(setting: str, number: int, tmp_
     rows = ("-m", "optimizer.lr=1e30,1e31,0.1", *TOY, "train.max_steps=9")
     end = run_command(*rows, setting, folder=tmp_path)
     assert end.exit_code == 2
-    found = list(statuses(only_sweep(tmp_path)).values())
-    assert found == ["failed"] * number + ["queued"] * (3 - number)
+    ends = list(statuses(only_sweep(tmp_path)).values())
+    assert ends == ["failed"] * number + ["queued"] * (3 - number)
 
 
 @pytest.mark.slow
@@ -131,10 +131,10 @@ def test_jobs_that_an_edited_yaml_no_longer_makes_are_left_out(tmp_path: Path) -
     assert changed in dry.stdout
     names = ("seed=1", "seed=1-2", "seed=2-2", "seed=3")
     assert statuses(sweep) == dict.fromkeys(names, "completed")
-    found = run_status(sweep / "seed=2")
-    assert (found.status, found.is_missing, found.is_shown) == ("lost", False, False)
-    assert found.reason is not None
-    assert "no longer a job of its sweep; continue with " in found.reason
+    run = run_status(sweep / "seed=2")
+    assert (run.status, run.is_missing, run.is_shown) == ("lost", False, False)
+    assert run.reason is not None
+    assert "no longer a job of its sweep; continue with " in run.reason
 
 
 @pytest.mark.full
@@ -163,8 +163,8 @@ def test_an_invalid_job_counts_as_a_failure(tmp_path: Path) -> None:
     rows = ("-m", "optimizer.lr=0.1,-1", *TOY, "sweep.fail_fast=true")
     end = run_command(*rows, folder=tmp_path)
     assert end.exit_code == 2
-    found = statuses(only_sweep(tmp_path))
-    assert found == {"optimizer.lr=0.1": "queued", "optimizer.lr=-1": "failed"}
+    by_job = statuses(only_sweep(tmp_path))
+    assert by_job == {"optimizer.lr=0.1": "queued", "optimizer.lr=-1": "failed"}
 
 
 def test_a_folder_with_a_run_of_another_config_is_left_alone(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from ddp_runner.tracking.run_record import read_run_record
 def jobs(tmp_path: Path) -> dict[str, Job]:
     """Three jobs with their folders."""
     job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
-    found = {name: replace(job, run_dir=tmp_path / name) for name in ("a", "b", "c")}
-    for name in found:
+    jobs = {name: replace(job, run_dir=tmp_path / name) for name in ("a", "b", "c")}
+    for name in jobs:
         (tmp_path / name).mkdir()
-    return found
+    return jobs
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_a_job_that_cannot_begin_costs_itself_alone(
     outcomes = run_jobs(batch_of(tmp_path, *jobs), execute=execute).values()
     assert [one.status for one in outcomes] == ["completed", "failed", "completed"]
     assert [one.exit_code for one in outcomes] == [0, 2, 0]
-    found = read_plan(tmp_path).jobs["b"].standing(tmp_path)
-    assert (found.status, found.kind) == ("damaged" if error is None else "failed", "user")
-    assert reason in str(found.sentence)
+    current = read_plan(tmp_path).jobs["b"].standing(tmp_path)
+    assert (current.status, current.kind) == ("damaged" if error is None else "failed", "user")
+    assert reason in str(current.sentence)
     assert reason in sweep_table(tmp_path)
 
 

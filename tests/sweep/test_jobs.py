@@ -153,8 +153,8 @@ def test_a_mistake_has_its_exit_code(tmp_path: Path) -> None:
     """A damaged run has the same code."""
     kinds = {"user": 2, "crash": 1, "signal": 1, "late": 1}
     for kind, code in kinds.items():
-        found = Standing("failed", {"error": {**ERROR, "kind": kind}})
-        assert failed_outcome(found).exit_code == code
+        ended = Standing("failed", {"error": {**ERROR, "kind": kind}})
+        assert failed_outcome(ended).exit_code == code
     assert failed_outcome(Standing("damaged", fault="run.json is cut")).exit_code == 2
 
 

@@ -116,10 +116,10 @@ def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
     assert end.exit_code == 2
     check_places(end, seen)
     check_lines(end)
-    found = list(statuses(only_sweep(tmp_path)).values())
-    assert found[:5] == ["completed"] * 5
-    assert found.count("failed") in (2, 3)  # what another slot had begun came to its end
-    assert set(found[5:]) == {"failed", "queued"}
+    ends = list(statuses(only_sweep(tmp_path)).values())
+    assert ends[:5] == ["completed"] * 5
+    assert ends.count("failed") in (2, 3)  # what another slot had begun came to its end
+    assert set(ends[5:]) == {"failed", "queued"}
 
 
 def check_places(end: CommandResult, seen: dict[Path, set[int]]) -> None:

@@ -58,10 +58,10 @@ def test_a_run_is_alive_by_its_lock_here_and_by_its_heartbeat_elsewhere(
     """What rank 0 does is shown only if a process still does it."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     write_beat(run_dir, age_s=age_s, host=host, doing="evaluating")
-    found = status_of(run_dir, is_held=is_held)
-    assert (found.status, found.hosts) == (status, ("n1", "n2"))
-    assert found.is_shown
-    assert found.is_missing == (status in ("lost", "silent"))
+    run = status_of(run_dir, is_held=is_held)
+    assert (run.status, run.hosts) == (status, ("n1", "n2"))
+    assert run.is_shown
+    assert run.is_missing == (status in ("lost", "silent"))
 
 
 @pytest.mark.parametrize(("ahead_s", "status"), [(0.0, "running"), (3600.0, "lost")])
@@ -69,9 +69,9 @@ def test_the_age_is_by_the_clock_of_the_disk(tmp_path: Path, ahead_s: float, sta
     """Machines with other clocks see the same."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     write_beat(run_dir, age_s=0.0, host="elsewhere")
-    found = status_of(run_dir, is_held=False, server_ahead_s=ahead_s)
-    assert found.status == status
-    assert found.seen_s == pytest.approx(ahead_s, abs=60)
+    run = status_of(run_dir, is_held=False, server_ahead_s=ahead_s)
+    assert run.status == status
+    assert run.seen_s == pytest.approx(ahead_s, abs=60)
 
 
 def test_a_run_that_starts_has_no_heartbeat_yet(tmp_path: Path) -> None:
@@ -140,10 +140,10 @@ def test_step_rate_and_time_left_are_those_of_the_last_lines(tmp_path: Path) -> 
     lines = early + late
     run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines)
     write_beat(run_dir, age_s=0.0, step=25, total_steps=1400, epoch=2, total_epochs=4)
-    found = status_of(run_dir, is_held=True)
-    assert (found.step, found.total_steps, found.epoch, found.total_epochs) == (1300, 1400, 1, 4)
-    assert (found.samples_per_s, found.steps_per_s) == (70.0, 10.0)
-    assert found.left_s == pytest.approx(10.0)
+    run = status_of(run_dir, is_held=True)
+    assert (run.step, run.total_steps, run.epoch, run.total_epochs) == (1300, 1400, 1, 4)
+    assert (run.samples_per_s, run.steps_per_s) == (70.0, 10.0)
+    assert run.left_s == pytest.approx(10.0)
 
 
 def test_metrics_that_are_cut_off_or_damaged_count_as_far_as_they_go(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_metrics_that_are_cut_off_or_damaged_count_as_far_as_they_go(tmp_path: P
     run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines_of([100.0] * 500))
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": "x", "time_s": 1}\n[1]\n{"step": 6000, "ti')
-    found = status_of(run_dir, is_held=True)
-    assert (found.step, found.steps_per_s) == (5000, 10.0)
+    run = status_of(run_dir, is_held=True)
+    assert (run.step, run.steps_per_s) == (5000, 10.0)
 
 
 @pytest.mark.parametrize(("doing", "says"), [("running", True), ("evaluating", False)])
@@ -160,16 +160,16 @@ def test_a_step_that_does_not_end_is_mentioned(tmp_path: Path, doing: str, says:
     """Rank 0 beats while it waits for another rank. An evaluation may take long."""
     run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines_of([100.0] * 3))
     write_beat(run_dir, age_s=0.0, idle_s=300.0, doing=doing)
-    found = status_of(run_dir, is_held=True)
-    assert found.status == doing
-    assert ("no step for 300 s" in (found.reason or "")) == says
+    run = status_of(run_dir, is_held=True)
+    assert run.status == doing
+    assert ("no step for 300 s" in (run.reason or "")) == says
 
 
 def test_a_failed_run_has_the_step_of_its_last_line(tmp_path: Path) -> None:
     """run.json has a step only if the run ended well."""
     record = {"status": "failed", "step": None, "epoch": None}
-    found = run_status(write_run(tmp_path / "run", record=record, lines=lines_of([100.0] * 3)))
-    assert (found.step, found.epoch) == (30, 1)
+    run = run_status(write_run(tmp_path / "run", record=record, lines=lines_of([100.0] * 3)))
+    assert (run.step, run.epoch) == (30, 1)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_an_ended_run_says_why_it_ended(
 ) -> None:
     """It is listed only with --all."""
     run_dir = write_run(tmp_path / "run", record=record)
-    found = run_status(run_dir)
-    assert found.reason == (reason and reason.format(folder=run_dir))
-    assert (found.status, found.is_shown, found.is_missing) == (record["status"], False, False)
+    run = run_status(run_dir)
+    assert run.reason == (reason and reason.format(folder=run_dir))
+    assert (run.status, run.is_shown, run.is_missing) == (record["status"], False, False)
 
 
 @pytest.mark.parametrize(

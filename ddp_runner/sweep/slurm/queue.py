@@ -1,9 +1,9 @@
 """Slurm's queue: its commands, and the standing of a submitted job. Torch-free.
 
-The file ``slurm.job`` in a run's folder holds the job's name, the array's and an index, from before
-the submission until a command has noted the job's end. So the next command finds the jobs of a
-command that was killed while it submitted. squeue shows whether a job exists, and run.json how it
-ended, so accounting (``sacct``) is not needed.
+The file ``slurm.job`` in a run's folder holds the job's name, its array's and an index, from before
+its submission until a command has noted its end. So the next command finds the jobs of a command
+that was killed while it submitted. squeue shows whether a job exists, and run.json how it ended, so
+accounting (``sacct``) is not needed.
 """
 
 import os
