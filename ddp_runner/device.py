@@ -40,8 +40,8 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
             f"install a torch that was built for it ({GET_TORCH}), or write backend=gloo "
             "backend.device=cpu",
         ) from error
-    products: Any = torch.backends  # its attribute is not in its type
-    products.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    backends: Any = torch.backends  # its attribute is not in its type
+    backends.fp32_precision = "tf32" if precision == "tf32" else "ieee"
     for device in devices if precision == "tf32" else ():
         if module.get_device_capability(device) < (8, 0):
             raise UserError(

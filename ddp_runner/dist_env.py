@@ -31,7 +31,7 @@ Launcher = Literal["torchrun", "srun", "mpirun", "environment"]
 
 @dataclass(frozen=True)
 class DistEnv:
-    """A rank's place among all ranks, in torchrun's words."""
+    """Which of all ranks this process is, in torchrun's words."""
 
     rank: int
     local_rank: int
@@ -55,7 +55,7 @@ class DistEnv:
 
 
 def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
-    """Return this process's place among the ranks; None if no launcher started it as a worker.
+    """Return which rank this process is; None if no launcher started it as a rank.
 
     Raises:
         UserError: a variable is missing or not a number, or the machines run different numbers of
@@ -106,9 +106,7 @@ def continues(launch: str, earlier: Collection[str]) -> bool:
 def starts_our_launchers(env: DistEnv, *, nnodes: int) -> bool:
     """Return whether srun started one launcher per machine, each of which starts the ranks there.
 
-    Args:
-        env: this process's place, from srun's variables.
-        nnodes: launch.nnodes; 1 where srun starts the ranks themselves.
+    If srun starts the ranks itself, `nnodes` (launch.nnodes) is 1.
     """
     return env.launcher == "srun" and env.local_world_size == 1 and nnodes > 1
 

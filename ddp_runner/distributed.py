@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
-    """Return the group of the loop's ranks; None if it has all ranks, or not this. Collective."""
+    """Return the group of a loop; None if all ranks take part, or this does not. Collective."""
     flags = gather_objects(takes_part)
     if all(flags):
         return None
@@ -73,11 +73,11 @@ def broadcast_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | N
     by_kind = defaultdict[object, list[Tensor]](list)
     for tensor in tensors:
         by_kind[tensor.device, tensor.dtype].append(tensor)
-    for group_of_kind in by_kind.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in group_of_kind])
+    for tensors_of_kind in by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors_of_kind])
         dist.broadcast(flat.view(torch.uint8), src=0, group=group)
-        sizes = [tensor.numel() for tensor in group_of_kind]
-        for tensor, part in zip(group_of_kind, flat.split(sizes), strict=True):
+        sizes = [tensor.numel() for tensor in tensors_of_kind]
+        for tensor, part in zip(tensors_of_kind, flat.split(sizes), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 
@@ -104,9 +104,7 @@ def ensure_agreement(
 ) -> None:
     """Check that facts are equal on every rank. Collective: every rank must call.
 
-    Args:
-        facts: this rank's values by name.
-        optional: more facts, reported last; None agrees with any value.
+    The `optional` facts are reported last, and there None agrees with any value.
 
     Raises:
         UserError: on every rank, naming the first key that differs, its values and their ranks.

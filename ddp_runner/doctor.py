@@ -116,9 +116,9 @@ def gpus() -> Finding:
 def cores() -> Finding:
     """Return how many cores this process may use, and the load."""
     num_present, load = os.cpu_count() or 1, os.getloadavg()[0]
-    slow = "other programs keep them busy: measured speeds mean little"
+    fix = "other programs keep them busy: measured speeds mean little"
     text = f"{usable_cores()} of {num_present}; load {load:.1f}"
-    return Finding(text, warning=slow if load > num_present / 2 else "")
+    return Finding(text, warning=fix if load > num_present / 2 else "")
 
 
 def memory() -> Finding:
@@ -157,8 +157,8 @@ def disk(outputs: Path) -> Finding:
         return Finding(f"{value}; {error.strerror}", problem=fix)
     if free < MIN_FREE_MIB * 2**20:
         return Finding(value, problem=f"free some: a run needs {MIN_FREE_MIB} MiB to start")
-    few = "checkpoints may fill it: free some, or use another disk" if free < MIN_FREE else ""
-    return Finding(value, warning=few)
+    fix = "checkpoints may fill it: free some, or use another disk" if free < MIN_FREE else ""
+    return Finding(value, warning=fix)
 
 
 def _gib(num_bytes: float) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 MOST_NAMES = 3  # a message lists at most this many
-# In the errors of gloo, NCCL and the store when another rank is gone or late.
+# Errors of gloo, NCCL and the store contain one of these if another rank is gone or late.
 PEER_SIGNS = re.compile(r"gloo|NCCL|\bConnection\b|(?<![a-z])[Ss]tore|pair closure")
 
 
@@ -46,15 +46,12 @@ def os_errors(
 
 @contextmanager
 def any_error(rule: str, fix: str | None = None) -> Iterator[None]:
-    """Turn any exception of the block, which runs foreign code or reads foreign data, into a rule.
-
-    A ``UserError`` passes unchanged.
-    """
+    """Turn any exception of a block into a ``UserError``: foreign code and data raise any type."""
     try:
         yield
-    except Exception as error:  # libraries and users raise any type
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except Exception as error:
         raise UserError(f"{rule} ({typed(error)})", fix) from error
 
 
@@ -116,9 +113,9 @@ def counted(count: int, noun: str) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time in its two largest units, such as 2 h 5 min."""
-    whole = round(seconds)
-    units = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "min")]
-    parts = [f"{count} {unit}" for count, unit in [*units, (whole % 60, "s")] if count]
+    total_s = round(seconds)
+    units = [(total_s // 86400, "d"), (total_s // 3600 % 24, "h"), (total_s // 60 % 60, "min")]
+    parts = [f"{count} {unit}" for count, unit in [*units, (total_s % 60, "s")] if count]
     return " ".join(parts[:2]) or "0 s"
 
 

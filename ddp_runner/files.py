@@ -84,9 +84,7 @@ def temp_folder_in(parent: Path, *, prefix: str) -> Iterator[Path]:
 def locked(path: Path, *, wait_s: float = math.inf) -> Iterator[None]:
     """Hold a file's lock for the block; create the file if needed. A kill releases the lock.
 
-    Args:
-        path: the file.
-        wait_s: seconds to wait for another holder, in this process or another.
+    Another holder may be in this process or another; wait for it for `wait_s`.
 
     Raises:
         TimeoutError: another holder still has the lock.

@@ -28,12 +28,12 @@ class Status(StrEnum):
     SKIPPED = "skipped"  # invalid, and the sweep skips invalid jobs
 
 
-# In the error of a rank that timed out waiting for a peer.
+# A rank that timed out waiting for a peer has one of these in its error.
 TIMEOUT_SIGNS = ("imed out", "imeout caused pair closure", "wait timeout")
 
 
-# A mistake of the user; an error or exit; the loss of another rank; a rank that came too late; a
-# signal to a rank; the loss of a machine.
+# In this order: the user's mistake, an error or exit, a lost peer, a rank that came too late, a
+# signal to a rank, a lost machine.
 FailureKind = Literal["user", "crash", "peer", "late", "signal", "machine"]
 
 
@@ -65,7 +65,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Job:
-    """A run's config and its place: the launcher sends it to every rank."""
+    """A run's config, its folders and how it was started: the launcher sends this to every rank."""
 
     config: RunConfig
     started_at: float  # time.time() when the command, or the sweep's job, began

@@ -23,7 +23,7 @@ PLACEHOLDER = "my_project"  # the name of the template
 REQUIREMENT = '"ddp-runner"'  # in its pyproject.toml
 NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")  # also valid for a distribution
 # Folders of each project, and packages that it needs.
-TAKEN = {"conf", "data", "hydra_plugins", "outputs", "pytest", "tests"}
+RESERVED = {"conf", "data", "hydra_plugins", "outputs", "pytest", "tests"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -98,17 +98,17 @@ def validate_name(name: str) -> None:
     """Raise a UserError if Python cannot import the name, or it would hide another package."""
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         meant = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
-        meant = meant if NAME.fullmatch(meant) and not _is_taken(meant) else PLACEHOLDER
+        meant = meant if NAME.fullmatch(meant) and not _is_reserved(meant) else PLACEHOLDER
         raise UserError(f"{name!r} cannot be the name of a Python package", f"write {meant}")
-    if _is_taken(name):
+    if _is_reserved(name):
         raise UserError(
             f"{name} is the name of an installed package, or of a folder that each project has",
             f"write {name}_project",
         )
 
 
-def _is_taken(name: str) -> bool:
-    if name in TAKEN or name in sys.stdlib_module_names or keyword.iskeyword(name):
+def _is_reserved(name: str) -> bool:
+    if name in RESERVED or name in sys.stdlib_module_names or keyword.iskeyword(name):
         return True
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:  # None for a folder without __init__.py

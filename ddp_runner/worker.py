@@ -1,4 +1,4 @@
-"""The entry point of a rank: opens its session and runs the task. Knows all tasks."""
+"""The entry point of a rank: it opens the session and runs the task that the config names."""
 
 import os
 import signal

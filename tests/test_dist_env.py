@@ -1,4 +1,4 @@
-"""Rank facts from what each launcher sets, and where its ranks meet."""
+"""Each launcher's variables say which rank a process is, and where its ranks meet."""
 
 import sys
 from pathlib import Path
@@ -98,14 +98,14 @@ def test_a_job_that_is_queued_again_goes_on_with_its_own_runs() -> None:
 
 
 def test_a_batch_scripts_own_launcher_knows_its_job() -> None:
-    """No rank, but a name: our launcher starts the ranks there."""
+    """The script has no rank but a job: our launcher starts the ranks there."""
     batch = {**SLURM, "SLURM_STEP_ID": BATCH_STEP}
     assert dist_env(batch) is None
     assert launch_id(batch) == launch_id(SLURM)
 
 
 def test_one_task_a_machine_can_be_our_launcher() -> None:
-    """If the command asks for several machines; srun's own ranks never do."""
+    """It is our launcher if the command asks for several machines."""
     one = read({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NUM_TASKS": "2"})
     assert [starts_our_launchers(one, nnodes=number) for number in (1, 2)] == [False, True]
     assert not starts_our_launchers(read(SLURM), nnodes=2)
@@ -124,7 +124,7 @@ def test_one_task_a_machine_can_be_our_launcher() -> None:
     ],
 )
 def test_one_rank_of_a_machine_prints_an_error(changed: dict[str, str], prints: bool) -> None:
-    """And one of all, if the launcher's facts are what is wrong."""
+    """If the variables themselves are wrong, one rank of all prints."""
     assert prints_errors({**SLURM, **changed}) == prints
 
 
@@ -209,7 +209,7 @@ def rank_of(folder: Path, rank: int, attempt: int = 0) -> dict[str, str]:
 
 
 def test_the_first_rank_that_notes_a_mistake_prints_it(tmp_path: Path) -> None:
-    """Whichever it is; another agent has a folder of its own."""
+    """Any rank may be first; another agent has its own folder."""
     first, second = rank_of(tmp_path / "one", 1), rank_of(tmp_path / "one", 0)
     again, other = rank_of(tmp_path / "one", 0, attempt=1), rank_of(tmp_path / "other", 0)
     assert not mistake_is_noted(first)
@@ -218,7 +218,7 @@ def test_the_first_rank_that_notes_a_mistake_prints_it(tmp_path: Path) -> None:
 
 
 def test_without_an_agents_folder_the_first_rank_of_a_machine_prints(tmp_path: Path) -> None:
-    """As under srun, or where torchrun keeps no logs."""
+    """Under srun there is no such folder, nor if torchrun keeps no logs."""
     for file in ("", str(tmp_path / "error.json")):
         zero, one = (rank_of(tmp_path, rank) | {"TORCHELASTIC_ERROR_FILE": file} for rank in (0, 1))
         assert [note_mistake(env) for env in (zero, one, zero)] == [True, False, True]
@@ -226,7 +226,7 @@ def test_without_an_agents_folder_the_first_rank_of_a_machine_prints(tmp_path: P
 
 
 def test_the_next_attempt_ends_before_torch_is_imported(tmp_path: Path) -> None:
-    """In silence: the line has been printed."""
+    """It ends in silence, because the line has been printed."""
     here = tmp_path / "here"
     ends = [
         run_command("train.epochs=-3", folder=here, environ=rank_of(tmp_path, rank))
@@ -256,7 +256,7 @@ ON_ONE_RANK = (
     ],
 )
 def test_torchrun_prints_a_mistake_once(keys: tuple[str, ...], tmp_path: Path) -> None:
-    """Found by every rank before torch, or by rank 1 alone, whose output goes to its log."""
+    """Every rank finds it before torch, or only rank 1, whose output goes to its log."""
     (tmp_path / "odd.py").write_text(ODD)
     end = run_command(
         *("-m", "ddp_runner", "model=toy", "allowed_targets=[odd]", *keys),

@@ -1,4 +1,4 @@
-"""Reductions, agreement, the life of a process group, and what the network sees of it."""
+"""Ranks reduce, agree, stop together and meet; only this machine can reach their group."""
 
 import os
 import signal
@@ -48,9 +48,9 @@ def reductions(env: DistEnv) -> dict[str, Any]:
 
 def test_reductions_give_every_rank_the_same() -> None:
     """Sums are in float64, gathered values are in order of rank."""
-    for found in run_ranks(reductions, 3):
-        assert found["sum"] == [4.5, 3.0 * 2**53 - 3]
-        assert found["gather"] == [(0, ""), (1, "ü"), (2, "üü")]
+    for result in run_ranks(reductions, 3):
+        assert result["sum"] == [4.5, 3.0 * 2**53 - 3]
+        assert result["gather"] == [(0, ""), (1, "ü"), (2, "üü")]
 
 
 def agreement(env: DistEnv, facts: list[dict[str, object]]) -> str:
@@ -129,8 +129,8 @@ def agents_store(env: DistEnv, port: int) -> tuple[list[bytes], bool]:
 def test_a_restarted_group_reads_none_of_the_keys_of_the_one_before() -> None:
     """The store of torchrun outlives a worker group; its addresses would make the next one fail."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = run_ranks(agents_store, 3, server.port, backend=None)
-    assert found == [([b"0", b"1", b"2"], True)] * 3
+    read = run_ranks(agents_store, 3, server.port, backend=None)
+    assert read == [([b"0", b"1", b"2"], True)] * 3
 
 
 def test_a_rank_that_greeted_and_died_is_not_taken_for_the_one_that_comes() -> None:
@@ -139,15 +139,15 @@ def test_a_rank_that_greeted_and_died_is_not_taken_for_the_one_that_comes() -> N
     stale = dist.PrefixStore("ddp_runner", server)
     stale.set("greeting/1", "dead")
     stale.set("answer/dead", "group-dead")
-    found = run_ranks(agents_store, 2, server.port, backend=None)
-    assert found == [([b"0", b"1"], True)] * 2
+    read = run_ranks(agents_store, 2, server.port, backend=None)
+    assert read == [([b"0", b"1"], True)] * 2
 
 
 def own_devices(env: DistEnv, gpus: list[str], backend: str) -> str:
     """Compare the ranks' GPUs, as if each had the one that is named."""
-    found = SimpleNamespace(uuid=gpus[env.rank])
+    properties = SimpleNamespace(uuid=gpus[env.rank])
     try:
-        with patch.object(torch.cuda, "get_device_properties", return_value=found):
+        with patch.object(torch.cuda, "get_device_properties", return_value=properties):
             ensure_own_devices([torch.device("cuda", 0)], backend=backend)
     except UserError as error:
         return str(error)
@@ -204,7 +204,7 @@ def buffers(env: DistEnv) -> list[float]:
 
 
 def test_buffers_become_those_of_rank_zero() -> None:
-    """Floating-point statistics and integer counts alike."""
+    """Both floating-point statistics and integer counts do."""
     assert run_ranks(buffers, 2) == [[1.0, 1.0, 7]] * 2
 
 
@@ -219,8 +219,8 @@ def channels_last_state(env: DistEnv) -> torch.Tensor:
 
 def test_a_channels_last_weight_becomes_that_of_rank_zero() -> None:
     """The collective takes contiguous tensors alone, and would fill a copy."""
-    for found in run_ranks(channels_last_state, 2):
-        assert not found.any()
+    for weight in run_ranks(channels_last_state, 2):
+        assert not weight.any()
 
 
 def group_life(env: DistEnv, store: str, fails: bool) -> tuple[bool, bool]:
@@ -350,7 +350,7 @@ def test_failing_rank_fails_the_test_at_once(how: str, message: str) -> None:
 
 
 def test_a_rank_waits_until_rank_0_answers_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch's client, which prints C++ frames or waits for ever meanwhile."""
+    """It does not use torch's client, which prints C++ frames or waits for ever."""
     env = DistEnv(rank=1, local_rank=0, world_size=2, local_world_size=1, launcher="own")
     with socket.socket() as listener:
         listener.bind((HOST, 0))
@@ -378,7 +378,7 @@ def meeting_place(env: DistEnv, port: int) -> str:
 
 
 def test_the_ranks_of_several_machines_share_a_store() -> None:
-    """Whoever comes first."""
+    """It does not matter which rank comes first."""
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""``python -m ddp_runner.doctor``: torch's report, what runs need, and the exit code."""
+"""``python -m ddp_runner.doctor`` prints torch's report and checks what runs need."""
 
 import os
 import shutil
@@ -57,26 +57,26 @@ def test_a_check_that_fails_is_a_problem_and_the_others_are_made(
 
 
 def test_gpus_that_torch_cannot_use_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the fix that the launcher names, too."""
+    """It has the fix that the launcher names, too."""
     why = "2 GPUs are visible and torch was built without CUDA; install one that was"
     monkeypatch.setattr(doctor, "detect", lambda: Hardware(0, 4, unusable=why))
-    found = doctor.gpus()
-    assert (found.value, found.problem) == tuple(why.split("; "))
+    finding = doctor.gpus()
+    assert (finding.value, finding.problem) == tuple(why.split("; "))
     monkeypatch.setattr(doctor, "detect", lambda: Hardware(2, 4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     assert doctor.gpus() == Finding("2 (cuda); CUDA_VISIBLE_DEVICES=3,4")
 
 
 def test_a_package_that_is_missing_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named."""
+    """The line names the package."""
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": "2.15.0", "omegaconf": None})
-    found = doctor.software()
-    assert found.value == "torch 2.15.0, omegaconf missing"
-    assert found.problem
+    finding = doctor.software()
+    assert finding.value == "torch 2.15.0, omegaconf missing"
+    assert finding.problem
 
 
 def test_little_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the machine, or of what loading workers share."""
+    """The machine's memory counts, and the memory that loading workers share."""
     monkeypatch.setattr(doctor, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(doctor, "memory_bytes", lambda: 8 * GIB)
     assert doctor.memory() == Finding("8.0 GiB free of 8.0 GiB")
@@ -88,7 +88,7 @@ def test_little_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_disk_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too little space to start, little space, enough; a folder need not exist yet."""
+    """Space may be too little to start, little or enough; the folder need not exist yet."""
     outputs = tmp_path / "outputs" / "later"
     disk_with(monkeypatch, free=GIB / 1024)
     assert doctor.disk(outputs).problem.startswith("free some")
@@ -97,9 +97,9 @@ def test_the_disk_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     disk_with(monkeypatch, free=100 * GIB)
     assert doctor.disk(outputs) == Finding(f"{tmp_path}: 100.0 GiB free")
     monkeypatch.setattr(doctor.fcntl, "flock", _no_locks)
-    found = doctor.disk(outputs)
-    assert found.value.endswith("; No locks available")
-    assert "nolock" in found.problem
+    finding = doctor.disk(outputs)
+    assert finding.value.endswith("; No locks available")
+    assert "nolock" in finding.problem
 
 
 def _no_locks(*_: object) -> None:

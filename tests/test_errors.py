@@ -18,7 +18,7 @@ FOREIGN = (
 
 
 def test_a_message_is_the_rule_and_the_fix_on_one_line() -> None:
-    """Whatever is in a value, and in another process as well."""
+    """This holds for any value, and in another process as well."""
     error = UserError("world_size (0\n) must be 1 or greater", "leave it out")
     assert str(error) == r"world_size (0\n) must be 1 or greater; leave it out"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -33,7 +33,7 @@ def rejected(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_command_imports_neither_torch_nor_hydra(tmp_path: Path) -> None:
-    """So it answers at once; and it says what comes next."""
+    """So it answers at once, and prints the next steps."""
     program = (
         "import runpy, sys; sys.argv = ['ddp_runner', 'new', 'shapes']\n"
         f"runpy.run_module('ddp_runner', run_name='__main__', alter_sys=True)\n{SLOW_IMPORTS}"
@@ -67,7 +67,7 @@ def test_the_command_imports_neither_torch_nor_hydra(tmp_path: Path) -> None:
 def test_its_command_trains_its_model_unless_it_names_another(
     words: list[str], monkeypatch: pytest.MonkeyPatch, *, is_added: bool
 ) -> None:
-    """Else a command without a word would train this program's own model."""
+    """Otherwise a command without arguments would train this program's own model."""
     started = Mock()
     monkeypatch.setattr(app, "main", started)
     monkeypatch.setattr("sys.argv", ["my_project", *words])
@@ -77,7 +77,7 @@ def test_its_command_trains_its_model_unless_it_names_another(
 
 
 def test_a_model_of_the_project_is_trained_as_its_own_yaml_says(tmp_path: Path) -> None:
-    """Not as the one that the project began with."""
+    """The model that the project began with does not decide its settings."""
     text = "# @package _global_\ndefaults:\n  - override /optimizer: adadelta\nmodel: {name: own}\n"
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "own.yaml").write_text(text)
@@ -109,7 +109,7 @@ def test_a_name_that_would_not_work_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With a name that would; nothing is written."""
+    """The message has a name that works, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     taken = "is the name of an installed package, or of a folder that each project has"
     assert rejected(name, capsys=capsys) == f"error: {answer.replace('TAKEN', taken)}\n"
@@ -181,8 +181,8 @@ def test_an_installed_runner_is_found_where_it_came_from(
 
     monkeypatch.setattr(new, "IS_INSTALLED", True)
     monkeypatch.setattr(new.metadata, "distribution", lambda name: Distribution())
-    found = tomllib.loads(uv_source())
-    assert found == (
+    in_toml = tomllib.loads(uv_source())
+    assert in_toml == (
         {} if source is None else {"tool": {"uv": {"sources": {"ddp-runner": source}}}}
     )
 

@@ -31,37 +31,37 @@ RUNNING = {"status": "running", "sessions": [{"started_at": 1.0}]}
 def test_a_run_is_shown_while_it_lives_and_as_lost_when_it_was_killed(tmp_path: Path) -> None:
     """By the real commands; after its resume has ended it is not shown any more."""
 
-    def seen(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    def shown(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
         outputs = str(tmp_path / "outputs")
         end = run_command(outputs, "--json", *arguments, folder=tmp_path / "look", program=STATUS)
         assert end.stderr == ""
         return end.exit_code, json.loads(end.stdout)["runs"]
 
     (tmp_path / "outputs").mkdir()
-    assert seen() == (0, [])
+    assert shown() == (0, [])
     with background(*LONG, "train.max_steps=100000", folder=tmp_path) as process:
         wait_for(lambda: run_dirs(tmp_path / "outputs"))
-        exit_code, (found,) = seen()
+        exit_code, (run,) = shown()
         assert exit_code == 0
-        assert found["status"] in ("starting", "running")
+        assert run["status"] in ("starting", "running")
         wait_for(lambda: last_step(tmp_path / "outputs") >= 3)
-        _, (found,) = wait_for(lambda: (now := seen())[1][0]["status"] == "running" and now)
-        assert found["total_steps"] == 100_000
-        assert found["step"] >= 3
-        assert found["samples_per_s"] > 0
-        assert found["left_s"] > 0
-        assert (found["num_ranks"], found["hosts"]) == (2, [os.uname().nodename])
+        _, (run,) = wait_for(lambda: (now := shown())[1][0]["status"] == "running" and now)
+        assert run["total_steps"] == 100_000
+        assert run["step"] >= 3
+        assert run["samples_per_s"] > 0
+        assert run["left_s"] > 0
+        assert (run["num_ranks"], run["hosts"]) == (2, [os.uname().nodename])
         process.send_signal(signal.SIGKILL)
         wait_until_gone(process)
-    exit_code, (found,) = seen()
-    assert (exit_code, found["status"]) == (1, "lost")
-    assert f"process {process.pid} on " in found["reason"]
+    exit_code, (run,) = shown()
+    assert (exit_code, run["status"]) == (1, "lost")
+    assert f"process {process.pid} on " in run["reason"]
     (run_dir,) = run_dirs(tmp_path / "outputs")
     resumed = run_command(f"resume={run_dir}", "train.max_steps=30", folder=tmp_path)
     assert resumed.exit_code == 0, resumed.stderr
-    assert seen() == (0, [])
-    _, (found,) = seen("--all")
-    assert found["status"] == "completed"
+    assert shown() == (0, [])
+    _, (run,) = shown("--all")
+    assert run["status"] == "completed"
     assert not (run_dir / ".heartbeat").exists()
 
 
@@ -125,7 +125,7 @@ def test_a_job_that_begins_right_now_runs(
 ) -> None:
     """It has no run.json yet, and somebody holds its folder; or it is seen by its heartbeat."""
 
-    def seen() -> str:
+    def shown() -> str:
         assert run([str(tmp_path)]) == 0
         return capsys.readouterr().out.splitlines()[1].strip()
 
@@ -136,10 +136,10 @@ def test_a_job_that_begins_right_now_runs(
         "no run has begun",
     ]
     with RunDir(tmp_path / "a").locked():
-        assert seen() == "sweep      2 jobs: 1 running, 1 queued"
+        assert shown() == "sweep      2 jobs: 1 running, 1 queued"
     write_run(tmp_path / "b", record=RUNNING)
     (tmp_path / "b" / ".lock.holder").write_text("process 7 on elsewhere")
-    assert seen() == "sweep      2 jobs: 1 running, 1 queued"
+    assert shown() == "sweep      2 jobs: 1 running, 1 queued"
 
 
 def test_no_line_is_wider_than_a_terminal_of_80_columns(

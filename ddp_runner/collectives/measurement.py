@@ -2,8 +2,8 @@
 
 Before each timed call the ranks synchronise, outside the measured time. The latency of a call is
 its slowest rank's, like nccl-tests' ``--average 3``. The bandwidths follow nccl-tests: ``algbw`` is
-bytes per second; ``busbw`` is algbw times a factor of operation and world size, which makes it the
-speed of the hardware's bottleneck. A GB is 1e9 bytes.
+bytes per second; ``busbw`` multiplies it by a factor of operation and world size, so that it is
+the speed of the hardware's bottleneck. A GB is 1e9 bytes.
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 

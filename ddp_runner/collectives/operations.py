@@ -99,9 +99,8 @@ def _ring(num_ranks: int) -> float:
     return (num_ranks - 1) / num_ranks
 
 
-# The bus factors are from nccl-tests: https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md, and
-# src/*.cu for gather, scatter and sendrecv. In send_recv each rank sends to the next and receives
-# from the previous rank at the same time. The root of all operations is rank 0.
+# The bus factors are from https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md and src/*.cu. In
+# send_recv each rank sends to the next while it receives from the previous. The root is rank 0.
 OPERATIONS = {
     "broadcast": Operation(
         bind=lambda source, target, _: partial(dist.broadcast, source, src=0),

@@ -37,14 +37,14 @@ def known_to_torch(*, is_rank: bool) -> Accelerators | str:
     Only a rank, which computes on them, imports torch here. Another process asks a child.
     """
     if is_rank:
-        return _ask()
-    pipe, theirs = Pipe()
-    with pipe, theirs:
+        return _ask_torch()
+    pipe, child_end = Pipe()
+    with pipe, child_end:
         try:
             start_fork_server()
-            process = ForkServerProcess(target=_answer, args=(theirs,))
+            process = ForkServerProcess(target=_send_answer, args=(child_end,))
             process.start()
-            theirs.close()
+            child_end.close()
             answer: Accelerators | str = pipe.recv()
             process.join()
             return answer
@@ -52,11 +52,11 @@ def known_to_torch(*, is_rank: bool) -> Accelerators | str:
             return "the process that asks torch for accelerators has ended; see the lines above"
 
 
-def _answer(pipe: Connection) -> None:
-    pipe.send(_ask())
+def _send_answer(pipe: Connection) -> None:
+    pipe.send(_ask_torch())
 
 
-def _ask() -> Accelerators | str:
+def _ask_torch() -> Accelerators | str:
     if import_errors:
         return f"torch cannot say which GPUs it sees ({import_errors[0]}); repair its install"
     try:
@@ -108,9 +108,9 @@ def detect(*, is_rank: bool = False) -> Hardware:
 
 
 def usable_cores() -> int:
-    """Return how many cores of its affinity mask this process may use, under its CPU quota.
+    """Return how many cores this process may use, by its affinity mask and its CPU quota.
 
-    Slurm may grant a job some cores without binding it to them; its grant is a limit as well.
+    Slurm may grant a job some cores without binding it to them, so its grant is a limit as well.
     """
     if sys.platform != "linux":
         return os.cpu_count() or 1
@@ -148,10 +148,7 @@ def torch_build() -> dict[str, str | None]:
 def why_unusable(num_visible: int, driver_cuda: int, build: Mapping[str, str | None]) -> str | None:
     """Return why torch cannot compute on this machine's NVIDIA GPUs, and the fix; None: it can.
 
-    Args:
-        num_visible: number of visible GPUs.
-        driver_cuda: the driver's CUDA version (12.4: 12040).
-        build: see ``torch_build``.
+    See ``_cuda_driver`` and ``torch_build`` for the arguments.
     """
     cuda = build.get(CUDA, "")
     if build.get("hip") or num_visible == 0 or cuda == "":
@@ -197,8 +194,8 @@ def quota_cores() -> int | None:
 def memory_bytes() -> int:
     """Return how many bytes of memory this process may use.
 
-    The limits of its cgroups, memory.max (version 2) and memory.limit_in_bytes (version 1), and of
-    ulimit -v and -d count.
+    Its limits are memory.max (version 2) and memory.limit_in_bytes (version 1) of its cgroups, and
+    those of ulimit -v and -d.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for group in own_cgroups("memory"):

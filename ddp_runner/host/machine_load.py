@@ -1,21 +1,18 @@
-"""This machine's load from other work, and the kernel's kills for memory. Torch-free.
+"""This machine's load from other work. Torch-free.
 
 A speed measured beside other work means little, so a comparison shows the load.
 """
 
 import os
-import re
-import resource
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ddp_runner.host.hardware import own_cgroups
-from ddp_runner.host.processes import PROC, kernel_text, process_stats
+from ddp_runner.host.processes import PROC, process_stats
 
 IDLE, IOWAIT, STEAL = 3, 4, 7  # fields of a line of /proc/stat (man 5 proc_stat)
 # Fields of `process_stats`: the parent; CPU time of the process and of its ended children.
-PARENT, OWN, ENDED = 0, slice(10, 12), slice(12, 14)
+PARENT, CPU_TIME, CHILDREN_TIME = 0, slice(10, 12), slice(12, 14)
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Load:
 
 
 def measure_load() -> Load:
-    """Return the load now. Cheap: reads a few files below /proc."""
+    """Return the load now. This is cheap: it reads a few files below /proc."""
     average = round(os.getloadavg()[0], 2)
     if sys.platform != "linux" or not (PROC / "stat").exists():
         return Load(average)
@@ -38,46 +35,21 @@ def measure_load() -> Load:
 def load_record(start: Load, end: Load) -> dict[str, dict[str, float | None]]:
     """Return the load of a run for run.json.
 
-    The shares are parts of the time of the run's cores from `start` to `end`: used by other
-    processes, and given to other machines by a hypervisor (steal). None: unknown.
+    The shares say which part of the cores' time from `start` to `end` other processes used, and
+    which part a hypervisor gave to other machines (steal). None: unknown.
     """
-    pairs = zip(start.cores_ticks, end.cores_ticks, strict=False)  # empty if unknown
-    spent = [after - before for before, after in pairs]
-    total, busy, steal = sum(spent), None, None
+    counters = zip(start.cores_ticks, end.cores_ticks, strict=False)  # empty if unknown
+    ticks = [after - before for before, after in counters]
+    total, busy, steal = sum(ticks), None, None
     if total > 0:
-        others = total - spent[IDLE] - spent[IOWAIT] - spent[STEAL]
+        others = total - ticks[IDLE] - ticks[IOWAIT] - ticks[STEAL]
         others -= end.ranks_ticks - start.ranks_ticks
         busy = round(max(0.0, others) / total, 3)
-        steal = round(spent[STEAL] / total, 3)
+        steal = round(ticks[STEAL] / total, 3)
     return {
         "start": {"loadavg_1m": start.average_1m},
-        "end": {
-            "loadavg_1m": end.average_1m,
-            "busy_share_others": busy,
-            "steal_share": steal,
-        },
+        "end": {"loadavg_1m": end.average_1m, "busy_share_others": busy, "steal_share": steal},
     }
-
-
-def address_limit() -> str:
-    """Return the limit of ``ulimit -v`` as a cause of failed allocations; empty without one."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return ""
-    return f"ulimit -v allows each process {limit / 2**30:.1f} GiB of addresses; raise it"
-
-
-def oom_kills() -> int:
-    """Return how often the kernel has killed a process of this cgroup for memory; 0: unknown.
-
-    The nearest group that has a counter decides: memory.events (version 2), memory.oom_control
-    (version 1).
-    """
-    for group in own_cgroups("memory"):
-        for name in ("memory.events", "memory.oom_control"):
-            if match := re.search(r"^oom_kill (\d+)", kernel_text(group / name), re.MULTILINE):
-                return int(match[1])
-    return 0
 
 
 def _cores_ticks(cores: Collection[int]) -> tuple[int, ...]:
@@ -96,7 +68,7 @@ def _ranks_ticks(parent: int) -> int:
     ticks = 0
     for pid, fields in process_stats():
         if fields[PARENT] == parent:
-            ticks += sum(fields[OWN])
+            ticks += sum(fields[CPU_TIME])
         if parent in (fields[PARENT], pid):
-            ticks += sum(fields[ENDED])
+            ticks += sum(fields[CHILDREN_TIME])
     return ticks

@@ -42,10 +42,7 @@ def is_here(host: str) -> bool:
         OSError: the name does not resolve.
     """
     for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        with (
-            suppress(OSError),
-            socket.socket(family, kind) as probe,
-        ):
+        with suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(address)
             return True
     return False
@@ -60,13 +57,10 @@ def outer_interface(other: str) -> str | None:
     """Return the interface for gloo to use; None: gloo chooses well itself, or there is no other.
 
     gloo takes the address of this machine's own name. Debian gives that name a loopback address,
-    which other machines cannot reach.
-
-    Args:
-        other: the name or address of a machine of the run; it may be this machine.
+    which other machines cannot reach. `other` is a machine of the run, perhaps this machine.
     """
-    own = _route(socket.gethostname())
-    is_reachable = own is not None and not is_loopback(own[1])
+    gloo_route = _route(socket.gethostname())
+    is_reachable = gloo_route is not None and not is_loopback(gloo_route[1])
     if is_reachable or other == "localhost" or other.startswith("127."):
         return None
     by_address = up_interfaces()

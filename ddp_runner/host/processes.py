@@ -1,11 +1,9 @@
-"""The processes of a run: the server that forks ranks, stop signals, and the ends of processes.
+"""The processes of a run: the server that forks ranks, stop signals, and how processes end.
 
-The fork server imports torch once for all ranks. It ends when no process holds the other end of a
-pipe. multiprocessing has no public name for that pipe, nor for the process ids of its server and
-its resource tracker; the private names were checked on CPython 3.11 to 3.13.
-
-On Linux the fork server, and after it the launcher, adopts the children of a rank that has ended,
-so that it can kill them. Elsewhere they are left alone. Torch-free.
+The fork server imports torch once for all ranks, and ends when no process holds the other end of a
+pipe. That pipe, and the ids of the server and the resource tracker, have private names only, which
+were checked on CPython 3.11 to 3.13. On Linux the server, and after it the launcher, adopts the
+children of a rank that has ended, to kill them. Torch-free.
 """
 
 import ctypes
@@ -40,9 +38,9 @@ _SERVER: Any = forkserver._forkserver
 _TRACKER: Any = resource_tracker._resource_tracker
 PROC = Path("/proc")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-TRACKER = "ddp_runner.tracking.track"  # a command that sends the rest after a run, then ends
+TRACKER = "ddp_runner.tracking.track"  # a command that sends what remains after a run, then ends
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
-LIMIT_S = 5.0  # for killed processes to be gone; a process in uninterruptible sleep may stay
+KILL_S = 5.0  # for killed processes to end; a process in uninterruptible sleep may not
 # A rank exits this long after its launcher, unless the fork server kills it first. The server can
 # find the rank's children only while the rank lives.
 SERVER_GRACE_S = 5.0
@@ -151,8 +149,7 @@ def _start_resource_tracker() -> None:
 def fork_server_is_gone(*, within_s: float = 0.0) -> bool:
     """Return whether the server has ended, and with it the processes that it forked.
 
-    Args:
-        within_s: how long to wait: the kernel closes a killed server's files one by one.
+    Wait for it for `within_s`: the kernel closes a killed server's files one by one.
     """
     poll = select.poll()  # unlike ensure_running, this starts no other server
     poll.register(_SERVER._forkserver_alive_fd, 0)
@@ -185,7 +182,7 @@ def end_descendants(earlier: Collection[int], *, spares_trackers: bool = True) -
         spares_trackers: spare trackers that still send. A copy that a tracker has forked looks the
             same, so after waiting for the trackers spare only those in `earlier`.
     """
-    deadline, server = time.monotonic() + LIMIT_S, _SERVER._forkserver_pid
+    deadline, server = time.monotonic() + KILL_S, _SERVER._forkserver_pid
     spared = {*earlier, server, _TRACKER._pid}  # either of the last two may be new
     while time.monotonic() < deadline:
         parents = _parents()
@@ -214,12 +211,12 @@ def _kill(pid: int) -> None:
 def _with_descendants(roots: set[int], parents: Mapping[int, int]) -> set[int]:
     """Return the roots and all their descendants, except trackers."""
     family = set(roots)
-    while children := {
+    while generation := {
         pid
         for pid, parent in parents.items()
         if parent in family and pid not in family and not _is_tracker(pid)
     }:
-        family |= children
+        family |= generation
     return family
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 STREAMS = {"stdout": 1, "stderr": 2}
-PATIENCE_S = 2.0  # before a user is told about a wait
+PATIENCE_S = 2.0  # from the start of a wait until a line tells the user
 MOST_LETTERS = 24  # of a key in a shortened name
 ERASE_LINE = "\r\x1b[2K"  # on a terminal: the next text replaces the line
 
@@ -91,16 +91,16 @@ def keep_streams(
         if stream is not None and stream is not getattr(sys, f"__{name}__"):
             continue  # the stream is captured, as by pytest
         if stream is not None:
-            with suppress(OSError):  # printed before, as by a library that is imported
+            with suppress(OSError):  # a library may have printed while it was imported
                 stream.flush()
-        kept = io.TextIOWrapper(
-            io.BufferedWriter(_Kept(name, number, on_loss, prefix.encode())),
+        wrapper = io.TextIOWrapper(
+            io.BufferedWriter(_Descriptor(name, number, on_loss, prefix.encode())),
             encoding=stream.encoding if stream else "utf-8",
             errors="backslashreplace",
             line_buffering=True,  # a killed process has still shown what it printed
         )
-        setattr(sys, name, kept)
-        setattr(sys, f"__{name}__", kept)
+        setattr(sys, name, wrapper)
+        setattr(sys, f"__{name}__", wrapper)
 
 
 def _send_nowhere(number: int) -> None:
@@ -111,7 +111,7 @@ def _send_nowhere(number: int) -> None:
     os.set_inheritable(number, True)
 
 
-class _Kept(io.RawIOBase):
+class _Descriptor(io.RawIOBase):
     """A file descriptor that is redirected to /dev/null once it cannot be written."""
 
     def __init__(

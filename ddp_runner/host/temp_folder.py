@@ -13,7 +13,7 @@ from pathlib import Path
 
 PREFIX = "ddp_runner-"
 MARK = "launcher"  # a file in each folder: without it, the folder is somebody's work
-LAST = -200  # the priority at exit; multiprocessing removes its own folder at -100
+EXIT_PRIORITY = -200  # multiprocessing removes its own folder at -100
 MOST_CHARACTERS = 52  # a socket's path adds 50, and must not exceed 103 on macOS
 
 
@@ -33,7 +33,7 @@ def temp_folder() -> Path:
     # Other launchers look for this name, so they never see the folder unlocked.
     folder = new.rename(base / new.name.removeprefix("new-"))
     # Not with atexit: multiprocessing must first remove its own folder, which is in this one.
-    Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=LAST)
+    Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=EXIT_PRIORITY)
     tempfile.tempdir = str(folder)  # also for multiprocessing's files
     return folder
 

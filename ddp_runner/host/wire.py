@@ -60,11 +60,11 @@ class Wire:
 
 
 class StopRequest:
-    """True once this rank should finish its step, save and end.
+    """Tells when this rank should finish its step, save and end.
 
-    Our launcher asks over the wire: Ctrl-C reaches every process of a terminal, SIGTERM may reach
-    every process of a container, and only the launcher can tell. Under another launcher (torchrun,
-    Slurm) any of ``STOP_SIGNALS`` is the request.
+    Ctrl-C reaches every process of a terminal, and SIGTERM may reach every process of a container,
+    so our launcher decides, and asks over the wire. Under another launcher (torchrun, Slurm) any of
+    ``STOP_SIGNALS`` is the request.
     """
 
     def __init__(self, wire: Wire | None) -> None:

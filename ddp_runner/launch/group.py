@@ -67,10 +67,10 @@ class MachineFacts:
     """What a machine tells the hub when it joins."""
 
     host: str
-    nnodes: int  # of its section launch, as the next two
+    nnodes: int  # this and the next two are keys of its launch section
     rdzv_id: str
     node_rank: int | None
-    num_ranks: int | None  # None: it lacks the run to resume
+    num_ranks: int | None  # that it starts; None: it lacks the run to resume
     sees_run: bool  # whether it sees the run's folder
     serves: bool  # whether it serves the hub
     port: int  # where the ranks meet if it has rank 0
@@ -97,7 +97,7 @@ def mismatch(machines: Sequence[MachineFacts]) -> str | None:
 
 
 class OneMachine:
-    """The machine of a run on one machine: it waits for no other.
+    """The only machine of a run: it waits for no other.
 
     Attributes:
         must_end: ranks of another machine have failed, or contact with the machines is lost.

@@ -37,15 +37,13 @@ class Machine:
     joined: MachineFacts | None = None
     state: Literal["new", "waiting", "running", "ended", "failed", "refused", "gone"] = "new"
     failure: Failure | None = None  # in this attempt
-    came_at: float = field(default_factory=time.monotonic)
+    connected_at: float = field(default_factory=time.monotonic)
 
 
 class Hub:
     """Decide for all machines, in a thread of the launcher that has the port.
 
-    Args:
-        listener: the socket that the launchers connect to.
-        launch: this machine's section; the others must have the same number of machines and id.
+    The launchers connect to `listener`, and must have the nnodes and the rdzv_id of `launch`.
     """
 
     def __init__(self, listener: socket.socket, launch: LaunchConfig) -> None:
@@ -73,7 +71,8 @@ class Hub:
             while not self._is_closed:
                 self._receive()
                 for machine in list(self._machines):
-                    if machine.state == "new" and time.monotonic() > machine.came_at + SILENT_S:
+                    is_late = time.monotonic() > machine.connected_at + SILENT_S
+                    if machine.state == "new" and is_late:
                         self._drop(machine)  # such as a port scanner
                 if self._group is None:
                     self._form()
@@ -97,7 +96,7 @@ class Hub:
                     self._machines.append(Machine(Link(connection), str(address[0])))
                     continue
                 for word, value in machine.link.receive(0.0):
-                    self._take(machine, word, value)
+                    self._handle(machine, word, value)
             except (OSError, ValueError, TypeError, KeyError, RecursionError):
                 # It has left, or is no launcher: anybody may connect.
                 if machine is not None:
@@ -109,7 +108,7 @@ class Hub:
         machine.link.socket.close()
         self._machines.remove(machine)
 
-    def _take(self, machine: Machine, word: str, value: Any) -> None:
+    def _handle(self, machine: Machine, word: str, value: Any) -> None:
         if word == "join":
             machine.joined = facts = parsed(MachineFacts, value)
             machine.state, rule = "waiting", ""
@@ -159,7 +158,7 @@ class Hub:
         waiting = sorted(self._waiting(), key=lambda machine: machine not in earlier)
         if len(waiting) < self._launch.nnodes:
             return
-        machines = sorted(waiting[: self._launch.nnodes], key=_order)
+        machines = sorted(waiting[: self._launch.nnodes], key=_rank_order)
         facts = [machine.joined for machine in machines if machine.joined is not None]
         if (sentence := mismatch(facts)) is not None:
             for machine in machines:
@@ -194,13 +193,13 @@ class Hub:
             self._group = None
 
     def _may_report(self, machine: Machine, since_s: float) -> bool:
-        """Return whether a machine may still report, this time after the first failure."""
+        """Return whether a machine may still report, this long after the first failure."""
         limit_s = SILENT_S if machine.link.is_silent() else self._longest_s
         return machine.state in ("running", "ended") and since_s < limit_s
 
 
 def parsed(kind: type[T], value: Mapping[str, Any]) -> T:
-    """Return the value of a message, which may come from anybody, as an object of this class.
+    """Return a message's value as an object of this class; anybody may have sent the message.
 
     Raises:
         TypeError: a field has another type.
@@ -236,7 +235,7 @@ def run_failure(group: Group, machines: Sequence[Machine]) -> Failure:
     return Failure(group.ranks(lost[0])[0], "machine", sentence)
 
 
-def _order(machine: Machine) -> tuple[float, bool, bool]:
+def _rank_order(machine: Machine) -> tuple[float, bool, bool]:
     """Sort by launch.node_rank, then by who has the run's folder, then by who serves the hub."""
     facts = machine.joined
     assert facts is not None

@@ -103,11 +103,11 @@ def is_over(job: Job) -> bool:
     record = read_run_record(run_dir, missing_ok=True) if is_own and job.config.resume else {}
     if record.get("status") != Status.COMPLETED or any(run_dir.checkpoints.glob("step-*")):
         return False
-    end = f"{run_dir} has completed without a checkpoint"
+    fact = f"{run_dir} has completed without a checkpoint"
     if record.get("work_hash") != work_hash(job.config):
-        raise UserError(f"{end}, so it cannot continue with other keys", "start a new run")
+        raise UserError(f"{fact}, so it cannot continue with other keys", "start a new run")
     if prints_errors():
-        print_line(f"{end}: nothing is left to do", stream=sys.stdout)
+        print_line(f"{fact}: nothing is left to do", stream=sys.stdout)
     return True
 
 
@@ -130,7 +130,7 @@ def run_ranks(job: Job, stop: StopRequests, folders: RunFolders) -> Outcome:
                 if not job.earlier:
                     raise
                 sentence = f"{job.earlier[-1][1]}; {error}"
-                return failed(job, Failure(None, "machine", sentence), folders.last)
+                return report_failure(job, Failure(None, "machine", sentence), folders.last)
             if group is None:
                 return _stopped_without_ranks(stop, folders.last)
             on_claim = partial(folders.claimed, on_first_machine=group.index == 0)
@@ -144,7 +144,7 @@ def run_ranks(job: Job, stop: StopRequests, folders: RunFolders) -> Outcome:
             failure = machines.agree_on_failure(failure)
             is_last = len(job.earlier) >= job.config.launch.max_restarts
             if failure.kind == "user" or failure.rank is None or is_last:
-                return failed(job, failure, folders.last)
+                return report_failure(job, failure, folders.last)
             job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
 
 
@@ -162,7 +162,7 @@ def print_error(sentence: str) -> None:
         print_line(f"error: {sentence}", stream=sys.stderr)
 
 
-def failed(job: Job, failure: Failure, folder: Path | None) -> Outcome:
+def report_failure(job: Job, failure: Failure, folder: Path | None) -> Outcome:
     """Record and print why the ranks failed, and how to resume the run.
 
     If a machine is lost after rank 0 has completed the run, the run has not failed.

@@ -1,10 +1,8 @@
 """This machine's view of a run on several machines: who takes part, and who has failed.
 
-Each machine runs its ranks like a run on one machine. When ranks fail, each machine reports to the
-hub: all print the failure that came first, and all restart or all end.
-
-Torch's own agent does not fit: it says why ranks failed only after the last restart, waits 30 s for
-a rank that does not answer SIGTERM, and never waits for a checkpoint.
+When ranks fail, each machine reports to the hub: all print the failure that came first, and all
+restart or all end. Torch's own agent does not fit: it says why ranks failed only after the last
+restart, waits 30 s for a rank that does not answer SIGTERM, and never waits for a checkpoint.
 """
 
 import socket
@@ -27,7 +25,7 @@ from ddp_runner.tracking.run_dir import RunDir
 
 PROBE_S, PAUSE_S = 2.0, 0.5  # for one try to reach the port, and between two tries
 ANSWER_S = 10.0  # without a message, after which the hub counts as lost
-LOST_S = 30.0  # likewise while machines are awaited: the hub's machine was switched off
+LOST_S = 30.0  # the same while machines join: the hub's machine was switched off
 LEAVE_S = 3.0  # for the other machines to read the hub's last message
 OTHER_SERVER = "something else listens there, or it is suspended"
 
@@ -177,7 +175,7 @@ class Machines(OneMachine):
         try:
             while link is self._link:
                 for word, value in link.receive(BEAT_S / 2):
-                    self._take(word, value)
+                    self._handle(word, value)
                 link.beat()
         except (OSError, ValueError, TypeError, RecursionError):  # gone, or another server
             self._lose(link)
@@ -188,7 +186,7 @@ class Machines(OneMachine):
         # While it joins it has no ranks yet; and once the run is over, the hub may leave.
         self.must_end = self._joined is not None and not self._is_over
 
-    def _take(self, word: str, value: Any) -> None:
+    def _handle(self, word: str, value: Any) -> None:
         self._has_met = True
         match word:
             case "beat":

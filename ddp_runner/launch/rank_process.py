@@ -1,4 +1,4 @@
-"""One rank of our launcher, from its first line to its last."""
+"""A rank of our launcher, from its first line to its last."""
 
 import inspect
 import os
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, is_lost_peer
-from ddp_runner.host.machine_load import address_limit
+from ddp_runner.host.memory import address_limit
 from ddp_runner.host.processes import (
     die_with_parent,
     ignore_stop_signals,
@@ -27,7 +27,7 @@ PEER_GRACE_S = 2.0  # a rank that lost a peer waits, so that the peer's end is n
 
 
 def failure_of(error: BaseException, *, rank: int) -> Failure:
-    """Return an exception of a rank as a failure."""
+    """Return a rank's exception as a failure."""
     kind: FailureKind = "user"
     sentence = str(error)
     if not isinstance(error, UserError):
@@ -51,9 +51,9 @@ def run_rank(job: Job, run_task: str, environ: dict[str, str], pipe: Connection)
         if import_errors:
             reason = address_limit() or f"{import_errors[0]}; repair the installation"
             raise UserError(f"torch cannot be imported: {reason}")
-        work = pkgutil.resolve_name(run_task)
-        bound = bound_to_cores(work, int(environ["LOCAL_RANK"]), job.config)
-        message: tuple[str, Outcome | Failure] = ("result", bound(replace(job, wire=wire)))
+        task = pkgutil.resolve_name(run_task)
+        bound_task = bound_to_cores(task, int(environ["LOCAL_RANK"]), job.config)
+        message: tuple[str, Outcome | Failure] = ("result", bound_task(replace(job, wire=wire)))
     except BaseException as error:  # sys.exit in a model ends a rank just as an error does
         failure = failure_of(error, rank=rank)
         message = ("failure", failure)
@@ -67,9 +67,9 @@ def run_rank(job: Job, run_task: str, environ: dict[str, str], pipe: Connection)
 
 
 def bound_to_cores(
-    work: Callable[[Job], Outcome], local_rank: int, config: RunConfig
+    task: Callable[[Job], Outcome], local_rank: int, config: RunConfig
 ) -> Callable[[Job], Outcome]:
-    """Return `work`, bound to the cores near this rank's GPU, as torchrun does.
+    """Return `task`, bound to the cores near this rank's GPU, as torchrun does.
 
     `_maybe_wrap_with_numa_binding` has no public name. Checked on torch 2.11 and 2.15.
     """
@@ -84,8 +84,8 @@ def bound_to_cores(
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it creates a log folder
     ).numa_options
     if options is None:
-        return work
+        return task
     bind = numa._maybe_wrap_with_numa_binding
     is_new = "device_index" in inspect.signature(bind).parameters  # torch 2.11: gpu_index
     device: dict[str, Any] = {"device_index" if is_new else "gpu_index": local_rank}
-    return bind(work, **device, numa_options=options)
+    return bind(task, **device, numa_options=options)

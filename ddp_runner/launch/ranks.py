@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.host.machine_load import oom_kills
+from ddp_runner.host.memory import oom_kills
 from ddp_runner.host.processes import (
     children,
     end_descendants,
@@ -33,19 +33,15 @@ from ddp_runner.launch.rank_process import run_rank
 from ddp_runner.launch.stop_requests import StopRequests
 
 POLL_S = 0.05
-UNKNOWN = 255  # multiprocessing's exit code once the server is gone; os._exit(255) looks the same
+UNKNOWN_CODE = (
+    255  # multiprocessing's exit code once the server is gone; os._exit(255) looks the same
+)
 ANSWER_S = 3.0  # after the first failure, for the other ranks to report before they are killed
 SAVING_FACTOR = 10  # a save may take this many times launch.shutdown_timeout_s
 
 
 class Ranks:
-    """The ranks of one attempt.
-
-    Args:
-        job: has its temporary folder, and the ends of earlier attempts.
-        stop: the user's requests to stop the run.
-        on_claim: called with the run folder once a rank has claimed it.
-    """
+    """The ranks of one attempt; `on_claim` gets the run folder once a rank has claimed it."""
 
     # By name: importing it takes seconds, and the launcher does not use it.
     run_task = "ddp_runner.worker:run_task"
@@ -77,7 +73,7 @@ class Ranks:
             while True:
                 lost = self.poll()
                 if lost or machines.must_end:
-                    return self.failed(lost, peers_timed_out=machines.timed_out)
+                    return self._collect_failure(lost, peers_timed_out=machines.timed_out)
                 if late_at == math.inf and (self.results or machines.has_ended):
                     late_at = time.monotonic() + self._job.config.backend.timeout_s
                 if None in self._exit_codes.values():
@@ -86,7 +82,7 @@ class Ranks:
                         self._wait_for_answers()  # another rank may be saving
                         return stayed_suspended(suspended[0], self._job.config)
                 elif (all_ended := machines.all_ended()) is not None:
-                    return None if all_ended else self.failed({}, peers_timed_out=False)
+                    return None if all_ended else self._collect_failure({}, peers_timed_out=False)
         finally:
             self.end()
 
@@ -104,14 +100,17 @@ class Ranks:
                 has_started = self._fork(environ)
             if not has_started:
                 rank = int(environ["RANK"])
-                self._failures[rank], self._not_started[rank] = server_was_killed(rank), UNKNOWN
+                self._failures[rank], self._not_started[rank] = (
+                    server_was_killed(rank),
+                    UNKNOWN_CODE,
+                )
                 return
 
     def _fork(self, environ: Mapping[str, str]) -> bool:
         """Start a rank; return whether the fork server was there to do it."""
-        pipe, theirs = Pipe()
+        pipe, child_end = Pipe()
         process = ForkServerProcess(
-            target=run_rank, args=(self._job, self.run_task, environ, theirs)
+            target=run_rank, args=(self._job, self.run_task, environ, child_end)
         )
         try:
             process.start()  # waits until the server has imported torch
@@ -119,7 +118,7 @@ class Ranks:
             pipe.close()
             return False
         finally:
-            theirs.close()
+            child_end.close()
         rank = int(environ["RANK"])
         self._processes[rank], self._pipes[rank] = process, pipe
         self._stop.may_save = True
@@ -161,14 +160,14 @@ class Ranks:
         for rank, pipe in list(self._pipes.items()):
             try:
                 while pipe.poll():
-                    self._take(rank, *pipe.recv())
+                    self._handle(rank, *pipe.recv())
             except (EOFError, OSError):  # the rank has ended, and its pipe is empty
                 pipe.close()
                 del self._pipes[rank]
         if self._saving is not None and self._processes[self._saving].exitcode is not None:
             self._saving = None  # its child may still hold the pipe open
 
-    def _take(self, rank: int, word: str, *rest: Any) -> None:
+    def _handle(self, rank: int, word: str, *rest: Any) -> None:
         match word, *rest:
             case "claimed", folder:
                 self._on_claim(folder)
@@ -205,13 +204,15 @@ class Ranks:
         if now > min(self._stop.asked_at + SAVING_FACTOR * limit_s, begun_at + limit_s):
             self._stop.end_at_once()
 
-    def failed(self, lost: Mapping[int, int], *, peers_timed_out: bool) -> Failure:
+    def _collect_failure(self, lost: Mapping[int, int], *, peers_timed_out: bool) -> Failure:
         """Collect the stacks of all ranks; return the failure that came first."""
         exits = RankExits(
             ranks=list(self._processes),
             exit_codes=lost,
             out_of_memory=oom_kills() > self._oom_kills,
-            server_is_gone=fork_server_is_gone(within_s=1.0 if UNKNOWN in lost.values() else 0.0),
+            server_is_gone=fork_server_is_gone(
+                within_s=1.0 if UNKNOWN_CODE in lost.values() else 0.0
+            ),
             peers_timed_out=peers_timed_out,
         )
         for rank in self._processes:

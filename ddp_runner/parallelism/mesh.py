@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.host.freed_memory import return_freed_memory
+from ddp_runner.host.memory import return_freed_memory
 from ddp_runner.parallelism.mode import Layout, local_engine, no_wrapper
 from ddp_runner.parallelism.modules import blocks_of, initialise
 from ddp_runner.parallelism.tensor_parallel import split_layers

@@ -47,16 +47,16 @@ def with_config_of_rank_zero(job: Job) -> Job:
 
 
 def _validate_rank_zero(job: Job, machines: Sequence[tuple[str, bool]]) -> None:
-    """Reject a rank 0 whose machine lacks the run; each machine has a host and says if it does."""
+    """Reject a rank 0 whose machine lacks the run, by each rank's host and whether it does."""
     host, lacks_run = machines[0]
     if not lacks_run:
         return
-    has_run = next((name for name, lacks_run in machines if not lacks_run), None)
-    if has_run is None:
+    host_with_run = next((name for name, lacks_run in machines if not lacks_run), None)
+    if host_with_run is None:
         count = len({name for name, _ in machines})
         where, fix = f"not a run folder on any of the {count} machines", "name a run's folder"
     else:
-        where, fix = f"on {has_run}, and {host} has rank 0", f"copy it to {host}"
+        where, fix = f"on {host_with_run}, and {host} has rank 0", f"copy it to {host}"
         if job.wire is not None:  # only our launcher can move rank 0 to another machine
-            fix += f", or give {has_run} launch.node_rank=0"
+            fix += f", or give {host_with_run} launch.node_rank=0"
     raise UserError(f"resume={job.config.resume} is {where}", fix)

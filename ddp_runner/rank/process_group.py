@@ -214,10 +214,10 @@ def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta)
 def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
     """Return torchrun's store under a prefix that only this worker group uses. Collective.
 
-    torchrun keeps one store for all worker groups that it starts. A killed group leaves its keys
-    behind, and the next group would take them for its ranks' addresses ("connectFullMesh failed").
-    So each rank writes a random greeting, and rank 0 answers with a new prefix. A greeting may come
-    from a rank that is gone, so rank 0 answers until every rank has confirmed the prefix.
+    torchrun keeps one store for all its worker groups, and the next group would take a killed
+    group's keys for the addresses of its ranks ("connectFullMesh failed"). So each rank writes a
+    random greeting, and rank 0 answers with a new prefix until every rank has confirmed it: a
+    greeting may come from a rank that is gone.
 
     Raises:
         torch.distributed.DistStoreError: a rank did not arrive in time.

@@ -25,8 +25,8 @@ def rank_log(
     """
     path = run_dir.rank_log(env.rank)
     run_dir.logs.mkdir(parents=True, exist_ok=True)
-    handler = _File(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(_EachLine(env.rank, hide))
+    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(_RankFormatter(env.rank, hide))
     LOGGER.setLevel(logging.INFO)
     logging.captureWarnings(True)
     for logger in (LOGGER, logging.getLogger("py.warnings")):
@@ -38,7 +38,7 @@ def rank_log(
         with path.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        sys.stdout = sys.stderr = _Lines()
+        sys.stdout = sys.stderr = _LoggedStream()
 
     def log(text: str) -> None:
         log_to_file(text)
@@ -62,7 +62,7 @@ def log_to_file(text: str) -> None:
         LOGGER.info(line)
 
 
-class _File(logging.FileHandler):
+class _LogFile(logging.FileHandler):
     """A log file that survives a full disk, where logging would print a traceback per line."""
 
     _has_failed = False
@@ -75,7 +75,7 @@ class _File(logging.FileHandler):
             print(f"warning: {self.baseFilename} cannot be written ({error})", file=sys.stderr)
 
 
-class _EachLine(logging.Formatter):
+class _RankFormatter(logging.Formatter):
     """Puts time, rank and level before every line, also of warnings and tracebacks."""
 
     def __init__(self, rank: int, hide: Callable[[str], str]) -> None:
@@ -83,11 +83,11 @@ class _EachLine(logging.Formatter):
         self._rank, self._hide = rank, hide
 
     def format(self, record: logging.LogRecord) -> str:
-        start = f"{self.formatTime(record)} rank {self._rank} {record.levelname} "
-        return "\n".join(start + self._hide(line) for line in super().format(record).splitlines())
+        label = f"{self.formatTime(record)} rank {self._rank} {record.levelname} "
+        return "\n".join(label + self._hide(line) for line in super().format(record).splitlines())
 
 
-class _Lines(TextIOBase):
+class _LoggedStream(TextIOBase):
     """A stream that logs each line written to it."""
 
     _rest = ""

@@ -33,15 +33,15 @@ def log_facts(
     show(fact_lines({"run": folder, **facts}))
     if explains:
         device, versions = session.devices[0], job.code["versions"]
-        words = word_lines(config, session.env, device=device, versions=versions)
-        (show if config.verbose else log_to_file)(words)
+        glossary = word_lines(config, session.env, device=device, versions=versions)
+        (show if config.verbose else log_to_file)(glossary)
 
 
-def task_logger(session: Session, **shown: Any) -> Logger:
+def task_logger(session: Session, **keywords: Any) -> Logger:
     """Return this rank's logger; see ``RunLogger`` for the keywords."""
     if not session.env.is_rank_zero:
         return NullLogger()
-    return RunLogger(session.run_dir, job=session.job, heartbeat=session.heartbeat, **shown)
+    return RunLogger(session.run_dir, job=session.job, heartbeat=session.heartbeat, **keywords)
 
 
 class Records:
@@ -51,11 +51,10 @@ class Records:
     Call it after every check of the command: a resume that fails must leave the run as it was.
 
     Args:
-        session: this rank's session.
         fields: fields for run.json; only rank 0's are written.
         resume_step: step of the checkpoint that the run resumes from; None: it starts at step 0.
         stack: closes both at the end of the run, also after an error.
-        shown: further keywords of ``task_logger``.
+        keywords: further keywords of ``task_logger``.
 
     Attributes:
         logger: takes the metrics of steps and evaluations.
@@ -68,7 +67,7 @@ class Records:
         fields: RunFields,
         resume_step: int | None,
         stack: ExitStack,
-        **shown: Any,
+        **keywords: Any,
     ) -> None:
         self._run_dir = session.run_dir
         self._writer: CheckpointWriter | None = None
@@ -78,7 +77,7 @@ class Records:
             write_run_record(session.run_dir, **fields)
         if wire is not None:
             wire.send("ready")
-        self.logger: Logger = task_logger(session, resume_step=resume_step, **shown)
+        self.logger: Logger = task_logger(session, resume_step=resume_step, **keywords)
         stack.enter_context(self.logger)
         if session.env.is_rank_zero:
             folder, settings = session.run_dir.checkpoints, session.config.checkpoint

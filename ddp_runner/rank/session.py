@@ -24,8 +24,8 @@ from ddp_runner.distributed import (
     gather_objects,
 )
 from ddp_runner.errors import UserError, one_line
-from ddp_runner.host.freed_memory import keep_freed_memory
 from ddp_runner.host.hardware import usable_cores
+from ddp_runner.host.memory import keep_freed_memory
 from ddp_runner.job import FailureKind, Job, Status
 from ddp_runner.parallelism.mode import Mode, count_devices, rank_devices
 from ddp_runner.rank.adopt import with_config_of_rank_zero
@@ -85,10 +85,9 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         stack.enter_context(
             process_group(env, backend=job.config.backend, init_method=_init_method(job, env))
         )
-        if env.num_nodes > 1:
-            own_job, job = job, with_config_of_rank_zero(job)
-            if job is not own_job:
-                mode, devices = _open_mode(job.config, env)
+        if env.num_nodes > 1 and (adopted := with_config_of_rank_zero(job)) is not job:
+            job = adopted
+            mode, devices = _open_mode(job.config, env)
         config = job.config
         ensure_agreement(_comparable(job), optional=job.code)
         ensure_own_devices(devices, backend=config.backend.name)
@@ -109,8 +108,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
             if not job.is_claimed:
                 stack.enter_context(_failure_recorded(run_dir, started_at=job.started_at))
         job = with_run_folder(job, run_dir, size)
-        logging = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
-        log = stack.enter_context(logging)
+        open_log = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
+        log = stack.enter_context(open_log)
         if env.num_nodes > 1:
             _log_machines_without_folder(run_dir, log=log)
         session = Session(job, env, mode, devices, run_dir, log, heartbeat, hosts)
@@ -157,7 +156,7 @@ def _log_machines_without_folder(run_dir: RunDir, *, log: Callable[[str], None])
 def report_start(session: Session, *, step: int) -> None:
     """Record that the state is restored; after a restart, log its cause. Every rank must call.
 
-    Until now a resumed run is unchanged.
+    Until this call, a resumed run is unchanged.
 
     Raises:
         UserError: three restarts in a row began at the same step.

@@ -31,7 +31,7 @@ from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
-POLL_S = 0.5  # between two looks, while other launchers run all remaining jobs
+POLL_S = 0.5  # between two checks, while other launchers run all remaining jobs
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class SweepJob:
 
     @property
     def standing(self) -> Standing:
-        """How the job stands now, also by a fault that another launcher has written to the plan."""
+        """How the job stands now; another launcher may have written a fault to the plan."""
         plan = self.sweep / PLAN
         stamp = plan.stat().st_mtime_ns if plan.exists() else 0
         planned = _cached_plan(self.sweep, stamp).jobs.get(self.planned.job_id, self.planned)
@@ -78,7 +78,7 @@ class SweepJob:
         return RunDir(self.sweep / self.planned.folder)
 
     def is_unchanged(self, standing: Standing) -> bool:
-        """Return whether nobody has run the job since this look; this process holds the lock."""
+        """Return whether nobody has run the job since `standing` was read; we hold its lock."""
         record = read_run_record(self.run_dir, missing_ok=True)
         if self.planned.resumes is not None and not standing.record:
             return bool(last_session_start(record) == self.planned.resumes)
@@ -117,7 +117,7 @@ class JobBatch:
         return failed_outcome(standing)
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Return how each job has ended, without those that have not."""
+        """Return the outcome of each job that has ended, by its id."""
         outcomes = {job_id: self.outcome(job) for job_id, job in self.jobs.items()}
         return {job_id: outcome for job_id, outcome in outcomes.items() if outcome is not None}
 

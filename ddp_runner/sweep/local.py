@@ -1,9 +1,8 @@
 """Runs the jobs of a sweep on this machine: one after the other, or in parallel slots.
 
-A slot is a process on its own cores and GPUs: a launcher with its own fork server. Slots share the
-sweep through the locks of the jobs' folders, as any launchers do. The parent sends batches through
-a pipe, and SIGTERM to stop. The slot answers None after each batch, ends with its parent, and
-starts its lines with the job's number.
+A slot is a launcher on its own cores and GPUs. Slots share the sweep through the locks of the jobs'
+folders, as any launchers do. The parent sends batches through a pipe, and SIGTERM to stop. The slot
+answers None after each batch, ends with its parent, and starts its lines with the job's number.
 """
 
 import multiprocessing

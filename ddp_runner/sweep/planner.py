@@ -61,7 +61,7 @@ class SweepCommand:
     words: Sequence[str]  # as the user wrote them
     overrides: Sequence[str]  # all overrides, also those with several values
     read: Callable[[Sequence[str]], Sequence[Override]]  # parses overrides
-    common: DictConfig  # config that all jobs have in common, with the ``hydra`` node
+    common: DictConfig  # the config that all jobs share, with the ``hydra`` node
     compose: Callable[[Sequence[str], int], DictConfig]  # from a job's words and its number from 0
     name_of: Callable[[DictConfig], str]  # folder name of a job, or path of the run that it resumes
     plan: Callable[[DictConfig, Callable[[Config], JobHardware]], Job]
@@ -81,7 +81,7 @@ class Planner:
 
     command: SweepCommand
     folder: Path
-    where: Local | Slurm
+    executor: Local | Slurm
     is_search: bool
     earlier: Path | None = None  # folder of an ended sweep of the same command
     settings: SweepConfig = field(default_factory=SweepConfig)  # of the last planned job
@@ -133,7 +133,7 @@ class Planner:
         key = json.dumps(parts, default=str)
         if key not in self._accepted:  # in most sweeps all jobs have the same
             config = to_config(OmegaConf.masked_copy(composed, names))
-            self.where.validate(config, searches=self.is_search)
+            self.executor.validate(config, searches=self.is_search)
             self._accepted[key] = config.sweep
         self.settings = self._accepted[key]
 
@@ -144,7 +144,7 @@ class Planner:
             self._validate_resumed_once(Path(name))
             resumes = last_session_start(read_run_record(Path(name), missing_ok=True))
         try:
-            job = self.command.plan(composed, self.where.hardware_of)
+            job = self.command.plan(composed, self.executor.hardware_of)
         except UserError as error:
             return self._invalid_draft(words, name, error)
         job = replace(job, run_dir=self.folder / name, number=number + 1)

@@ -43,10 +43,7 @@ NO_TRIALS = "the search has run all its trials; a larger hydra.sweeper.n_trials 
 
 
 def run_sweep(command: SweepCommand) -> int:
-    """Run the sweep, and print its table, and its report if sweep.report is set.
-
-    Returns:
-        The exit code of the worst job.
+    """Run the sweep and print its table and report; return the exit code of the worst job.
 
     Raises:
         UserError: the sweep is invalid, or the search has no best job.
@@ -54,8 +51,8 @@ def run_sweep(command: SweepCommand) -> int:
     common = command.common
     is_search, settings = _is_search(common), slurm_settings(common.hydra.launcher)
     with sweep_dir(common, command.words) as (folder, earlier):
-        where = Local() if settings is None else Slurm(folder, settings)
-        planner = Planner(command, folder, where, is_search=is_search, earlier=earlier)
+        executor = Local() if settings is None else Slurm(folder, settings)
+        planner = Planner(command, folder, executor, is_search=is_search, earlier=earlier)
         planner.validate(common)
         chooser = _chooser(planner)
         if common.sweep.dry_run:
@@ -63,12 +60,12 @@ def run_sweep(command: SweepCommand) -> int:
         try:
             outcomes, best = _run_batches(planner, chooser)
         finally:
-            where.close()
+            executor.close()
             if (folder / PLAN).exists():
                 print(sweep_table(folder, width=line_width(sys.stdout)), flush=True)
         if best is not None:
             print(wrap_lines(printable(best), line_width(sys.stdout)), flush=True)
-        exit_code = _end(planner, outcomes)
+        exit_code = _finish(planner, outcomes)
         if planner.settings.report:
             print_report(folder)
     return exit_code
@@ -76,11 +73,8 @@ def run_sweep(command: SweepCommand) -> int:
 
 def _chooser(planner: Planner) -> Grid | Search:
     """Return what chooses the jobs: a search if hydra/sweeper says so, else a grid."""
-    command, sweep, sweeper = (
-        planner.command,
-        planner.settings,
-        planner.command.common.hydra.sweeper,
-    )
+    command, sweep = planner.command, planner.settings
+    sweeper = command.common.hydra.sweeper
     params = [f"{key}={value}" for key, value in sweeper.params.items()]
     overrides = command.read([*params, *command.overrides])  # the command's win
     if not planner.is_search:
@@ -97,7 +91,7 @@ def _chooser(planner: Planner) -> Grid | Search:
     )
 
 
-def _end(planner: Planner, outcomes: Sequence[Outcome]) -> int:
+def _finish(planner: Planner, outcomes: Sequence[Outcome]) -> int:
     """Print what the user can do next; return the exit code of the worst job."""
     failed = failed_jobs(planner.folder, among=planner.queued)
     if any(outcome.status == Status.PREEMPTED for outcome in outcomes):
@@ -107,7 +101,7 @@ def _end(planner: Planner, outcomes: Sequence[Outcome]) -> int:
         print(f"the same command with sweep.retry=failed runs {jobs} again", flush=True)
     if planner.is_search:  # earlier starts of the search count
         outcomes = [*outcomes, *failed_jobs(planner.folder)]
-    elif not outcomes and planner.where.starts_jobs:
+    elif not outcomes and planner.executor.starts_jobs:
         print_error("every job of the sweep is invalid and was skipped; see the reasons above")
         return EXIT_USER_ERROR
     return max((outcome.exit_code for outcome in outcomes), default=EXIT_COMPLETED)
@@ -130,7 +124,7 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
         outcomes += [Outcome(Status.FAILED, EXIT_USER_ERROR, job.fault) for job in failed]
         num_failed += len(failed)
         batch = planner.queue(drafts, num_failed=num_failed)
-        ended = planner.where.run(batch) if batch.jobs and not batch.must_stop(0) else {}
+        ended = planner.executor.run(batch) if batch.jobs and not batch.must_stop(0) else {}
         outcomes += ended.values()
         batch_failures = batch.num_failures(ended)
         num_failed += batch_failures
@@ -165,7 +159,7 @@ def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
     planner.print_changes(before, planner.planned(drafts, before), jobs)
     rows = [DRY_COLUMNS]
     for job_id, job in jobs.items():
-        layout, config = planner.where.layout(job.config), job.config
+        layout, config = planner.executor.layout(job.config), job.config
         planned = before.jobs.get(job_id)
         device = f"{config.backend.device}, {config.backend.name}"
         steps = str((config.task == "train" and known_steps(config)) or "-")

@@ -1,6 +1,6 @@
 """Which jobs a sweep runs: all of a grid, or those that Optuna chooses. Torch-free.
 
-A search chooses each batch of jobs by the results of the earlier jobs, with Optuna's ask and tell:
+A search chooses each batch by the results of the earlier jobs, with Optuna's ask and tell:
 https://optuna.readthedocs.io/en/stable/tutorial/20_recipes/009_ask_and_tell.html
 The study is in the sweep's folder: a stopped search continues, and Optuna's tools can read it.
 """
@@ -65,11 +65,8 @@ class Search:
     Args:
         node: ``hydra.sweeper``.
         overrides: of the command; those with several values or an interval are searched.
-        objective: metric to optimize.
-        folder: folder of the sweep.
         batch_size: number of trials in a batch, unless ``hydra.sweeper.n_jobs`` sets it.
         retries: whether to try the values of failed trials again.
-        is_dry: whether to save nothing.
 
     Raises:
         UserError: Optuna is missing, or cannot run this search.
@@ -84,7 +81,7 @@ class Search:
         folder: Path,
         batch_size: int,
         retries: bool = False,
-        is_dry: bool = False,
+        is_dry: bool = False,  # save nothing
     ) -> None:
         with any_error("hydra/sweeper=optuna needs Optuna", "pip install 'ddp-runner[optuna]'"):
             import optuna
@@ -102,7 +99,7 @@ class Search:
         self._study = self._open_study()
         self._states = optuna.trial.TrialState
         self.numbers: list[int] = []  # trials of the last batch
-        self._taken = set[int]()  # trials of all batches of this launcher
+        self._batched = set[int]()  # trials of all batches of this launcher
         with self._study_locked():
             # Trials of a search that was stopped: their runs are resumed.
             self._stopped = self._study.get_trials(deepcopy=False, states=[self._states.RUNNING])
@@ -183,9 +180,9 @@ class Search:
             batch = {
                 trial.number: trial.params
                 for trial in self._study.get_trials(deepcopy=False, states=[self._states.RUNNING])
-                if trial.number not in self._taken and trial.params.keys() == self._space.keys()
+                if trial.number not in self._batched and trial.params.keys() == self._space.keys()
             }
-        self._taken |= batch.keys()
+        self._batched |= batch.keys()
         return batch
 
     def tell(self, results: Sequence[float | str | None]) -> None:

@@ -102,7 +102,7 @@ def survey(paths: Sequence[Path]) -> tuple[list[RunStatus], list[SweepStatus]]:
             visited = (sub for sub in subfolders if not sub.startswith(".") and sub not in skipped)
             subfolders[:] = sorted(visited)
             if is_run:
-                runs.setdefault(folder.resolve(), look(folder, server_time=server_time))
+                runs.setdefault(folder.resolve(), run_status(folder, server_time=server_time))
             if PLAN in files:
                 sweeps.setdefault(folder.resolve(), _sweep_status(folder, server_time))
     return [*runs.values()], [*sweeps.values()]
@@ -120,7 +120,7 @@ def folder_time(folder: Path) -> float:
         return time.time()
 
 
-def look(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunStatus:
+def run_status(folder: Path, *, server_time: Callable[[], float] = time.time) -> RunStatus:
     """Return the status of a run; `server_time` is the clock that stamps the folder's files."""
     run_dir = RunDir(folder)
     current = standing(run_dir, server_time=server_time)

@@ -115,16 +115,16 @@ def restarted(command: Sequence[str], plan: Plan) -> Plan:
 
 def with_jobs(jobs: Iterable[PlannedJob], plan: Plan) -> Plan:
     """Return the plan with more jobs, each in a folder that no other job of the plan has."""
-    planned, taken = dict(plan.jobs), {job.folder for job in plan.jobs.values()}
+    planned, folders = dict(plan.jobs), {job.folder for job in plan.jobs.values()}
     numbers = dict[str, int]()  # last number tried for each name: thousands may want the same name
     for job in jobs:
         if job.job_id in planned:
             continue
         folder = job.folder
-        while folder in taken and not Path(folder).is_absolute():
+        while folder in folders and not Path(folder).is_absolute():
             numbers[job.folder] = numbers.get(job.folder, 1) + 1
             folder = f"{job.folder}-{numbers[job.folder]}"
-        taken.add(folder)
+        folders.add(folder)
         planned[job.job_id] = replace(job, folder=folder)
     return replace(plan, jobs=planned)
 
@@ -218,7 +218,7 @@ def sweep_command(arguments: Sequence[str]) -> list[str]:
 
 
 def without_stale_jobs(folder: Path, wanted: Container[str], plan: Plan) -> Plan:
-    """Return the plan without waiting jobs that are not in `wanted`: the sweep would never end."""
+    """Return the plan without waiting jobs outside of `wanted`: with them it would never end."""
     kept = {
         job_id: job
         for job_id, job in plan.jobs.items()

@@ -75,7 +75,7 @@ def test_every_collective_gives_the_expected_result(world_size: int, dtypes: lis
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_every_collective_of_nccl_gives_the_expected_result() -> None:
-    """As with gloo, on CUDA tensors."""
+    """It holds on CUDA tensors as it does with gloo."""
     nccl = BackendConfig(name="nccl", device="cuda", timeout_s=240)
     answers = run_ranks(check_on_gpu, 2, backend=nccl, timeout_s=600)
     assert answers == [{}, {}]
@@ -108,7 +108,7 @@ def check_calls_that_do_nothing(env: DistEnv) -> dict[str, str]:
 
 @pytest.mark.parametrize("world_size", first_of([3, 2]))
 def test_a_collective_that_moves_nothing_is_found(world_size: int) -> None:
-    """For every operation, on every rank: neither an input nor an old result passes."""
+    """On every rank, neither an input nor an old result passes as a result."""
     answers = run_ranks(check_calls_that_do_nothing, world_size)
     assert all(answer == answers[0] for answer in answers)
     assert {name.partition("_float32")[0] for name in answers[0]} == set(OPS)

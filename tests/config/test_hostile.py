@@ -30,7 +30,7 @@ from ddp_runner.inference.notebook import load, read_runs
 from ddp_runner.job import Job
 from ddp_runner.models import toy
 from ddp_runner.rank.session import open_session
-from ddp_runner.sweep.survey import look, survey
+from ddp_runner.sweep.survey import run_status, survey
 from ddp_runner.sweep.sweep_dir import PLAN
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
@@ -370,7 +370,7 @@ def test_no_reader_waits_for_a_pipe(name: str, tmp_path: Path) -> None:
     for one in (name, ".heartbeat", ".lock.holder"):
         (tmp_path / one).unlink(missing_ok=True)
         os.mkfifo(tmp_path / one)
-    assert look(tmp_path).status in ("damaged", "lost")
+    assert run_status(tmp_path).status in ("damaged", "lost")
     with suppress(UserError):
         load(tmp_path)
     assert list(read_runs(tmp_path)["reason"].notna()) == [True]

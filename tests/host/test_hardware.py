@@ -1,4 +1,4 @@
-"""What a machine has: its GPUs as torch can use them, and cores as its cgroups allow."""
+"""A machine has the GPUs that torch can use, and the cores that its cgroups allow."""
 
 import os
 import platform
@@ -60,7 +60,7 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_cores_are_those_that_the_cgroups_pay_for(
     cgroups: Path, own: str, files: dict[str, str], cores: int | None
 ) -> None:
-    """Version 1 and 2, of the process's own group and of those above it: the tightest counts."""
+    """In both versions, the tightest limit of the process's group and those above it counts."""
     (cgroups / "self").write_text(f"{own}\n")
     for name, text in files.items():
         (cgroups / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def test_a_slurm_job_keeps_to_its_cores_where_nothing_binds_it(
 def test_memory_is_what_the_cgroups_leave(
     cgroups: Path, own: str, files: dict[str, str], limit: int | None
 ) -> None:
-    """Version 1 and 2, of the process's own group and of those above it: the tightest counts."""
+    """In both versions, the tightest limit of the process's group and those above it counts."""
     (cgroups / "self").write_text(f"{own}\n")
     for name, text in files.items():
         (cgroups / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def test_memory_is_what_the_cgroups_leave(
 def test_memory_is_what_ulimit_leaves(
     kind: str, cgroups: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ulimit -v and -d."""
+    """Both ulimit -v and -d count."""
     limits = {getattr(resource, kind): (2**30, resource.RLIM_INFINITY)}
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which, unlimited))
@@ -114,12 +114,12 @@ def test_memory_is_what_ulimit_leaves(
 
 
 def test_a_machine_without_cgroups_has_its_cores(cgroups: Path) -> None:
-    """No /proc/self/cgroup is no limit."""
+    """Without /proc/self/cgroup there is no limit."""
     assert quota_cores() is None
 
 
 def test_the_build_of_torch_is_known_without_importing_it() -> None:
-    """As torch itself says it, in a process that has not loaded it."""
+    """It equals what torch says, in a process that has not imported torch."""
     code = (
         "import sys; from ddp_runner.host.hardware import torch_build; "
         "print(torch_build()); assert 'torch' not in sys.modules"
@@ -143,7 +143,7 @@ def test_the_build_of_torch_is_known_without_importing_it() -> None:
 def test_a_version_file_is_read_as_torch_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, build: dict[str, str | None]
 ) -> None:
-    """With and without types; a file that is not understood says nothing."""
+    """The file may have types or not; from any other file, nothing is read."""
     (tmp_path / "version.py").write_text(text)
 
     class Spec:
@@ -174,14 +174,14 @@ def test_gpus_that_torch_cannot_use_have_a_reason(
     build: dict[str, str | None],
     reason: str | None,
 ) -> None:
-    """The build, or the driver's age; where all fits, or there are no GPUs, there is none."""
-    found = why_unusable(num_visible, driver_cuda, build)
-    assert (found or "").startswith(reason or "")
-    assert (found is None) == (reason is None)
+    """The build or the driver's age is the reason; without GPUs there is none."""
+    fault = why_unusable(num_visible, driver_cuda, build)
+    assert (fault or "").startswith(reason or "")
+    assert (fault is None) == (reason is None)
 
 
 def test_unusable_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that world_size, backend and slots are those of a machine without them."""
+    """Then world_size, backend and slots are those of a machine without GPUs."""
     monkeypatch.setattr(hardware, "_cuda_driver", lambda: (2, 12080))
     monkeypatch.setattr(hardware, "torch_build", lambda: {"cuda": None, "hip": None})
     machine = detect()
@@ -193,7 +193,7 @@ def test_unusable_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_kinds_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for where a build or a plug-in says that there may be one; NVIDIA's come first."""
+    """Torch is asked if its build or a plug-in may support some; NVIDIA's GPUs come first."""
     asked = list[bool]()
 
     def known(*, is_rank: bool) -> Accelerators | str:
@@ -253,7 +253,7 @@ def test_slurm_says_whether_a_task_sees_its_own_gpus(environ: dict[str, str], bi
 
 
 def test_a_gpu_that_torch_cannot_open_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a driver that broke since: the reason in torch's first line, and the ways out."""
+    """A driver may have broken since: the sentence has torch's first line and the fixes."""
 
     def fail(device: torch.device) -> None:
         raise RuntimeError("CUDA unknown error - this may be due to an environment.\nMore.\n")
@@ -300,7 +300,7 @@ def test_bf16_is_rejected_where_it_would_be_emulated(
 def test_tf32_is_set_where_it_exists(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
-    """For matrices and convolutions alike, so that the measured peak is that of the model."""
+    """It holds for matrices and convolutions, so that perf/mfu compares with one peak."""
     without_gpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")

@@ -1,4 +1,4 @@
-"""The load of the machine: what others took of the cores that a run may use."""
+"""The load says how much of a run's cores other processes used."""
 
 import os
 import shutil
@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.host import hardware, machine_load, processes
-from ddp_runner.host.machine_load import (
-    Load,
-    load_record,
-    measure_load,
-    oom_kills,
-)
+from ddp_runner.host import machine_load, processes
+from ddp_runner.host.machine_load import Load, load_record, measure_load
 
 
 def write_proc(folder: Path, cores: dict[int, list[int]], processes: dict[int, list[int]]) -> None:
@@ -53,14 +48,14 @@ def test_shares_are_of_the_cores_that_a_run_may_use(
     ranks = {11: [7, 300, 20, 60, 40], 13: [8, 2000, 0, 0, 0], 7: [1, 45, 0, 640, 20]}
     shutil.rmtree(tmp_path / "proc" / "12")
     write_proc(tmp_path / "proc", cores, ranks)
-    found = load_record(start, measure_load())["end"]
+    load = load_record(start, measure_load())["end"]
     # 2000 ticks, 600 of them busy; of those the ranks took 200 and 100 of their children, and 100.
-    assert found["busy_share_others"] == pytest.approx(200 / 2000)
-    assert found["steal_share"] == pytest.approx(50 / 2000)
+    assert load["busy_share_others"] == pytest.approx(200 / 2000)
+    assert load["steal_share"] == pytest.approx(50 / 2000)
 
 
 def test_what_the_system_does_not_say_is_none() -> None:
-    """As where there is no /proc, or no time has passed."""
+    """There may be no /proc, or no time may have passed."""
     load = load_record(Load(0.5), Load(1.5))
     nothing = {"busy_share_others": None, "steal_share": None}
     assert load == {"start": {"loadavg_1m": 0.5}, "end": {"loadavg_1m": 1.5, **nothing}}
@@ -69,52 +64,10 @@ def test_what_the_system_does_not_say_is_none() -> None:
 
 
 def test_this_machine_has_a_load() -> None:
-    """Shares between two looks are parts of one."""
+    """The shares between two measurements are between 0 and 1."""
     start = measure_load()
     sum(number * number for number in range(3_000_000))
     end = load_record(start, measure_load())["end"]
     for share in ("busy_share_others", "steal_share"):
         value = end[share]
         assert value is None or 0 <= value <= 1
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "kills"),
-    [
-        (
-            "0::/user/run\n",
-            {"user/memory.events": "low 0\noom 9\noom_kill 8\n", "memory.events": "oom_kill 9\n"},
-            8,  # its own group has no counter, as where it has no memory controller
-        ),
-        ("0::/\n", {"memory.events": "oom 2\noom_kill 1\noom_group_kill 0\n"}, 1),  # a container's
-        (
-            "4:memory:/jobs/7\n1:cpu:/\n0::/\n",
-            {
-                "memory/jobs/7/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
-                "memory/memory.oom_control": "oom_kill 5\n",
-                "cpu/memory.oom_control": "oom_kill 7\n",
-            },
-            3,
-        ),
-        # A container with the host's path, of which only the group's own folder is there.
-        ("4:memory:/docker/ab\n", {"memory/memory.oom_control": "oom_kill 2\n"}, 2),
-        ("4:memory:/\n", {"memory/memory.oom_control": "oom_kill_disable 0\n"}, 0),  # Linux < 4.13
-        ("0::/\n", {}, 0),
-    ],
-    ids=["v2-above", "v2-container", "v1", "v1-container", "v1-old", "none"],
-)
-def test_kills_for_memory_are_counted_in_the_own_group(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    groups: str,
-    files: dict[str, str],
-    kills: int,
-) -> None:
-    """Or in the nearest one above it that counts them, of either version."""
-    (tmp_path / "groups").write_text(groups)
-    for name, text in files.items():
-        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "fs" / name).write_text(text)
-    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "groups")
-    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "fs")
-    assert oom_kills() == kills

@@ -1,4 +1,4 @@
-"""The interfaces of this machine, and the one that other machines reach."""
+"""Gloo gets an interface that other machines reach, and links carry whole messages."""
 
 import socket
 from pathlib import Path
@@ -10,7 +10,7 @@ from ddp_runner.host.network import Link, outer_interface, up_interfaces
 
 
 def test_interfaces_are_read_from_sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those that are down, or have no address."""
+    """Interfaces that are down or have no address are left out."""
     for name, state in {"eth0": "up", "eth1": "down", "eth2": "up"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "operstate").write_text(f"{state}\n")
@@ -21,7 +21,7 @@ def test_interfaces_are_read_from_sys(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_message_that_leaves_in_part_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows would be the rest of its line. The other end may be suspended."""
+    """The next message would continue its line. The other end may be suspended."""
     monkeypatch.setattr(network, "SEND_S", 0.1)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -35,7 +35,7 @@ def test_a_message_that_leaves_in_part_ends_the_link(monkeypatch: pytest.MonkeyP
 
 
 def test_the_own_loopback_has_its_address() -> None:
-    """By the kernel's own answer."""
+    """The kernel gives the answer."""
     assert up_interfaces()["127.0.0.1"] == "lo"
 
 
@@ -75,6 +75,6 @@ def test_gloo_leaves_loopback_for_an_interface_that_others_reach(
 
 
 def test_the_way_to_this_machine_is_loopback() -> None:
-    """Asked of the kernel; nothing is sent."""
+    """The kernel says so, and nothing is sent."""
     assert network._route("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
     assert network._route("no-such-host.invalid") is None

@@ -1,4 +1,4 @@
-"""A process whose stdout or stderr is closed, full, or a pipe without a reader goes on."""
+"""A process continues if its stdout or stderr is closed, full or a pipe without a reader."""
 
 import logging
 import signal
@@ -78,7 +78,7 @@ def test_what_cannot_be_written_is_dropped(
 
 
 def test_what_a_killed_process_has_printed_is_shown(tmp_path: Path) -> None:
-    """Into a file or a pipe, too, where Python would write it later: it may tell why."""
+    """It may explain the kill; to a file or a pipe, Python would write it later."""
     (tmp_path / "killed.py").write_text(
         "import os, signal\n"
         "from ddp_runner.host.streams import keep_streams\n"
@@ -113,7 +113,7 @@ def test_a_log_on_a_full_disk_is_reported_of_once(
 
 @pytest.mark.full
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
-    """The live line with the last step, the end's lines, and nothing after them."""
+    """It shows the live line with the last step, the last lines, and nothing after them."""
     with terminal() as (stream, shown):
         done = subprocess.run(
             [*RUNNER, "experiment=toy_ddp"],
@@ -164,6 +164,6 @@ def test_long_lines_break_between_words(text: str, broken: list[str]) -> None:
 
 
 def test_a_long_text_without_keys_is_shortened_at_once() -> None:
-    """By an expression that looks at each letter once; another one took minutes."""
+    """The regular expression reads each letter once; an earlier one took minutes."""
     assert shortened("a" * 20_000, 9) == "aaaa…aaaa"
     assert shortened("dataset.train.fold=1,seed=2", 20) == "fold=1,seed=2"

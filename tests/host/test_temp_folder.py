@@ -1,4 +1,4 @@
-"""What launchers leave in the temp folder: cleared by the next one, never under a living one."""
+"""The next launcher clears what a killed launcher left, and spares those that are alive."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def launcher(base: Path, program: str = LAUNCHER) -> Iterator[tuple[subprocess.P
 
 
 def test_the_next_start_clears_what_a_killed_launcher_left(short_temp: Path) -> None:
-    """With all that lies in it; a living launcher's folder stays, and goes at its own end."""
+    """It removes the folder with its content; a launcher that is alive keeps its folder."""
     with launcher(short_temp) as (living, held):
         with launcher(short_temp) as (killed, abandoned):
             killed.kill()
@@ -60,7 +60,7 @@ def test_a_long_path_leaves_no_room_for_a_socket(tmp_path: Path) -> None:
 
 
 def test_what_is_not_surely_abandoned_stays(short_temp: Path) -> None:
-    """Not locked yet, another user's, somebody's work, a file, a link, another program's."""
+    """A folder may be unlocked yet, another user's or work; there may be a file or a link."""
     for name in ("new-ddp_runner-young", "precious", "ddp_runner-others", "ddp_runner-results"):
         (short_temp / name).mkdir()
         (short_temp / name / "launcher").touch()

@@ -1,4 +1,4 @@
-"""Who failed first, from what ranks send and the exit codes that they leave."""
+"""The first failure of a run is found from the ranks' messages and exit codes."""
 
 import signal
 import time
@@ -39,7 +39,7 @@ class Group:
         self.failures[rank] = failure_of(error, rank=rank)
 
     def stand(self, rank: int, *places: str, after_failure_of: int | None = None) -> None:
-        """Let a rank say where it stands; long after another's failure where that is given."""
+        """Let a rank send its stack; with `after_failure_of`, long after that rank failed."""
         text = "    call()\n".join(f'  File "{place}", line 7, in forward\n' for place in places)
         if after_failure_of is None:
             self.stacks[rank] = Stack(time.time_ns(), text)
@@ -79,7 +79,7 @@ def config() -> Config:
 def test_a_rank_that_died_without_a_word_comes_before_its_peers_complaints(
     group: Group, config: Config, exit_code: int, sentence: str
 ) -> None:
-    """Whichever of the two is noticed first."""
+    """It does not matter which of the two is noticed first."""
     group.fail(0, CLOSED)
     for exit_codes in ({1: exit_code}, {0: 1, 1: exit_code}):
         failure = group.blamed(config, exit_codes)
@@ -99,7 +99,7 @@ def test_a_rank_that_died_without_a_word_comes_before_its_peers_complaints(
 def test_an_error_of_its_own_comes_before_the_loss_of_a_peer(
     group: Group, config: Config, error: BaseException
 ) -> None:
-    """Also where the peers failed earlier, since what they lost is reported later."""
+    """A peer may even fail earlier: it may lose the rank before the rank reports."""
     group.fail(0, CLOSED)
     group.fail(2, error)
     failure = group.blamed(config, {0: 1})
@@ -128,7 +128,7 @@ def test_of_two_errors_of_their_own_the_earlier_is_reported(group: Group, config
 
 
 def test_what_torch_says_of_a_peer_makes_no_cause_whatever_its_words() -> None:
-    """By the class of the error; the sentence holds its first line alone."""
+    """The class of the error decides; the sentence has only its first line."""
     error = dist.DistBackendError("nobody came\nException raised from wait at Socket.cpp:7")
     failure = failure_of(error, rank=1)
     assert (failure.kind, failure.sentence) == (
@@ -140,7 +140,7 @@ def test_what_torch_says_of_a_peer_makes_no_cause_whatever_its_words() -> None:
 def test_of_several_late_ranks_the_lowest_is_reported_with_the_innermost_line(
     group: Group, config: Config
 ) -> None:
-    """Whichever answered first."""
+    """It does not matter which of them answered first."""
     group.fail(0, TIMED_OUT)
     for rank in (10, 2, 3):
         group.stand(rank, "outer.py", f"rank_{rank}.py")
@@ -150,7 +150,7 @@ def test_of_several_late_ranks_the_lowest_is_reported_with_the_innermost_line(
 
 
 def test_a_stopped_rank_is_late_without_a_stack(group: Group, config: Config) -> None:
-    """It could take no signal, and so printed nothing at all."""
+    """A stopped process takes no signal, so it prints nothing."""
     group.fail(0, TIMED_OUT)
     group.fail(2, CLOSED)
     failure = group.blamed(config, {0: 1})
@@ -162,7 +162,7 @@ def test_a_stopped_rank_is_late_without_a_stack(group: Group, config: Config) ->
 def test_nccl_aborts_those_that_wait_and_not_the_late_one(
     group: Group, config: Config, stands: bool
 ) -> None:
-    """SIGABRT without a word is its watchdog's; rank 2 is late, asleep or stopped."""
+    """A SIGABRT without a report is from NCCL's watchdog; rank 2 is late, asleep or stopped."""
     config.backend.name = "nccl"
     try:
         if stands:
@@ -180,7 +180,7 @@ def test_nccl_aborts_those_that_wait_and_not_the_late_one(
 
 
 def test_a_kill_for_memory_says_what_to_change(group: Group, config: Config) -> None:
-    """Where the kernel has counted one meanwhile; another signal is not of its making."""
+    """The kernel has counted a kill, which is a SIGKILL and no other signal."""
     killed, aborted = (
         group.blamed(config, {1: -signum}, out_of_memory=True).sentence
         for signum in (signal.SIGKILL, signal.SIGABRT)
@@ -193,14 +193,14 @@ def test_a_kill_for_memory_says_what_to_change(group: Group, config: Config) -> 
 
 
 def test_the_fork_server_takes_its_ranks_with_it(group: Group, config: Config) -> None:
-    """Their exit codes are unknown then; the first stands for all, whichever was seen first."""
+    """Their exit codes are then unknown, so rank 0 stands for all."""
     failure = group.blamed(config, {2: 255, 0: 255, 1: 255}, server_is_gone=True)
     assert "the process that the ranks are forked from was killed" in failure.sentence
     assert failure.rank == 0
 
 
 def test_peers_that_complain_alone_are_believed(group: Group, config: Config) -> None:
-    """Of several machines the cause may be on another one."""
+    """On several machines, the cause may be on another machine."""
     for rank in range(3):
         group.fail(rank, CLOSED)
     failure = group.blamed(config, {0: 1, 1: 1})
@@ -219,7 +219,7 @@ def test_peers_that_complain_alone_are_believed(group: Group, config: Config) ->
 def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
     tmp_path: Path, config: Config, steps: tuple[int | None, ...], first: int
 ) -> None:
-    """A worker group that gets further each time goes on, however often it is restarted."""
+    """A worker group that gets further each time continues, however often it restarts."""
     logged: list[str] = []
     earlier: list[tuple[int | None, str]] = []
     mode = Single("single")

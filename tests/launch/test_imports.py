@@ -1,4 +1,4 @@
-"""What a rank cannot import is one line, which the fork server's first attempt decides."""
+"""An import that fails is one line, and the fork server's first attempt decides its text."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 
 def test_a_limit_that_torch_does_not_fit_in_is_named(tmp_path: Path) -> None:
-    """By one line, and run.json says that the run has failed."""
+    """The message is one line, and run.json says that the run has failed."""
     command = (sys.executable, "-c", LIMITED)
     with background("model=toy", folder=tmp_path, program=command) as process:
         end = wait_for_end(process, tmp_path)
@@ -40,7 +40,7 @@ def broken_plug_in(folder: Path) -> dict[str, str]:
 
 
 def test_a_plug_in_that_torch_cannot_load_is_named(tmp_path: Path) -> None:
-    """By one line: the fork server's first import of torch says why, and no later one would."""
+    """The fork server's first import of torch gives the reason, which a later import would not."""
     environ = broken_plug_in(tmp_path)
     end = run_command("model=toy", folder=tmp_path, environ=environ, fresh=True)
     ended, fields = error_line(end), record(end.run_dir)
@@ -52,7 +52,7 @@ def test_a_plug_in_that_torch_cannot_load_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_who_asks_for_gpus_learns_of_the_plug_in_as_well(tmp_path: Path) -> None:
-    """Before anything starts: the command asks torch which GPUs there are."""
+    """The command asks torch for GPUs before it starts anything."""
     environ, asked = broken_plug_in(tmp_path), ("model=toy", "backend=nccl")
     refused = error_line(run_command(*asked, folder=tmp_path, environ=environ, fresh=True))
     assert "torch cannot say which GPUs it sees (RuntimeError: " in refused

@@ -1,4 +1,4 @@
-"""Ranks in real processes: what happens when one of them, or their launcher, is hit."""
+"""Real ranks and launchers are killed, stopped and restarted."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def is_gone(launcher_pid: int) -> bool:
 
 
 def is_importing_torch(launcher_pid: int) -> bool:
-    """Return whether a command has reached its longest phase."""
+    """Return whether a command imports torch, which takes longest."""
     return any(
         "libtorch" in one.path
         for pid in session_pids(launcher_pid)
@@ -81,7 +81,7 @@ def is_importing_torch(launcher_pid: int) -> bool:
 
 
 def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
-    """SIGKILL, which nobody can handle: workers and fork server end as well."""
+    """No process can handle SIGKILL, and the workers and the fork server end as well."""
     with background(*LONG, folder=tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
         assert len(rank_processes(process.pid)) == 2
@@ -92,7 +92,7 @@ def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_sigterm_saves_and_says_so(tmp_path: Path) -> None:
-    """One machine's ranks on loopback, on few threads; SIGTERM saves its step and ends with 143."""
+    """SIGTERM saves the step and ends with 143; until then the ranks listen on loopback only."""
     with background(*LONG, folder=tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
         server = fork_server(process.pid)
@@ -123,7 +123,7 @@ def test_sigterm_saves_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
-    """The first waits for the step, here for ever, since a rank is stopped; the second does not."""
+    """The first waits for the step, which a stopped rank never ends; the second does not wait."""
     with background(*LONG, "launch.shutdown_timeout_s=3600", folder=tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
         rank_processes(process.pid)[1].suspend()
@@ -144,7 +144,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_raises_is_named_and_ends_the_group(tmp_path: Path) -> None:
-    """Exit code 1; one sentence, then its traceback, once and last; the peer does not wait."""
+    """It prints one sentence and one traceback, and exits with 1; the peer does not wait."""
     (tmp_path / "faulty.py").write_text(FAULTY)
     with background(
         "model=toy",
@@ -225,7 +225,7 @@ Work = Callable[[Job], Any]
 
 
 def do_instead(work: Work) -> None:
-    """Let the ranks of a command do something else than train; to prepare it with."""
+    """Let the ranks of a command do this instead of a training."""
     Ranks.run_task = f"{work.__module__}:{work.__name__}"
 
 
@@ -252,7 +252,7 @@ def supervised(folder: Path, work: Work, *prepare: Callable[[], None]) -> Comman
 
 
 def rank_and_attempt() -> tuple[int, int]:
-    """Return who a rank is."""
+    """Return this process's rank and attempt."""
     env = dist_env()
     assert env is not None
     return env.rank, env.restart_count
@@ -281,14 +281,14 @@ def leave_behind(job: Job) -> Outcome:
 
 @pytest.mark.full
 def test_a_restart_knows_nothing_of_the_ranks_before_but_why_they_ended(tmp_path: Path) -> None:
-    """Not their results, which would hide the loss of rank 0; its server goes on."""
+    """Their results are forgotten: they would hide the loss of rank 0. The server stays."""
     end = supervised(tmp_path, leave_behind)
     assert end.exit_code == 1
     assert end.stderr.startswith("error: rank 0 ended with exit code 8, without an exception")
-    found = json.loads((tmp_path / "found").read_text())
+    facts = json.loads((tmp_path / "found").read_text())
     sentence = "rank 1 ended with exit code 7, without an exception: by os._exit, or by a library"
-    assert found["earlier"][0][1].startswith(sentence)
-    assert found["same server"]
+    assert facts["earlier"][0][1].startswith(sentence)
+    assert facts["same server"]
 
 
 def lose_the_server(job: Job) -> Outcome:
@@ -309,7 +309,7 @@ def lose_the_server(job: Job) -> Outcome:
 
 
 def test_a_restart_has_a_server_like_the_one_that_was_killed(tmp_path: Path) -> None:
-    """A signal to all processes asks the launcher alone; how the run ended is for rank 0 to say."""
+    """It ignores signals, so that only the launcher answers them; rank 0 says how the run ended."""
     end = supervised(tmp_path, lose_the_server)
     assert (end.exit_code, end.stderr) == (0, "")
 
@@ -349,7 +349,7 @@ def save(job: Job) -> Outcome:
 
 @pytest.mark.full
 def test_a_save_is_waited_for(tmp_path: Path) -> None:
-    """One that takes longer than shutdown_timeout_s, and what follows it."""
+    """It takes longer than shutdown_timeout_s, and the run has that time again afterwards."""
     with working(tmp_path, save, keys=["launch.shutdown_timeout_s=0.5"]) as process:
         wait_for((tmp_path / "saving").exists)
         process.terminate()
@@ -360,7 +360,7 @@ def test_a_save_is_waited_for(tmp_path: Path) -> None:
 
 
 def hang(job: Job) -> NoReturn:
-    """Never hear a request."""
+    """Ignore every request to stop."""
     Path("hangs").touch()
     time.sleep(10 * TIME_LIMIT_S)
     raise AssertionError
@@ -376,7 +376,7 @@ def hang_in_a_save(job: Job) -> NoReturn:
 @pytest.mark.full
 @pytest.mark.parametrize("work", [hang_in_a_save, hang])
 def test_what_hangs_is_not_waited_for_for_ever(tmp_path: Path, work: Work) -> None:
-    """After shutdown_timeout_s, or ten times that during a save, the run ends all the same."""
+    """The run ends after shutdown_timeout_s, or after ten times that during a save."""
     with working(tmp_path, work, keys=["launch.shutdown_timeout_s=0.2"]) as process:
         wait_for((tmp_path / "hangs").exists)
         process.terminate()
@@ -402,13 +402,13 @@ def die_in_a_save(job: Job) -> Outcome:
 
 @pytest.mark.full
 def test_a_rank_that_was_killed_does_not_save_any_more(tmp_path: Path) -> None:
-    """Whoever holds its pipe: a restart waits for a save, five minutes by default."""
+    """A child may hold its pipe, and a restart would wait for the save, by default five minutes."""
     end = supervised(tmp_path, die_in_a_save)
     assert (end.exit_code, end.stderr) == (0, "")
 
 
 def without_proc() -> None:
-    """Let the launcher see no processes, as where there is no /proc."""
+    """Let the launcher find no /proc, as on macOS."""
     processes.PROC = Path("nowhere")
 
 
@@ -426,7 +426,7 @@ def suspend(job: Job) -> NoReturn:
 
 @pytest.mark.full
 def test_ranks_end_where_there_is_no_proc(tmp_path: Path) -> None:
-    """Even one that is suspended, which multiprocessing would wait for at the launcher's exit."""
+    """Even a suspended rank ends, which multiprocessing would wait for at the launcher's exit."""
     keys = ["launch.max_restarts=0"]
     with working(tmp_path, suspend, without_proc, keys=keys) as process:
         end = wait_for_end(process, tmp_path)
@@ -457,7 +457,7 @@ def return_once_looked_for(job: Job) -> Outcome:
 
 @pytest.mark.full
 def test_a_rank_that_ends_while_it_is_looked_at_is_not_lost(tmp_path: Path) -> None:
-    """Its result comes before its end, and is looked for after that; so does what it prints."""
+    """A rank sends its result and its output before it ends, and the launcher reads them after."""
     end = supervised(tmp_path, return_once_looked_for, collect_slowly)
     assert (end.exit_code, end.stderr) == (0, "")
     assert end.stdout.count("last words") == 2
@@ -470,7 +470,7 @@ def print_and_raise(job: Job) -> NoReturn:
 
 
 def test_what_a_rank_has_printed_before_it_raises_is_shown(tmp_path: Path) -> None:
-    """Into a file or a pipe, too, where it is written late: it may tell why."""
+    """It may explain the error; to a file or a pipe, Python would write it too late."""
     end = supervised(tmp_path, print_and_raise)
     assert end.exit_code == 1
     assert "last words" in end.stdout
@@ -489,7 +489,7 @@ def damage_and_raise(job: Job) -> NoReturn:
 
 @pytest.mark.full
 def test_why_a_run_failed_comes_before_why_that_is_not_recorded(tmp_path: Path) -> None:
-    """A full disk is often both; the user needs the first."""
+    """A full disk often causes both, and the user needs the first."""
     end = supervised(tmp_path, damage_and_raise)
     assert end.exit_code == 1
     sentence = r"error: rank [01] raised ZeroDivisionError: cursed; besides, .*run\.json"
@@ -499,7 +499,7 @@ def test_why_a_run_failed_comes_before_why_that_is_not_recorded(tmp_path: Path) 
 def test_a_signal_before_the_launcher_answers_them_marks_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No run seems to run for ever that a signal ended while its config was being frozen."""
+    """Otherwise a run that a signal ended during its freeze would seem to run for ever."""
 
     def leave(*_: object) -> NoReturn:
         raise SystemExit(143)
@@ -513,7 +513,7 @@ def test_a_signal_before_the_launcher_answers_them_marks_the_run(
 
 @pytest.mark.full
 def test_a_signal_during_start_up_is_no_crash(tmp_path: Path) -> None:
-    """Before the first step: an exit code, no traceback, no run that seems to run."""
+    """It gives an exit code and no traceback, and no run seems to run."""
     with background(*LONG, folder=tmp_path, fresh=True) as process:
         wait_for(lambda: run_dirs(tmp_path) and is_importing_torch(process.pid))
         process.send_signal(signal.SIGINT)
@@ -533,7 +533,7 @@ def test_a_machine_that_is_lost_after_the_end_is_no_failure(
     lost = Failure(rank=None, kind="machine", sentence="n1 was lost")
     config, _ = resolved("model=toy")
     config = replace(config, launch=replace(config.launch, nnodes=2))
-    outcome = launcher.failed(Job(config=config, started_at=2.0, code={}), lost, tmp_path)
+    outcome = launcher.report_failure(Job(config=config, started_at=2.0, code={}), lost, tmp_path)
     is_complete = status == "completed"
     assert outcome.exit_code == (0 if is_complete else 1)
     assert record(tmp_path)["status"] == ("completed" if is_complete else "failed")

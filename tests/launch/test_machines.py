@@ -1,4 +1,4 @@
-"""How the machines of a run meet, who takes part, and whose failure is named, in one process."""
+"""In one process, machines of a run meet, form attempts and name the first failure."""
 
 import socket
 import time
@@ -29,7 +29,7 @@ CONFIG, _ = resolved("model=toy", "world_size=2")
 
 
 def failure(kind: str, *, rank: int, at: int = 1, sentence: str = "rank failed") -> Failure:
-    """Return how a rank failed at a time."""
+    """Return a rank's failure at a time."""
     return Failure(rank=rank, kind=kind, sentence=sentence, time_ns=at)
 
 
@@ -79,17 +79,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def pair(start: Start) -> list[Machines]:
     """Return two machines of two ranks each, once they have met; the first serves the hub."""
     started = [start(0, num_ranks=2, serves=True), start(1, num_ranks=2)]
-    for place, (_, future) in enumerate(started):
+    for index, (_, future) in enumerate(started):
         group = future.result()
         assert group is not None
-        assert group.index == place
+        assert group.index == index
     return [machine for machine, _ in started]
 
 
 def verdicts(pair: Sequence[Machines], failures: Sequence[Failure]) -> list[Failure]:
     """Let both machines tell how they failed; return what each names."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda one, own: one.agree_on_failure(own), pair, failures))
+        return list(pool.map(Machines.agree_on_failure, pair, failures))
 
 
 PLACES = {
@@ -104,19 +104,19 @@ PLACES = {
 def test_the_first_reason_that_applies_gives_a_machine_rank_0(
     start: Start, places: tuple[Sequence[Mapping[str, Any]], int]
 ) -> None:
-    """Its number, the run's folder, the hub; both know where rank 0 serves the store."""
+    """The reasons are its number, the run's folder and the hub; both learn rank 0's address."""
     facts, first = places
     groups = [future.result() for _, future in [start(**one) for one in facts]]
     assert [group.index for group in groups if group] == [first, 1 - first]
-    (place,) = {(group.address, group.port) for group in groups if group}
-    assert place[0] == "127.0.0.1"
-    assert place[1] > 0
+    ((address, port),) = {(group.address, group.port) for group in groups if group}
+    assert address == "127.0.0.1"
+    assert port > 0
 
 
 def test_a_machine_says_how_many_are_missing_and_a_spare_one_that_the_run_is_over(
     start: Start,
 ) -> None:
-    """It waits for a place, which a machine that is lost may leave."""
+    """A spare machine waits for a lost machine's place."""
     first, met = start(serves=True)
     wait_for(lambda: first._awaited().startswith("1 of 2 machines at 127.0.0.1:"))
     second, _ = start()
@@ -162,7 +162,7 @@ MISFITS = {
 def test_machines_that_do_not_fit_together_are_named(
     start: Start, sentence: str, facts: Sequence[Mapping[str, int]]
 ) -> None:
-    """Both, and what each says."""
+    """The message names both, and the setting of each."""
     *_, (_, refused) = [start(**one) for one in facts]
     with pytest.raises(UserError, match=sentence):
         refused.result()
@@ -175,7 +175,7 @@ def test_a_machine_without_the_run_starts_as_many_ranks_as_the_others(start: Sta
 
 
 def test_the_hub_is_not_opened_to_the_network(start: Start) -> None:
-    """Nor is any other address than the one that the user names."""
+    """It listens on the address that the user names, and on no other."""
     first, _ = start(serves=True)
     assert first._hub is not None
     port = first._hub._listener.getsockname()[1]
@@ -185,9 +185,9 @@ def test_the_hub_is_not_opened_to_the_network(start: Start) -> None:
 
 
 def test_the_machine_with_the_number_0_must_have_the_port(start: Start) -> None:
-    """It cannot join somebody else's: it is the one that the others look for."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    """It cannot join another hub: the others look for this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         _, refused = start(0, endpoint=f"127.0.0.1:{port}")
         with pytest.raises(UserError, match=f"port {port} of this machine is in use and its"):
             refused.result()
@@ -215,7 +215,7 @@ def test_a_machine_that_cannot_reach_the_hub_says_why_and_gives_up_in_time(
 def test_another_server_at_the_port_is_named(
     start: Start, monkeypatch: pytest.MonkeyPatch, greeting: bytes
 ) -> None:
-    """Whether it greets or waits for a word that it knows."""
+    """It may send a greeting, or wait for one."""
     monkeypatch.setattr(machines, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
         kept = pool.submit(server.accept)
@@ -227,17 +227,17 @@ def test_another_server_at_the_port_is_named(
 
 
 def test_the_failure_that_came_first_is_named_with_its_machine(pair: list[Machines]) -> None:
-    """By both, and not the rank that only lost its peer."""
+    """Both machines name it, and not the rank that only lost its peer."""
     killed = failure("signal", rank=3, at=5, sentence="rank 3 was killed")
     peer = failure("peer", rank=0, at=4, sentence="rank 0 raised RuntimeError")
-    found = verdicts(pair, [peer, killed])
-    assert found[0] == found[1]
-    assert found[0].sentence == f"rank 3 on {socket.gethostname()} was killed"
+    named = verdicts(pair, [peer, killed])
+    assert named[0] == named[1]
+    assert named[0].sentence == f"rank 3 on {socket.gethostname()} was killed"
     assert all(one.must_end for one in pair)
 
 
 def test_machines_meet_again_after_a_failure(pair: list[Machines]) -> None:
-    """For a restart, with another port for the ranks."""
+    """They restart, and the ranks get another port."""
     ports = {one._joined.port for one in pair if one._joined}
     verdicts(pair, [failure("peer", rank=0), failure("crash", rank=2)])
     with ThreadPoolExecutor() as pool:
@@ -252,64 +252,64 @@ def seen_by_hub(*states: tuple[str, Failure | None]) -> list[Machine]:
     """Return what the hub knows of two machines."""
     with socket.socket() as connection:
         link = Link(connection)
-    return [Machine(link, "", {}, state, found) for state, found in states]
+    return [Machine(link, "", {}, state, failed) for state, failed in states]
 
 
 GROUP = Group(["a", "b"], 0, 2)
 
 
 def test_what_the_user_can_mend_is_said_with_its_machine() -> None:
-    """Where every rank says the same, no machine is named."""
-    own = failure("user", rank=0, at=9, sentence="seed differs on rank 2")
+    """If every rank reports the same mistake, the message names no machine."""
+    ours = failure("user", rank=0, at=9, sentence="seed differs on rank 2")
     for sentence, expected in [
-        (own.sentence, own.sentence),
+        (ours.sentence, ours.sentence),
         ("there is no data", "on b: there is no data"),
     ]:
         other = failure("user", rank=2, at=5, sentence=sentence)
-        seen = seen_by_hub(("failed", own), ("failed", other))
-        assert run_failure(GROUP, seen).sentence == expected
+        joined = seen_by_hub(("failed", ours), ("failed", other))
+        assert run_failure(GROUP, joined).sentence == expected
 
 
 def test_a_failure_of_no_rank_is_named_with_its_machine() -> None:
-    """As where the process was killed from which the ranks are forked."""
+    """The fork server may have been killed, for example."""
     assert GROUP.with_host("the process was killed", 2) == "on b: the process was killed"
     assert GROUP.with_host("rank 2 raised", 2) == "rank 2 on b raised"
 
 
 @pytest.mark.parametrize("state", ["gone", "running"])
 def test_a_machine_that_reports_nothing_was_lost(state: str) -> None:
-    """If ranks of the others lost their peers only; else they are the reason."""
-    found = run_failure(GROUP, seen_by_hub(("failed", failure("peer", rank=0)), (state, None)))
-    assert (found.rank, found.kind) == (2, "machine")
-    assert found.sentence.startswith("b (ranks 2, 3) was lost: it was switched off, its")
-    own = failure("crash", rank=1, sentence="rank 1 on a raised")
-    assert run_failure(GROUP, seen_by_hub(("failed", own), (state, None))) == own
+    """It is lost only if the others merely lost their peers; otherwise they are the reason."""
+    named = run_failure(GROUP, seen_by_hub(("failed", failure("peer", rank=0)), (state, None)))
+    assert (named.rank, named.kind) == (2, "machine")
+    assert named.sentence.startswith("b (ranks 2, 3) was lost: it was switched off, its")
+    ours = failure("crash", rank=1, sentence="rank 1 on a raised")
+    assert run_failure(GROUP, seen_by_hub(("failed", ours), (state, None))) == ours
 
 
 def test_a_machine_that_still_ends_its_ranks_is_waited_for(
     pair: list[Machines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its report says which rank was late; it takes seconds."""
+    """Its report takes seconds, and says which rank was late."""
     monkeypatch.setattr(hub, "SILENT_S", 0.0)
     late = failure("late", rank=2, at=9, sentence="rank 2 was late")
     with ThreadPoolExecutor() as pool:
-        told = pool.submit(pair[0].agree_on_failure, failure("peer", rank=0))
+        answer = pool.submit(pair[0].agree_on_failure, failure("peer", rank=0))
         wait_for(lambda: pair[1].must_end)
         time.sleep(0.5)
-        assert not told.done()
+        assert not answer.done()
         assert pair[1].agree_on_failure(late).kind == "late"
-        assert told.result().kind == "late"
+        assert answer.result().kind == "late"
 
 
 def test_a_timeout_elsewhere_says_that_ranks_waited_in_vain(pair: list[Machines]) -> None:
-    """So that the late rank of the other machine is named."""
+    """Then the other machine can name its late rank."""
     timed_out = failure("peer", rank=2, sentence="Timed out waiting")
     with ThreadPoolExecutor() as pool:
-        told = pool.submit(pair[1].agree_on_failure, timed_out)
+        answer = pool.submit(pair[1].agree_on_failure, timed_out)
         wait_for(lambda: pair[0].must_end)
         assert pair[0].timed_out
         pair[0].agree_on_failure(failure("late", rank=0))
-        assert told.result().kind == "late"
+        assert answer.result().kind == "late"
 
 
 def test_a_machine_that_is_lost_ends_the_others_at_once(pair: list[Machines]) -> None:
@@ -317,24 +317,24 @@ def test_a_machine_that_is_lost_ends_the_others_at_once(pair: list[Machines]) ->
     assert pair[1]._link is not None
     pair[1]._link.socket.shutdown(socket.SHUT_RDWR)
     wait_for(lambda: pair[0].must_end)
-    found = pair[0].agree_on_failure(failure("peer", rank=0))
-    assert (found.rank, found.kind) == (2, "machine")
-    assert "(ranks 2, 3) was lost" in found.sentence
+    named = pair[0].agree_on_failure(failure("peer", rank=0))
+    assert (named.rank, named.kind) == (2, "machine")
+    assert "(ranks 2, 3) was lost" in named.sentence
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_hub_that_is_gone_is_named(pair: list[Machines], place: int) -> None:
-    """Without a rank: there is nowhere to meet again. Rank 0's machine may still have completed."""
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_hub_that_is_gone_is_named(pair: list[Machines], index: int) -> None:
+    """No rank is named, as no machine can meet again. Rank 0's machine may have completed."""
     assert pair[0]._hub is not None
     pair[0]._hub.close(within_s=0.0)
-    wait_for(lambda: pair[place]._link is None)
-    assert pair[place].must_end
-    assert pair[place].all_ended() is (place == 0)
-    found = pair[place].agree_on_failure(failure("peer", rank=2 * place))
-    assert (found.rank, found.kind) == (None, "machine")
-    assert ", where the machines meet, is lost: its machine was" in found.sentence
-    own = failure("crash", rank=2 * place, sentence=f"rank {2 * place} raised")
-    assert pair[place].agree_on_failure(own).kind == "crash"
+    wait_for(lambda: pair[index]._link is None)
+    assert pair[index].must_end
+    assert pair[index].all_ended() is (index == 0)
+    named = pair[index].agree_on_failure(failure("peer", rank=2 * index))
+    assert (named.rank, named.kind) == (None, "machine")
+    assert ", where the machines meet, is lost: its machine was" in named.sentence
+    ours = failure("crash", rank=2 * index, sentence=f"rank {2 * index} raised")
+    assert pair[index].agree_on_failure(ours).kind == "crash"
 
 
 def test_no_machine_leaves_before_the_ranks_of_all_have_ended(
@@ -353,7 +353,7 @@ def test_no_machine_leaves_before_the_ranks_of_all_have_ended(
 
 
 def test_the_hub_stays_until_the_others_know_the_end(pair: list[Machines]) -> None:
-    """Its own end would take the last word away, and they would report that it is lost."""
+    """If it closed before they read the last message, they would report that it is lost."""
     verdicts(pair, [failure("crash", rank=0), failure("peer", rank=2)])
     with ThreadPoolExecutor() as pool:
         closing = pool.submit(pair[0].close)
@@ -415,7 +415,7 @@ def test_a_hub_that_vanishes_while_machines_are_awaited_is_named(
 
 
 def test_another_server_before_the_hub_ends_no_ranks(start: Start) -> None:
-    """Such as a proxy that accepts and closes while the hub is not there yet."""
+    """A proxy may accept and close connections before the hub is there."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         second, met = start(1, endpoint=f"127.0.0.1:{port}")
@@ -453,11 +453,11 @@ def test_spare_machines_do_not_begin_anew_while_the_others_restart(
 def test_a_failure_is_known_of_a_machine_that_has_joined_again(
     pair: list[Machines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It did not hear the hub for a while, and goes on with its own failure."""
+    """It lost the hub for a while, and then names its own failure."""
     first, second = pair
     monkeypatch.setattr(machines, "ANSWER_S", 0.0)
-    own = failure("crash", rank=2, sentence="rank 2 raised", at=1)
-    assert second.agree_on_failure(own).kind == "crash"
+    ours = failure("crash", rank=2, sentence="rank 2 raised", at=1)
+    assert second.agree_on_failure(ours).kind == "crash"
     monkeypatch.undo()
     with ThreadPoolExecutor() as pool:
         again = pool.submit(second.join, lambda: False)

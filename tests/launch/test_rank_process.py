@@ -1,4 +1,4 @@
-"""How a rank is bound to the cores near its GPU, and how torch's versions name it."""
+"""A rank is bound to the cores near its GPU, whatever this torch calls the helper's keyword."""
 
 import tempfile
 from pathlib import Path
@@ -32,12 +32,12 @@ def bind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def named_as_now(work: Any, *, device_index: int, numa_options: Any) -> Any:
-    """Torch's helper as 2.15 has it."""
+    """Stand for torch's helper in 2.15."""
     return lambda: (work(), device_index, numa_options)
 
 
 def named_as_before(work: Any, *, gpu_index: int, numa_options: Any) -> Any:
-    """Torch's helper as 2.11 has it."""
+    """Stand for torch's helper in 2.11."""
     return lambda: (work(), gpu_index, numa_options)
 
 
@@ -51,7 +51,7 @@ def test_ranks_are_bound_under_either_name(
 
 
 def test_the_helper_of_this_torch_is_known(bind: None, config: RunConfig) -> None:
-    """A wrapped function comes back, which is not called yet."""
+    """The helper returns a wrapped function, without calling it."""
     assert callable(bound_to_cores(lambda: "done", 0, config))
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the ranks of one machine, and of their children, whoever is killed."""
+"""The ranks of a machine and their children end, whichever process is killed."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ SERVER_KILLED = "the process that the ranks are forked from was killed"
 
 
 def test_a_killed_server_leaves_no_child_of_a_rank(tmp_path: Path) -> None:
-    """The launcher adopts them then."""
+    """The launcher adopts the children and kills them."""
     with starting_children(tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
         pids = children_of_ranks(tmp_path, 2)
@@ -112,7 +112,7 @@ if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
 @pytest.mark.full
 @pytest.mark.parametrize("number", first_of([2, 1], num_full=0))
 def test_a_server_that_is_killed_while_ranks_start_is_named(tmp_path: Path, number: int) -> None:
-    """In the sentence of a server that is killed later; a second one ends like the first."""
+    """A server that is killed later has the same sentence; a second one ends like the first."""
     (tmp_path / "sitecustomize.py").write_text(KILL.replace("NUMBER", str(number)))
     environ = {"PYTHONPATH": str(tmp_path)}
     with background("model=toy", folder=tmp_path, environ=environ, fresh=True) as process:
@@ -155,7 +155,7 @@ def test_an_error_of_a_megabyte_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_training_yet", first_of([False, True]))
 def test_ctrl_c_while_a_command_starts_ends_it(tmp_path: Path, *, is_training_yet: bool) -> None:
-    """While the server imports torch, or as soon as the ranks train."""
+    """It comes while the server imports torch, or as soon as the ranks train."""
     with background(*LONG, folder=tmp_path, fresh=True) as process:
         if is_training_yet:
             wait_for(lambda: is_training(process, tmp_path))
@@ -184,7 +184,7 @@ def test_a_request_that_comes_between_two_attempts_reaches_the_second(tmp_path: 
 
 @pytest.mark.parametrize("rank", first_of([1, 0]))
 def test_sigterm_to_one_rank_asks_all_to_save_and_end(tmp_path: Path, rank: int) -> None:
-    """As somebody sends it by hand, or a manager of single processes."""
+    """A user may send it by hand, or a manager of single processes."""
     with background(*LONG, folder=tmp_path) as process:
         wait_for(lambda: is_training(process, tmp_path))
         rank_processes(process.pid)[rank].terminate()
@@ -193,8 +193,8 @@ def test_sigterm_to_one_rank_asks_all_to_save_and_end(tmp_path: Path, rank: int)
     assert (end.exit_code, end.stderr) == (143, "")
     assert record(end.run_dir)["status"] == "preempted"
     assert checkpoint_steps(end.run_dir)
-    told = (end.run_dir / "logs" / f"rank-{rank}.log").read_text()
-    assert f"rank {rank} alone received SIGTERM\n" in told
+    log = (end.run_dir / "logs" / f"rank-{rank}.log").read_text()
+    assert f"rank {rank} alone received SIGTERM\n" in log
 
 
 def started_jobs(folder: Path) -> list[Path]:
@@ -220,7 +220,7 @@ def test_a_request_to_a_sweep_saves_its_parallel_jobs(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_second_signal_ends_parallel_jobs_at_once(tmp_path: Path) -> None:
-    """Whose ranks are suspended, and could not save."""
+    """Their ranks are suspended, and could not save."""
     keys = (*SWEEP, "launch.shutdown_timeout_s=600")
     with background(*keys, folder=tmp_path, spares=4) as process:
         runs = started_jobs(tmp_path)

@@ -1,4 +1,4 @@
-"""Signals to launchers and ranks: what is inherited, what is answered, what is left at the end."""
+"""Launchers and ranks answer signals, keep what they were started to ignore, and clean up."""
 
 import os
 import signal
@@ -97,7 +97,7 @@ def test_each_stop_signal_asks_for_a_checkpoint(tmp_path: Path, name: str) -> No
 
 
 def test_what_comes_with_a_signal_is_one_request_and_the_first_is_reported(tmp_path: Path) -> None:
-    """As systemd sends SIGHUP right after SIGTERM: the exit code is that of SIGTERM."""
+    """Systemd sends SIGHUP right after SIGTERM, and the exit code is that of SIGTERM."""
     hang_up = "module.ONE_REQUEST_S = 3600; os.kill(os.getpid(), signal.SIGHUP); time.sleep(0.1)"
     process = launcher(tmp_path, "pass", hang_up)
     process.terminate()
@@ -107,7 +107,7 @@ def test_what_comes_with_a_signal_is_one_request_and_the_first_is_reported(tmp_p
 
 
 def test_inherited_ignores_are_kept(tmp_path: Path) -> None:
-    """nohup: SIGHUP; a background job of a script: SIGINT, SIGQUIT. SIGTERM is answered."""
+    """Nohup ignores SIGHUP, a script's background job SIGINT and SIGQUIT; SIGTERM still works."""
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
     process = launcher(tmp_path, "pass", "watch(0.1)", ignored=ignored)
     for signum in (*ignored, signal.SIGTERM):
@@ -119,7 +119,7 @@ def test_inherited_ignores_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_second_signal_ends_at_once_even_while_run_json_is_locked(tmp_path: Path) -> None:
-    """The main thread may hold the lock itself, or a rank that is stopped: no wait for ever."""
+    """The main thread or a stopped rank may hold the lock, and the command must not wait for it."""
     wait = f"{HOLD}; Path('asked').touch(); watch(600)"
     process = launcher(tmp_path, "pass", wait)
     process.send_signal(signal.SIGTERM)
@@ -185,12 +185,12 @@ def asked_twice(env: DistEnv) -> int | None:
 
 
 def test_a_rank_tells_the_first_signal_that_asked_it() -> None:
-    """Slurm's notice, then its SIGTERM: the exit code is that of the notice."""
+    """Slurm sends a notice and then SIGTERM; the exit code is that of the notice."""
     assert run_ranks(asked_twice, 1, backend=None) == [signal.SIGUSR1]
 
 
 def test_ctrl_c_while_imports_run_prints_no_traceback(tmp_path: Path) -> None:
-    """The process ends by the signal, as the shell expects; here in the midst of Hydra's import."""
+    """The signal ends the process, as the shell expects, here while Hydra is imported."""
     (tmp_path / "hydra").mkdir()
     (tmp_path / "hydra" / "__init__.py").write_text(
         "import time; open('importing', 'w').close(); time.sleep(600)"
@@ -256,7 +256,7 @@ def test_a_run_in_the_background_outlives_its_terminal(tmp_path: Path, short_tem
 
 @pytest.mark.full
 def test_a_rank_of_another_launcher_answers_slurms_notice(tmp_path: Path) -> None:
-    """A checkpoint, then 128 + the signal's number; SIGHUP stays ignored, stdout may be closed."""
+    """It saves and exits with 128 + the number; SIGHUP stays ignored, and stdout may be closed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

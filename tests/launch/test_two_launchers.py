@@ -1,4 +1,4 @@
-"""Launchers that meet as machines do, all on this one, so that no right is needed."""
+"""Launchers meet like machines, but all on this machine, so the tests need no rights."""
 
 import signal
 import time
@@ -122,7 +122,7 @@ def test_a_machine_may_come_before_the_first_and_a_signal_to_either_saves_both(
 def test_a_mistake_is_said_once_by_each_machine_and_starts_nothing_again(
     tmp_path: Path, keys: Sequence[Sequence[str]], sentence: str
 ) -> None:
-    """Exit code 2, although restarts are left."""
+    """The exit code is 2, although restarts are left."""
     port = free_port()
     odd = tmp_path / "odd"
     odd.mkdir()
@@ -174,7 +174,7 @@ def test_two_of_three_wait_until_they_are_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_machine_that_waits_says_that_the_first_has_ended(tmp_path: Path) -> None:
-    """In one line: the store was there."""
+    """It says so in one line, because the store was there."""
     port, keys = free_port(), (*EQUAL, "launch.nnodes=3")
     with ExitStack() as stack:
         (first, _), (second, folder) = (

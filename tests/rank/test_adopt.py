@@ -1,4 +1,4 @@
-"""A run to resume whose folder another machine has: what the error advises can be done."""
+"""If another machine has the run to resume, the user can do what the error advises."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from ddp_runner.rank.adopt import with_config_of_rank_zero
 
 
 def adopted(env: DistEnv, job: Job) -> str:
-    """Return the error where rank 1 alone has the run."""
+    """Return the error if only rank 1 has the run."""
     try:
         with_config_of_rank_zero(replace(job, lacks_run=env.is_rank_zero))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Where the ranks meet, before any of them waits for another."""
+"""The address where ranks meet is checked before any rank waits for another."""
 
 import re
 
@@ -25,7 +25,7 @@ def env_of(environ: dict[str, str]) -> DistEnv:
 def test_ranks_set_by_hand_on_several_machines_say_how_many_are_on_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str, scheme: str
 ) -> None:
-    """Else they would meet on this machine alone, and wait in vain; rank 0 has no such error."""
+    """Otherwise they would wait on this machine in vain, without an error on rank 0."""
     for name, value in BY_HAND.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1" if scheme == "tcp" else host)

@@ -24,7 +24,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.job import Job
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.planner import Planner, SweepCommand
-from ddp_runner.sweep.survey import look
+from ddp_runner.sweep.survey import run_status
 from ddp_runner.tracking.run_record import write_run_record
 
 TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
@@ -32,7 +32,7 @@ TOY = ("model=toy", "train.log_every_steps=1", "train.num_threads=1")
 
 @pytest.mark.full
 def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """SIGKILL in the second of three jobs: the first is skipped, the second resumes."""
+    """It is killed in the second of three jobs: the first is skipped, the second resumes."""
     command = ("-m", "seed=0,1,2", *TOY, "train.max_steps=100", "checkpoint.every_steps=15")
     with background(*command, folder=tmp_path) as process:
         second = "outputs/*/seed=1/checkpoints/step-*"
@@ -64,7 +64,7 @@ def test_a_killed_sweep_goes_on_where_it_stood(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_failed_jobs_are_left_alone_until_asked_for(tmp_path: Path) -> None:
-    """Started again, a failed job is reported; with sweep.retry=failed it runs again."""
+    """A new start reports a failed job; with sweep.retry=failed it runs the job again."""
     rows = ("-m", "optimizer.lr=0.1,1e30", *TOY, "train.max_steps=9", "hydra.sweep.dir=sweep")
     first = run_command(*rows, folder=tmp_path)
     sweep = tmp_path / "sweep"
@@ -89,12 +89,12 @@ def test_failed_jobs_are_left_alone_until_asked_for(tmp_path: Path) -> None:
     ("setting", "number"), first_of([("sweep.max_failures=2", 2), ("sweep.fail_fast=true", 1)])
 )
 def test_fail_fast_and_max_failures_stop_a_sweep(setting: str, number: int, tmp_path: Path) -> None:
-    """At the first failure, or the second: what waits stays queued, the exit code is not 0."""
+    """After the first or second failure, waiting jobs stay queued, and the exit code is not 0."""
     rows = ("-m", "optimizer.lr=1e30,1e31,0.1", *TOY, "train.max_steps=9")
     end = run_command(*rows, setting, folder=tmp_path)
     assert end.exit_code == 2
-    found = list(statuses(only_sweep(tmp_path)).values())
-    assert found == ["failed"] * number + ["queued"] * (3 - number)
+    ends = list(statuses(only_sweep(tmp_path)).values())
+    assert ends == ["failed"] * number + ["queued"] * (3 - number)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_an_edited_yaml_changes_no_job_that_waits(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_jobs_that_an_edited_yaml_no_longer_makes_are_left_out(tmp_path: Path) -> None:
-    """Else no start of the sweep would ever end it; what has ended stays in its table."""
+    """Otherwise no start would ever end the sweep; ended jobs stay in its table."""
     write_experiment(tmp_path / "conf", "mine", *TOY, "train.max_steps=2")
     sweep = tmp_path / "sweep"
     command = ("-m", "--config-dir", "conf", "experiment=mine", f"hydra.sweep.dir={sweep}")
@@ -132,15 +132,15 @@ def test_jobs_that_an_edited_yaml_no_longer_makes_are_left_out(tmp_path: Path) -
     assert changed in dry.stdout
     names = ("seed=1", "seed=1-2", "seed=2-2", "seed=3")
     assert statuses(sweep) == dict.fromkeys(names, "completed")
-    found = look(sweep / "seed=2")
-    assert (found.status, found.is_missing, found.is_shown) == ("lost", False, False)
-    assert found.reason is not None
-    assert "no longer a job of its sweep; continue with " in found.reason
+    run = run_status(sweep / "seed=2")
+    assert (run.status, run.is_missing, run.is_shown) == ("lost", False, False)
+    assert run.reason is not None
+    assert "no longer a job of its sweep; continue with " in run.reason
 
 
 @pytest.mark.full
 def test_two_launchers_share_a_sweep(tmp_path: Path) -> None:
-    """Started at once on one folder: each job is run once, both end well and list all of them."""
+    """They start at once on one folder: each job runs once, and both end well and list all jobs."""
     command = ("-m", "seed=1,2,3,4,5,6", *TOY, "train.max_steps=100", "hydra.sweep.dir=../sweep")
     folders = [tmp_path / "a", tmp_path / "b"]
     with ExitStack() as stack:
@@ -160,12 +160,12 @@ def test_two_launchers_share_a_sweep(tmp_path: Path) -> None:
 
 
 def test_an_invalid_job_counts_as_a_failure(tmp_path: Path) -> None:
-    """Under fail_fast nothing is started beside it."""
+    """Under fail_fast, no other job starts."""
     rows = ("-m", "optimizer.lr=0.1,-1", *TOY, "sweep.fail_fast=true")
     end = run_command(*rows, folder=tmp_path)
     assert end.exit_code == 2
-    found = statuses(only_sweep(tmp_path))
-    assert found == {"optimizer.lr=0.1": "queued", "optimizer.lr=-1": "failed"}
+    by_job = statuses(only_sweep(tmp_path))
+    assert by_job == {"optimizer.lr=0.1": "queued", "optimizer.lr=-1": "failed"}
 
 
 def test_a_folder_with_a_run_of_another_config_is_left_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is damaged in a sweep's folder costs the job that it belongs to, and is one sentence."""
+"""Damage in a sweep's folder costs only its own job, and is reported in one sentence."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,10 +23,10 @@ from ddp_runner.tracking.run_record import read_run_record
 def jobs(tmp_path: Path) -> dict[str, Job]:
     """Return three jobs with their folders."""
     job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
-    found = {name: replace(job, run_dir=tmp_path / name) for name in ("a", "b", "c")}
-    for name in found:
+    jobs = {name: replace(job, run_dir=tmp_path / name) for name in ("a", "b", "c")}
+    for name in jobs:
         (tmp_path / name).mkdir()
-    return found
+    return jobs
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,16 @@ def test_a_job_that_cannot_begin_costs_itself_alone(
     outcomes = run_jobs(batch_of(tmp_path, *jobs), execute=execute).values()
     assert [one.status for one in outcomes] == ["completed", "failed", "completed"]
     assert [one.exit_code for one in outcomes] == [0, 2, 0]
-    found = read_plan(tmp_path).jobs["b"].standing(tmp_path)
-    assert (found.status, found.kind) == ("damaged" if error is None else "failed", "user")
-    assert reason in str(found.sentence)
+    current = read_plan(tmp_path).jobs["b"].standing(tmp_path)
+    assert (current.status, current.kind) == ("damaged" if error is None else "failed", "user")
+    assert reason in str(current.sentence)
     assert reason in sweep_table(tmp_path)
 
 
 def test_a_folder_that_leads_elsewhere_costs_its_own_job_alone(
     jobs: dict[str, Job], tmp_path: Path
 ) -> None:
-    """It is refused, not taken for one that another launcher has, which would be waited for."""
+    """It is rejected; if another launcher seemed to have it, the sweep would wait."""
     (tmp_path / "mine").write_text("{}")
     (tmp_path / "b" / "run.json").symlink_to(tmp_path / "mine")
     planned(tmp_path, *jobs)
@@ -118,7 +118,7 @@ def test_the_table_of_a_damaged_sweep_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exit code 2, whatever the plan holds in place of one."""
+    """The exit code is 2, whatever stands in the place of a plan."""
     for name, content in {"cut": b'{"format', "binary": b"\xff\x00", "other": b"[1]"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / PLAN).write_bytes(content)

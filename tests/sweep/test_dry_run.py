@@ -68,7 +68,7 @@ def test_jobs_of_slurm_are_listed_with_their_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_commands_of_the_page_are_valid(tmp_path: Path) -> None:
-    """Those of its sections about dry runs and Slurm, each as a dry run."""
+    """Each command in its sections about dry runs and Slurm passes as a dry run."""
     text = PAGE.read_text(encoding="utf-8")
     sections = text[text.index("## Dry run") : text.index("## Searches")].replace("\\\n", " ")
     commands = re.findall(r"^python -m ddp_runner (.*)$", sections, flags=re.MULTILINE)
@@ -95,7 +95,7 @@ def test_a_job_that_is_done_is_named(tmp_path: Path) -> None:
 
 
 def test_a_sweep_of_the_same_command_that_has_ended_is_named(tmp_path: Path) -> None:
-    """Else it would surprise that all jobs train again; one that another command began is not."""
+    """Otherwise it would surprise that all jobs train again; other commands' do not count."""
     words = ("model=toy", "seed=1,2")
     for name, command in (("mine", words), ("other", (*words, "world_size=1"))):
         planned(tmp_path / "outputs" / name, "seed=1", command=command)
@@ -108,7 +108,7 @@ def test_a_sweep_of_the_same_command_that_has_ended_is_named(tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_of_a_search_the_first_batch_is_listed(tmp_path: Path) -> None:
-    """Nothing is written, not even the tables of its study."""
+    """The dry run writes nothing, not even the tables of its study."""
     pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
     end = run_command(
         *(*TOY, "hydra/sweeper=optuna", "sweep.objective=eval/loss", "hydra.sweeper.n_trials=5"),
@@ -124,7 +124,7 @@ def test_of_a_search_the_first_batch_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_single_run_has_no_dry_run(tmp_path: Path) -> None:
-    """Else a forgotten -m would start it."""
+    """Otherwise a forgotten -m would start it."""
     end = run_command("model=toy", "sweep.dry_run=true", folder=tmp_path)
     assert error_line(end) == (
         "sweep.dry_run lists the jobs of a sweep, and this is one run; write -m"

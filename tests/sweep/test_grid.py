@@ -42,9 +42,9 @@ def test_a_grid_leaves_out_what_the_rules_reject_and_reports(tmp_path: Path) -> 
     }
     skipped = {name for name in jobs if "toy_mp" in name}
     calibration = "calibration,world_size=2,backend=gloo"
-    found = statuses(sweep)
-    assert {name for name, status in found.items() if status == "skipped"} == skipped
-    assert {name for name, status in found.items() if status == "completed"} == {
+    by_job = statuses(sweep)
+    assert {name for name, status in by_job.items() if status == "skipped"} == skipped
+    assert {name for name, status in by_job.items() if status == "completed"} == {
         calibration,
         *(jobs - skipped),
     }

@@ -1,4 +1,4 @@
-"""What one launcher runs of a sweep, and what it leaves to the others."""
+"""A launcher runs the jobs of a sweep that no other launcher holds or has ended."""
 
 import json
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def test_a_job_that_is_interrupted_is_the_last_one(sweep: Path) -> None:
 def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
     sweep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be done between the look at its folder and the lock."""
+    """Another launcher may complete it before this launcher has its lock."""
 
     @contextmanager
     def locked_late(run_dir: RunDir) -> Iterator[None]:
@@ -75,7 +75,7 @@ def test_a_job_that_another_launcher_took_meanwhile_is_left_to_it(
 def test_a_job_that_another_launcher_runs_is_waited_for(
     sweep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its failure counts, if it is the one that stops the sweep."""
+    """Its failure counts too, and may stop the sweep."""
     monkeypatch.setattr(module, "POLL_S", 0.01)
     batch = batch_of(sweep, *"abc", fail_fast=True)
     ran = list[str]()
@@ -98,7 +98,7 @@ def test_a_job_that_another_launcher_runs_is_waited_for(
 def test_a_job_that_is_held_for_long_is_looked_at_again_and_again(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Until the other launcher has ended it; then it counts once. What is awaited is said once."""
+    """This goes on until the other launcher has ended it, and is announced once."""
     looks = list[float]()
 
     def look(seconds: float) -> None:
@@ -114,7 +114,7 @@ def test_a_job_that_is_held_for_long_is_looked_at_again_and_again(
 
 
 def test_what_had_failed_before_stops_no_sweep(sweep: Path) -> None:
-    """Under fail_fast the first failure since the start does."""
+    """Under fail_fast, only a failure since the start stops it."""
     start_session(sweep / "a", started_at=1.0, status="running")
     fail_session(sweep / "a", started_at=1.0, error=ERROR)
 
@@ -150,11 +150,11 @@ def test_a_failed_job_runs_again_once_if_it_is_asked(sweep: Path) -> None:
 
 
 def test_a_mistake_has_its_exit_code(tmp_path: Path) -> None:
-    """And so has a run that is damaged."""
+    """A damaged run has the same code."""
     kinds = {"user": 2, "crash": 1, "signal": 1, "late": 1}
     for kind, code in kinds.items():
-        found = Standing("failed", {"error": {**ERROR, "kind": kind}})
-        assert failed_outcome(found).exit_code == code
+        ended = Standing("failed", {"error": {**ERROR, "kind": kind}})
+        assert failed_outcome(ended).exit_code == code
     assert failed_outcome(Standing("damaged", fault="run.json is cut")).exit_code == 2
 
 
@@ -173,7 +173,7 @@ def test_a_job_whose_launcher_is_gone_is_lost_in_the_table(sweep: Path) -> None:
 
 
 def test_a_resumed_run_that_is_refused_is_tried_once_by_all_launchers(sweep: Path) -> None:
-    """Its folder says nothing of it, so the plan does, also to slots that began before."""
+    """Its folder cannot tell, so the plan does, also to slots that began before."""
     start_session(sweep / "a", started_at=1.0, status="running")
     write_run_record(sweep / "a", status="completed", startup_s=1.0)
     resumed = replace(read_plan(sweep).jobs["a"], resumes=1.0)

@@ -41,7 +41,7 @@ PARALLEL = ("-m", *TOY, "sweep.parallel_jobs=2")
 def test_cores_and_gpus_are_dealt_out_evenly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what this process may use, none twice, hyperthreads of a core together."""
+    """Each slot gets cores and GPUs that no other has, and both hyperthreads of a core."""
     core_of = {4: 0, 5: 1, 6: 0, 7: 1, 9: 2}
     for cpu, core in core_of.items():
         for name, value in {"physical_package_id": 0, "core_id": core}.items():
@@ -116,10 +116,10 @@ def test_jobs_run_side_by_side_each_on_its_own_cores(tmp_path: Path) -> None:
     assert end.exit_code == 2
     check_places(end, seen)
     check_lines(end)
-    found = list(statuses(only_sweep(tmp_path)).values())
-    assert found[:5] == ["completed"] * 5
-    assert found.count("failed") in (2, 3)  # what another slot had begun came to its end
-    assert set(found[5:]) == {"failed", "queued"}
+    ends = list(statuses(only_sweep(tmp_path)).values())
+    assert ends[:5] == ["completed"] * 5
+    assert ends.count("failed") in (2, 3)  # what another slot had begun came to its end
+    assert set(ends[5:]) == {"failed", "queued"}
 
 
 def check_places(end: CommandResult, seen: dict[Path, set[int]]) -> None:
@@ -255,7 +255,7 @@ def has_slot(launcher_pid: int) -> bool:
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_signal_while_slots_start_ends_them(tmp_path: Path) -> None:
-    """None has begun a job, so none has anything to say."""
+    """No slot has begun a job, so no slot prints anything."""
     keys = ("-m", *TOY, "train.epochs=10000", "seed=1,2", "sweep.parallel_jobs=2")
     with background(*keys, folder=tmp_path, fresh=True) as process:
         wait_for(lambda: has_slot(process.pid))

@@ -182,7 +182,7 @@ def test_a_search_ends_with_each_sampler(tmp_path: Path, sampler: str) -> None:
 
 
 def test_failed_values_are_tried_again_once_each_time_it_is_asked(tmp_path: Path) -> None:
-    """Not those that wait, run or were completed since; none takes the place of a new trial."""
+    """Values that wait, run or were completed since are not; a retry replaces no new trial."""
     pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
     node = search_settings("random")
     overrides = OverridesParser.create().parse_overrides(["a=interval(0.1,0.5)"])
@@ -214,7 +214,7 @@ def test_failed_values_are_tried_again_once_each_time_it_is_asked(tmp_path: Path
 
 @pytest.mark.parametrize("seed", first_of(range(4)))
 def test_a_grid_with_a_seed_tries_each_value_once(tmp_path: Path, seed: int) -> None:
-    """Also across starts: the order is that of the seed in all of them."""
+    """All starts have the order of the seed."""
     pytest.importorskip("optuna", reason="needs ddp-runner[optuna]")
     node = search_settings("grid")
     node.sampler.seed = seed

@@ -92,7 +92,7 @@ def test_what_cannot_go_on_starts_nothing(
 
 
 def test_a_run_in_use_starts_nothing(runs: Path) -> None:
-    """Else the sweep would wait for it without a word."""
+    """Otherwise the sweep would wait for it in silence."""
     with RunDir(runs / "b").locked():
         end = run_command("-m", "resume=a,b", folder=runs)
     assert "b is in use by process" in error_line(end)

@@ -103,5 +103,5 @@ def test_a_large_sweep_says_how_far_its_planning_is(
         plan=lambda *_: job,
     )
     planner.Planner(command, tmp_path, Local(), is_search=False).draft([["seed=1"]] * 7, range(7))
-    found = [line for line in capsys.readouterr().out.splitlines() if "planned" in line]
-    assert found == ["3 jobs are planned", "6 jobs are planned"]
+    notes = [line for line in capsys.readouterr().out.splitlines() if "planned" in line]
+    assert notes == ["3 jobs are planned", "6 jobs are planned"]

@@ -1,4 +1,4 @@
-"""Whether a run is alive, from its record, lock and heartbeat, on one machine and on another."""
+"""A run's status follows from its record, lock and heartbeat, on any machine."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from generated_runs import lines_of, write_run
 
-from ddp_runner.sweep.survey import RunStatus, look
+from ddp_runner.sweep.survey import RunStatus, run_status
 from ddp_runner.tracking.run_dir import RunDir
 
 HERE = socket.gethostname()
@@ -38,7 +38,7 @@ def status_of(run_dir: Path, *, is_held: bool, server_ahead_s: float = 0.0) -> R
     with RunDir(run_dir).locked() if is_held else nullcontext():
         if is_held:  # since long before the last beat
             os.utime(run_dir / ".lock.holder", (0.0, 0.0))
-        return look(run_dir, server_time=lambda: time.time() + server_ahead_s)
+        return run_status(run_dir, server_time=lambda: time.time() + server_ahead_s)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_a_run_is_alive_by_its_lock_here_and_by_its_heartbeat_elsewhere(
     """What rank 0 does is shown only if a process still does it."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     write_beat(run_dir, age_s=age_s, host=host, doing="evaluating")
-    found = status_of(run_dir, is_held=is_held)
-    assert (found.status, found.hosts) == (status, ("n1", "n2"))
-    assert found.is_shown
-    assert found.is_missing == (status in ("lost", "silent"))
+    run = status_of(run_dir, is_held=is_held)
+    assert (run.status, run.hosts) == (status, ("n1", "n2"))
+    assert run.is_shown
+    assert run.is_missing == (status in ("lost", "silent"))
 
 
 @pytest.mark.parametrize(("ahead_s", "status"), [(0.0, "running"), (3600.0, "lost")])
@@ -69,9 +69,9 @@ def test_the_age_is_by_the_clock_of_the_disk(tmp_path: Path, ahead_s: float, sta
     """Machines with other clocks see the same."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     write_beat(run_dir, age_s=0.0, host="elsewhere")
-    found = status_of(run_dir, is_held=False, server_ahead_s=ahead_s)
-    assert found.status == status
-    assert found.seen_s == pytest.approx(ahead_s, abs=60)
+    run = status_of(run_dir, is_held=False, server_ahead_s=ahead_s)
+    assert run.status == status
+    assert run.seen_s == pytest.approx(ahead_s, abs=60)
 
 
 def test_a_run_that_starts_has_no_heartbeat_yet(tmp_path: Path) -> None:
@@ -94,12 +94,12 @@ def test_a_run_that_is_resumed_starts_before_its_record_says_so(
     run_dir = write_run(tmp_path / "run", record={**ALIVE, "status": status})
     write_beat(run_dir, age_s=400.0)
     with RunDir(run_dir).locked():  # by the launcher; rank 0 is not there yet
-        assert look(run_dir).status == "starting"
+        assert run_status(run_dir).status == "starting"
         write_beat(run_dir, age_s=0.0, started_at=STARTED + 500, doing="starting")
         age_all(run_dir, 10.0)
         for name in (".lock.holder", ".heartbeat"):
             os.utime(run_dir / name)
-        assert look(run_dir).status == "starting"
+        assert run_status(run_dir).status == "starting"
 
 
 def test_a_run_that_has_ended_and_is_still_held_has_ended(tmp_path: Path) -> None:
@@ -126,24 +126,24 @@ def test_a_resume_elsewhere_is_seen_by_its_heartbeat(
 
 
 def test_a_lost_run_names_who_held_it_and_the_way_on(tmp_path: Path) -> None:
-    """As the killed process has left it."""
+    """The killed process has left its lock file behind."""
     run_dir = write_run(tmp_path / "run", record=ALIVE)
     (run_dir / ".lock.holder").write_text(f"process 4711 on {HERE}")
-    reason = look(run_dir).reason
+    reason = run_status(run_dir).reason
     assert reason == f"process 4711 on {HERE} is gone; continue with resume={run_dir}"
 
 
 def test_step_rate_and_time_left_are_those_of_the_last_lines(tmp_path: Path) -> None:
-    """Of the last twenty, since a run may have become slower. A heartbeat may be older."""
+    """The last twenty lines count, as a run may get slower. A heartbeat may be older."""
     early = [{**line, "time_s": line["time_s"] / 1000} for line in lines_of([500.0] * 100)]
     late = [{**line, "step": line["step"] + 1000} for line in lines_of([60.0] * 29 + [70.0])]
     lines = early + late
     run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines)
     write_beat(run_dir, age_s=0.0, step=25, total_steps=1400, epoch=2, total_epochs=4)
-    found = status_of(run_dir, is_held=True)
-    assert (found.step, found.total_steps, found.epoch, found.total_epochs) == (1300, 1400, 1, 4)
-    assert (found.samples_per_s, found.steps_per_s) == (70.0, 10.0)
-    assert found.left_s == pytest.approx(10.0)
+    run = status_of(run_dir, is_held=True)
+    assert (run.step, run.total_steps, run.epoch, run.total_epochs) == (1300, 1400, 1, 4)
+    assert (run.samples_per_s, run.steps_per_s) == (70.0, 10.0)
+    assert run.left_s == pytest.approx(10.0)
 
 
 def test_metrics_that_are_cut_off_or_damaged_count_as_far_as_they_go(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_metrics_that_are_cut_off_or_damaged_count_as_far_as_they_go(tmp_path: P
     run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines_of([100.0] * 500))
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": "x", "time_s": 1}\n[1]\n{"step": 6000, "ti')
-    found = status_of(run_dir, is_held=True)
-    assert (found.step, found.steps_per_s) == (5000, 10.0)
+    run = status_of(run_dir, is_held=True)
+    assert (run.step, run.steps_per_s) == (5000, 10.0)
 
 
 @pytest.mark.parametrize(("doing", "says"), [("running", True), ("evaluating", False)])
@@ -160,16 +160,16 @@ def test_a_step_that_does_not_end_is_mentioned(tmp_path: Path, doing: str, says:
     """Rank 0 beats while it waits for another rank. An evaluation may take long."""
     run_dir = write_run(tmp_path / "run", record=ALIVE, lines=lines_of([100.0] * 3))
     write_beat(run_dir, age_s=0.0, idle_s=300.0, doing=doing)
-    found = status_of(run_dir, is_held=True)
-    assert found.status == doing
-    assert ("no step for 300 s" in (found.reason or "")) == says
+    run = status_of(run_dir, is_held=True)
+    assert run.status == doing
+    assert ("no step for 300 s" in (run.reason or "")) == says
 
 
 def test_a_failed_run_has_the_step_of_its_last_line(tmp_path: Path) -> None:
     """run.json has a step only if the run ended well."""
     record = {"status": "failed", "step": None, "epoch": None}
-    found = look(write_run(tmp_path / "run", record=record, lines=lines_of([100.0] * 3)))
-    assert (found.step, found.epoch) == (30, 1)
+    run = run_status(write_run(tmp_path / "run", record=record, lines=lines_of([100.0] * 3)))
+    assert (run.step, run.epoch) == (30, 1)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +184,11 @@ def test_a_failed_run_has_the_step_of_its_last_line(tmp_path: Path) -> None:
 def test_an_ended_run_says_why_it_ended(
     tmp_path: Path, record: Mapping[str, Any], reason: str | None
 ) -> None:
-    """And is listed with --all only."""
+    """It is listed only with --all."""
     run_dir = write_run(tmp_path / "run", record=record)
-    found = look(run_dir)
-    assert found.reason == (reason and reason.format(folder=run_dir))
-    assert (found.status, found.is_shown, found.is_missing) == (record["status"], False, False)
+    run = run_status(run_dir)
+    assert run.reason == (reason and reason.format(folder=run_dir))
+    assert (run.status, run.is_shown, run.is_missing) == (record["status"], False, False)
 
 
 @pytest.mark.parametrize(
@@ -206,4 +206,4 @@ def test_a_damaged_record_is_a_line_not_a_traceback(tmp_path: Path, record: str)
     run_dir = write_run(tmp_path / "run")
     (run_dir / "run.json").write_text(record)
     write_beat(run_dir, age_s=0.0, started_at=None, step="x", total_steps=[], idle_s="x")
-    assert look(run_dir).status
+    assert run_status(run_dir).status

@@ -65,7 +65,7 @@ def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_two_sweeps_in_one_folder_do_not_meet(tmp_path: Path) -> None:
-    """Started at once: each has a folder and ports of its own, and completes."""
+    """They start at once; each has its own folder and ports, and completes."""
     with ExitStack() as stack:
         both = [
             stack.enter_context(

@@ -31,8 +31,8 @@ def test_each_job_has_a_folder_of_its_own() -> None:
     """Also where several configs would have the same name; a job keeps the one that it has."""
     plan = with_jobs([PlannedJob("one", "a")], Plan())
     wanted = [PlannedJob(*one) for one in (("two", "a"), ("three", "a"), ("one", "b"))]
-    found = with_jobs(wanted, plan).jobs
-    assert {one: job.folder for one, job in found.items()} == {
+    jobs = with_jobs(wanted, plan).jobs
+    assert {one: job.folder for one, job in jobs.items()} == {
         **{"one": "a", "two": "a-2", "three": "a-3"}
     }
 
@@ -46,8 +46,8 @@ def test_jobs_that_all_want_one_folder_are_numbered_in_one_go() -> None:
             tried["names"] += 1
             return str(self)
 
-    found = with_jobs([PlannedJob(str(number), Name("mine")) for number in range(100)], Plan())
-    assert [one.folder for one in found.jobs.values()][-2:] == ["mine-99", "mine-100"]
+    numbered = with_jobs([PlannedJob(str(number), Name("mine")) for number in range(100)], Plan())
+    assert [one.folder for one in numbered.jobs.values()][-2:] == ["mine-99", "mine-100"]
     assert tried["names"] == 99
 
 
@@ -84,9 +84,9 @@ def test_a_run_to_resume_waits_until_this_sweep_has_run_it(tmp_path: Path) -> No
 
 
 def test_the_newest_unfinished_sweep_of_the_command_is_continued(tmp_path: Path) -> None:
-    """Not one that is done, nor another command's; one with failures where they are retried."""
-    found = {"older": None, "newer": "preempted", "lost": "failed", "done": "completed"}
-    for age, (name, status) in enumerate([*found.items(), ("other", None)]):
+    """A completed sweep is not continued, nor another command's, nor failures unless retried."""
+    sweeps = {"older": None, "newer": "preempted", "lost": "failed", "done": "completed"}
+    for age, (name, status) in enumerate([*sweeps.items(), ("other", None)]):
         planned(tmp_path / name, "a", command=["other" if name == "other" else "mine"])
         change_plan(tmp_path / name, lambda plan: Plan(plan.command, plan.jobs))
         if status is not None:
@@ -101,7 +101,7 @@ def test_the_newest_unfinished_sweep_of_the_command_is_continued(tmp_path: Path)
 
 
 def test_a_plan_is_changed_by_one_launcher_at_a_time(tmp_path: Path) -> None:
-    """Else one would write down again what it had read before the other's change."""
+    """Otherwise a launcher would overwrite the change of another."""
     planned(tmp_path, "a")
     other = threading.Thread(target=planned, args=(tmp_path, "b"))
     with locked(tmp_path / ".sweep.lock"):

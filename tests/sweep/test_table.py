@@ -1,4 +1,4 @@
-"""The table of a sweep: as wide as its cells, or as a terminal."""
+"""The table of a sweep is as wide as its cells, or as the terminal."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def test_a_table_without_a_terminal_is_whole(sweep: Path) -> None:
-    """However long its lines are."""
+    """No line is shortened, however long it is."""
     _, title, first, second, _ = sweep_table(sweep).split("\n")
     assert title.split() == ["job", "status", "start", "wall", "samples/s", "metrics"]
     results = "1.50 s  123.25 s  4267       eval/accuracy 0.9700  eval/loss 0.1000  train/loss"

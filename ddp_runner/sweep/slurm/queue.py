@@ -1,9 +1,9 @@
 """Slurm's queue: its commands, and the standing of a submitted job. Torch-free.
 
-A job's name is its array's name and its index. The file ``slurm.job`` in the run's folder holds the
-name from before the submission until a command has noted the job's end. So if a command is killed
-while it submits, the next one finds its jobs. Accounting (``sacct``) is not needed: squeue shows
-whether a job exists, and run.json how it ended.
+The file ``slurm.job`` in a run's folder holds the job's name, its array's and an index, from before
+its submission until a command has noted its end. So the next command finds the jobs of a command
+that was killed while it submitted. squeue shows whether a job exists, and run.json how it ended, so
+accounting (``sacct``) is not needed.
 """
 
 import os
@@ -120,15 +120,15 @@ def job_standing(run_dir: Path, *, name: str, state: str | None, sweep: Path) ->
     if status in (Status.COMPLETED, Status.FAILED):
         return Standing(status, record)
     log, job = sweep / LOGS / f"{name}.log", f"Slurm's job {name}"
-    way_on = f"the same command continues it, see {log}"
+    advice = f"the same command continues it, see {log}"
     if state in STOPPED or status == Status.PREEMPTED:
         reason = STOPPED.get(state or "", "was stopped")
-        return _ended(record, Status.PREEMPTED, "signal", f"{job} {reason}; {way_on}")
+        return _ended(record, Status.PREEMPTED, "signal", f"{job} {reason}; {advice}")
     if (line := _last_error(log)) is not None:
         return _ended(record, Status.FAILED, "user", f"{line}; see {log}")
     if state is None:
         reason = f"Slurm has forgotten job {name} and its run has not completed"
-        return _ended(record, Status.PREEMPTED, "signal", f"{reason}; {way_on}")
+        return _ended(record, Status.PREEMPTED, "signal", f"{reason}; {advice}")
     reason = f"ended ({state}) before its run did"
     if state == "OUT_OF_MEMORY":
         reason = "took more memory than hydra.launcher.mem_gb"

@@ -43,14 +43,7 @@ def queued_signals() -> Iterator[Signals]:
 
 
 class Watch:
-    """Watches the jobs of one batch.
-
-    Args:
-        batch: all jobs of the batch.
-        names: name in Slurm of each job whose end is not noted, by job id.
-        folder: folder of the sweep.
-        signals: the stop signals that this process receives.
-    """
+    """Watches a batch; `names` has the name in Slurm of each job whose end is not noted, by id."""
 
     def __init__(
         self, batch: JobBatch, names: Mapping[str, str], *, folder: Path, signals: Signals

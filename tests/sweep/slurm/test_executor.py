@@ -203,7 +203,7 @@ def test_what_slurm_rejects_is_one_line(
 def test_a_job_that_its_time_limit_stops_is_queued_again(
     batch: JobBatch, tmp_path: Path, code: int, state: str, restarts: str, *, is_requeued: bool
 ) -> None:
-    """Not after scancel, a failure, or too many times; the exit code stays.
+    """It is not after scancel or a failure, nor too many times; the exit code stays.
 
     An array's last job has the number of the array, which means all of them to Slurm.
     """

@@ -1,4 +1,4 @@
-"""Slurm's queue, and how each job stands by it and by its run.json."""
+"""A job's standing follows from Slurm's queue and its run.json."""
 
 import os
 from pathlib import Path
@@ -79,24 +79,24 @@ def test_how_a_job_stands_follows_from_the_queue_and_run_json(
     status: str,
     part: str | None,
 ) -> None:
-    """Without accounting: a job that Slurm has forgotten has ended, and is not waited for."""
+    """No accounting is needed: a job that Slurm has forgotten has ended."""
     run_dir = tmp_path / "run"
     if fields is not None:
         write_run_record(run_dir, **fields)
-    found = job_standing(run_dir, name="x_1", state=state, sweep=tmp_path)
-    assert found.status == status
-    assert (part is None) == (found.sentence is None)
-    assert part is None or part in str(found.sentence)
+    current = job_standing(run_dir, name="x_1", state=state, sweep=tmp_path)
+    assert current.status == status
+    assert (part is None) == (current.sentence is None)
+    assert part is None or part in str(current.sentence)
 
 
 def test_a_job_that_fails_before_it_has_a_run_is_explained_by_its_log(tmp_path: Path) -> None:
-    """Its last error line, and where the log is."""
+    """The reason is the log's last error line, and says where the log is."""
     log = tmp_path / "slurm" / "x_0.log"
     log.parent.mkdir()
     log.write_text("error: not this\nslurmstepd: x\nerror: data_root (x) is not a folder\nmore\n")
-    found = job_standing(tmp_path / "run", name="x_0", state="FAILED", sweep=tmp_path)
-    assert (found.status, found.kind) == ("failed", "user")
-    assert found.sentence == f"data_root (x) is not a folder; see {log}"
+    current = job_standing(tmp_path / "run", name="x_0", state="FAILED", sweep=tmp_path)
+    assert (current.status, current.kind) == ("failed", "user")
+    assert current.sentence == f"data_root (x) is not a folder; see {log}"
 
 
 @pytest.mark.full
@@ -129,12 +129,12 @@ def test_a_job_that_dies_before_its_run_goes_on_is_not_judged_by_the_run_before(
     (submitted,) = submit([batch.jobs["a"].job], folder=sweep, options=options, settings=SETTINGS)
     if part is not None and "folder" in part:
         (sweep / "slurm" / f"{submitted}.log").write_text(f"error: {part}\n")
-    found = job_standing(run_dir, name=submitted, state=state, sweep=sweep)
-    assert found.status == status
-    assert part is None or part in str(found.sentence)
+    current = job_standing(run_dir, name=submitted, state=state, sweep=sweep)
+    assert current.status == status
+    assert part is None or part in str(current.sentence)
     write_run_record(run_dir, status="failed", error={**error, "sentence": "a new crash"})
-    found = job_standing(run_dir, name=submitted, state=state, sweep=sweep)
-    assert (found.status, found.sentence) == ("failed", "a new crash")
+    current = job_standing(run_dir, name=submitted, state=state, sweep=sweep)
+    assert (current.status, current.sentence) == ("failed", "a new crash")
 
 
 def test_an_end_is_noted_once_and_never_changes_what_a_run_has_said(tmp_path: Path) -> None:
@@ -147,6 +147,6 @@ def test_an_end_is_noted_once_and_never_changes_what_a_run_has_said(tmp_path: Pa
     assert submitted_as(tmp_path) is None
     write_run_record(tmp_path, status="running", error=None)
     note_end(tmp_path, job_standing(tmp_path, name="x_1", state="TIMEOUT", sweep=tmp_path))
-    found = read_run_record(tmp_path)
-    assert (found["status"], found["error"]["kind"]) == ("preempted", "signal")
-    assert "x_1 reached its time limit" in found["error"]["sentence"]
+    record = read_run_record(tmp_path)
+    assert (record["status"], record["error"]["kind"]) == ("preempted", "signal")
+    assert "x_1 reached its time limit" in record["error"]["sentence"]

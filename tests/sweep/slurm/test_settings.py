@@ -50,7 +50,7 @@ def test_a_job_takes_as_few_nodes_as_hold_it(
     nodes: int,
     ranks_per_node: int,
 ) -> None:
-    """By the GPUs of a node, else by its cores."""
+    """The GPUs of a node decide, or without GPUs its cores."""
     register()
     config = to_config(compose_raw(*overrides))
     shape = job_layout(config, node, replace(SETTINGS, cpus_per_task=cpus_per_task))
@@ -58,7 +58,7 @@ def test_a_job_takes_as_few_nodes_as_hold_it(
 
 
 def test_a_job_asks_for_the_gpus_and_cores_that_its_ranks_use() -> None:
-    """Not for whole nodes; options of the user's own win."""
+    """It does not ask for whole nodes, and the user's own options win."""
     config, _ = resolved("world_size=4", "model=toy", hardware=GPU_NODE)
     settings = SlurmSettings(
         partition="gpu",
@@ -77,7 +77,7 @@ def test_a_job_asks_for_the_gpus_and_cores_that_its_ranks_use() -> None:
 
 
 def test_ranks_that_no_nodes_hold_are_rejected() -> None:
-    """With the numbers that work."""
+    """The message has numbers that work."""
     config, _ = resolved("world_size=9", "model=toy", hardware=Hardware(9, 9))
     with pytest.raises(UserError, match=r"write 8 or 10, or give launch\.nproc_per_node"):
         job_layout(config, GPU_NODE, SETTINGS)
@@ -87,7 +87,7 @@ def test_ranks_that_no_nodes_hold_are_rejected() -> None:
 
 
 def test_a_node_has_what_slurm_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of a partition's nodes; keys of the launcher win."""
+    """The smallest node of a partition counts; the launcher's keys win."""
     asked = list[tuple[str, ...]]()
     report = "cpu|64|(null)\ngpu*|96|gpu:a100:8(S:0-1),lscratch:2\ngpu*|48|gpu:2,gpu:h100:4\n"
 

@@ -1,4 +1,4 @@
-"""The watch over a sweep's jobs in Slurm's queue, whatever ends them or the command."""
+"""The command watches a sweep's jobs in Slurm's queue until they end, or it is stopped."""
 
 import signal
 from dataclasses import replace
@@ -39,7 +39,7 @@ def record_failure(run_dir: Path) -> None:
 def test_a_command_follows_the_queue_to_the_end_of_each_job(
     batch: JobBatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also of one that was cancelled, and of one that Slurm has forgotten."""
+    """A job may be cancelled, or Slurm may have forgotten it."""
     sweep = batch.jobs["a"].sweep
     queue = Queue(monkeypatch, {"x_0": "PENDING", "x_1": "PENDING", "x_2": "PENDING"})
 
@@ -78,7 +78,7 @@ def test_a_command_follows_the_queue_to_the_end_of_each_job(
 def test_too_many_failures_cancel_the_rest(
     batch: JobBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is cancelled then can go on later, and does not decide the exit code."""
+    """The cancelled jobs can continue later, and do not decide the exit code."""
     sweep = batch.jobs["a"].sweep
     queue = Queue(monkeypatch, {"x_0": "FAILED", "x_1": "RUNNING", "x_2": "PENDING"})
     record_failure(sweep / "a")
@@ -130,7 +130,7 @@ def test_a_failure_after_ctrl_c_is_left_to_the_next_command(
     monkeypatch.setattr(slurm_watch, "SECOND_CHANCE_S", 0.2)
 
     class CtrlC(slurm_watch.Signals):
-        """One between two looks, just before a job fails."""
+        """Send Ctrl-C between two polls, just before a job fails."""
 
         def get(self, *args: Any, **kwargs: Any) -> int:
             if queue.states["x_0"] == "FAILED":

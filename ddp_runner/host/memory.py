@@ -1,11 +1,37 @@
-"""glibc's thresholds for freed memory: keep it for the next step, or return it to the system."""
+"""This process's memory: its limit, the kernel's kills, and its freed blocks. Torch-free."""
 
 import ctypes
 import os
+import re
+import resource
+
+from ddp_runner.host.hardware import own_cgroups
+from ddp_runner.host.processes import kernel_text
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 USER_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 MIB = 2**20
+
+
+def address_limit() -> str:
+    """Return the limit of ``ulimit -v`` as a cause of failed allocations; empty without one."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"ulimit -v allows each process {limit / 2**30:.1f} GiB of addresses; raise it"
+
+
+def oom_kills() -> int:
+    """Return how often the kernel has killed a process of this cgroup for memory; 0: unknown.
+
+    The nearest group that has a counter decides: memory.events (version 2), memory.oom_control
+    (version 1).
+    """
+    for group in own_cgroups("memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            if match := re.search(r"^oom_kill (\d+)", kernel_text(group / name), re.MULTILINE):
+                return int(match[1])
+    return 0
 
 
 def keep_freed_memory() -> None:
