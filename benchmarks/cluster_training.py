@@ -17,7 +17,7 @@ from trainings import shared_outputs
 from undisturbed import WrongError
 
 from ddp_runner.host.network import SILENT_S
-from ddp_runner.host.processes import LIMIT_S
+from ddp_runner.host.processes import KILL_S
 from ddp_runner.launch.hub import ENDING_S
 from ddp_runner.launch.machines import LEAVE_S
 from ddp_runner.launch.ranks import ANSWER_S, SAVING_FACTOR
@@ -54,7 +54,7 @@ class Setting:
     @property
     def limit_s(self) -> float:
         """Seconds from a fault to the end of all commands, as the keys and constants say."""
-        ranks = 3 * TIMEOUT_S + ANSWER_S + LIMIT_S + SAVING_FACTOR * SHUTDOWN_S
+        ranks = 3 * TIMEOUT_S + ANSWER_S + KILL_S + SAVING_FACTOR * SHUTDOWN_S
         launchers = 2 * SILENT_S + ENDING_S + JOIN_S + LEAVE_S
         return (1 + self.max_restarts) * (ranks + launchers)
 
