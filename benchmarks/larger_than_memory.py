@@ -34,7 +34,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchvision.datasets import ImageFolder
 
 from ddp_runner.data.pictures import fitted, upright
-from ddp_runner.host.hardware import CGROUPS, own_groups
+from ddp_runner.host.hardware import CGROUPS, own_cgroups
 from ddp_runner.seeds import derive
 
 SIZE = 256  # pixels on each side: a picture has 192 KiB
@@ -158,7 +158,7 @@ Limit = Callable[[], AbstractContextManager[Group]]
 
 def limit_of(num_bytes: int) -> tuple[Limit, str]:
     """Return a context that limits a command's memory, and how it does so."""
-    for parent in own_groups("memory"):
+    for parent in own_cgroups("memory"):
         group = parent / "larger_than_memory"
         try:
             with cgroup(group, num_bytes):

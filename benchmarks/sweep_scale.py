@@ -27,14 +27,14 @@ from omegaconf import DictConfig
 
 from ddp_runner.cli import app
 from ddp_runner.cli.sweeping import Jobs
-from ddp_runner.job import EXIT_COMPLETED, Job, Outcome, Status
+from ddp_runner.job import COMPLETED, EXIT_COMPLETED, Job, Outcome, Status
 from ddp_runner.sweep import run_sweep as run_module
 from ddp_runner.sweep.jobs import JobBatch, run_jobs
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.survey import survey
 from ddp_runner.sweep.sweep_dir import read_plan, unfinished_sweep
 from ddp_runner.sweep.sweep_table import sweep_table
-from ddp_runner.tracking.run_record import end_session, record_session_start
+from ddp_runner.tracking.run_record import end_session, start_session
 
 METRICS = {"eval/accuracy": 0.97, "train/loss": 0.2, "perf/samples_per_s": 4267.0}
 # compose: by Hydra; plan: resolve, validate and freeze; run: locks and run.json; table: of
@@ -60,9 +60,9 @@ class Instant(Local):
 def _complete(job: Job) -> Outcome:
     """Leave the run.json that a run of a second would leave."""
     assert job.run_dir is not None
-    record_session_start(job.run_dir, started_at=job.started_at, status=Status.RUNNING)
+    start_session(job.run_dir, started_at=job.started_at, status=Status.RUNNING)
     end_session(job.run_dir, status=Status.COMPLETED, metrics=METRICS)
-    return Outcome(Status.COMPLETED, EXIT_COMPLETED, job.run_dir)
+    return COMPLETED
 
 
 def main() -> None:

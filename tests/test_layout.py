@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -241,4 +242,24 @@ def test_modes_are_asked_for_by_name_in_their_own_folder_only() -> None:
                 parts = [part for part in ast.walk(node) if isinstance(part, ast.Constant)]
                 if {part.value for part in parts} & modes:
                     wrong.append(f"{name_of(path)}: {ast.unparse(node)}")
+    assert not wrong
+
+
+def test_benchmarks_import_what_the_package_has() -> None:
+    """No test runs most of them, so a rename could break them unnoticed."""
+    modules = {f"ddp_runner.{name_of(path)}" for path in FILES}
+    benchmarks = sorted((PACKAGE.parent / "benchmarks").glob("*.py"))
+    imports = [
+        (path.name, node.module, alias.name)
+        for path in benchmarks
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ddp_runner")
+        for alias in node.names
+    ]
+    assert len(imports) > 20
+    wrong = [
+        (file, module, name)
+        for file, module, name in imports
+        if not hasattr(import_module(str(module)), name) and f"{module}.{name}" not in modules
+    ]
     assert not wrong
