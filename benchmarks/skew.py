@@ -27,7 +27,7 @@ from train_states import Trace, build, compose_config, run_loop
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.metric_names import StepPart
-from ddp_runner.train.loop import train_step
+from ddp_runner.train.loop import take_step
 from ddp_runner.train.state import TrainState
 from ddp_runner.train.step_metrics import step_metrics
 from ddp_runner.train.step_timer import Skew, StepTimer
@@ -179,7 +179,7 @@ def take_pairs(
             began, began_cpu = time.perf_counter(), time.thread_time()
             for _ in range(BLOCK):
                 timer.mark(StepPart.DATA)
-                loss = train_step(state, batch)
+                loss = take_step(state, batch)
                 timer.add(samples=1)
                 timer.mark(None)
             step_metrics(state, loss, lr=0.1)

@@ -22,7 +22,7 @@ from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.loop import train_step
+from ddp_runner.train.loop import take_step
 from ddp_runner.train.state import TrainState, forward
 from ddp_runner.train.step_metrics import global_loss
 
@@ -139,7 +139,7 @@ def equal_parameters(state: TrainState) -> Verdict:
     name, losses, batches = "parameters stay equal", list[str](), replace(state.batches)
     state.model.train()
     for batch in islice(batches, NUM_STEPS):
-        losses.append(f"{global_loss(state, train_step(state, batch)):.4f}")
+        losses.append(f"{global_loss(state, take_step(state, batch)):.4f}")
         verdict = equality(name, dict(state.module.named_parameters()), "")
         if not verdict.ok:
             return Verdict(name, False, f"after step {len(losses)} {verdict.detail}")

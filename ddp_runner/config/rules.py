@@ -87,11 +87,10 @@ def validate_num_samples(name: str | None, count: int, *, ranks: int) -> None:
 
 
 def validate_warmup(warmup: int, *, total_steps: int) -> None:
-    """Reject a warm-up that does not fit in the run."""
+    """Reject a warm-up that does not fit in the schedule."""
     if not 0 <= warmup <= total_steps:
         raise UserError(
-            f"scheduler.warmup_steps ({warmup}) must be from 0 to the run's total steps "
-            f"({total_steps})",
+            f"scheduler.warmup_steps ({warmup}) must be from 0 to the total steps ({total_steps})",
             "shorten the warm-up or train longer",
         )
 
@@ -102,7 +101,8 @@ def validate_steps(config: RunConfig) -> None:
     if steps is None or config.task in INFERENCE:
         return
     if isinstance(warmup, int):
-        validate_warmup(warmup, total_steps=steps)
+        scheduled = config.scheduler.get("total_steps")  # may be more or less than the run's
+        validate_warmup(warmup, total_steps=scheduled if isinstance(scheduled, int) else steps)
     profile = config.train.profile
     if profile is None or config.task != "train":
         return
@@ -226,7 +226,9 @@ def _validate_init_method(config: Config, env: DistEnv | None) -> None:
     method, launch = config.launch.init_method, config.launch
     if method is None:
         return
-    is_shared = env is not None or launch.nnodes > 1  # else file://NAME is in the run folder
+    is_shared = (
+        env is not None or launch.nnodes > 1
+    )  # else file://NAME is in a temporary folder of the launcher
     if not re.match(rf"tcp://.+:\d+$|file://{'/' if is_shared else ''}", method):
         raise UserError(
             f"launch.init_method ({method}) must be tcp://HOST:PORT, or file:///PATH in a folder "

@@ -54,7 +54,7 @@ def _validate_fraction(fraction: float | None) -> None:
 
 # The rules of keys in an option's YAML, which are not in the schema.
 GROUP_KEYS: Mapping[str, Rule] = {
-    # Exceptions: numbers of our own classes and of torch's schedulers must be 0 or greater.
+    # Other numbers of our own classes and of torch's schedulers must be 0 or greater.
     **dict.fromkeys(("dataset.mean", "scheduler.last_epoch"), Rule()),
     "dataset.eval_fraction": Rule(above=0, check=_validate_fraction),
     "trackers.wandb.mode": Rule(choices=(None, "online", "offline")),
@@ -154,7 +154,7 @@ class Config:
     seed: int = key(0, "decides weights, order of samples, dropout, augmentation", least=0)
     name: str | None = key(None, "the run folder's name; null: model-dataset-parallelism-wsN")
     tags: list[str] = key([], "labels to find the run; they do not change it")
-    notes: str | None = key(None, "a text about the purpose of the run")
+    notes: str | None = key(None, "what the run is for, in your words")
     verbose: bool = key(False, "at the start, explain rank, local rank and node rank; also -v")
     data_root: str = key("data", "folder of the datasets; default: DDP_RUNNER_DATA_ROOT")
     resume: str | None = key(

@@ -61,8 +61,8 @@ class LaunchConfig:
     max_restarts: int = key(0, "restarts of all ranks, each from the last checkpoint", least=0)
     init_method: str | None = key(
         None,
-        "where the ranks meet: tcp://HOST:PORT or file:///PATH; file://NAME is in the run folder; "
-        "null: at the rendezvous; a resumed run does not keep it",
+        "where the ranks meet: tcp://HOST:PORT or file:///PATH; file://NAME is in a temporary "
+        "folder of the launcher; null: at the rendezvous; a resumed run does not keep it",
     )
     shutdown_timeout_s: float = key(
         30.0,

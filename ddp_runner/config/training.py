@@ -130,7 +130,9 @@ class TrainConfig:
 class CheckpointConfig:
     """When checkpoints are written and which are kept."""
 
-    every_epochs: int | None = key(1, "epochs between checkpoints; null: only steps count", above=0)
+    every_epochs: int | None = key(
+        1, "epochs between checkpoints; null: every_steps alone decides", above=0
+    )
     every_steps: int | None = key(
         None, "optimizer steps between checkpoints; null: only epochs count", above=0
     )

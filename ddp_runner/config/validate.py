@@ -44,7 +44,9 @@ PASSED = {
 # Keywords that Hydra reads, or that split modes and datasets pass to a model.
 PASSED_TO_MODEL = re.compile(r"_.*|dev\d+|padding_id|vocab_size")
 # Keywords that may be null, whatever their annotation: the run's lengths, and facts of a dataset.
-FOLLOWING = re.compile(rf"scheduler\.(?:{'|'.join(TOTAL_STEPS)}|steps_per_epoch)|model\..*")
+NULL_MEANS_DERIVED = re.compile(
+    rf"scheduler\.(?:{'|'.join(TOTAL_STEPS)}|steps_per_epoch)|model\..*"
+)
 
 
 def validate_values(config: Config) -> None:
@@ -188,7 +190,7 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
         if kind is not None and value is not None and not is_built:
             validate_kind(f"{key}.{name}", value, kind)
         excludes_null = name in keywords and not keywords[name].takes_null
-        if value is None and excludes_null and not FOLLOWING.fullmatch(f"{key}.{name}"):
+        if value is None and excludes_null and not NULL_MEANS_DERIVED.fullmatch(f"{key}.{name}"):
             raise UserError(f"{key}.{name} is null, and {target} needs a value", "write one")
         if target.startswith(WITHOUT_NEGATIVES) and type(value) in (int, float):
             validate_value(f"{key}.{name}", value, GROUP_KEYS.get(f"{key}.{name}", NOT_NEGATIVE))

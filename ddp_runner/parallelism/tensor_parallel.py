@@ -62,10 +62,10 @@ def split_layers(
 
 
 class _RankNumbers:
-    """Lets each rank draw different random numbers where it has different features.
+    """Gives each rank random numbers of its own between a colwise and a rowwise layer.
 
-    That is between a colwise and a rowwise layer. There dropout must not drop the same units of
-    different heads; elsewhere all ranks must draw the same numbers.
+    There each rank has other features, and dropout must not drop the same units of different heads;
+    elsewhere all ranks must draw the same numbers.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -44,7 +44,7 @@ from ddp_runner.tracking.run_record import (
     RunError,
     RunFields,
     fail_session,
-    has_begun,
+    has_taken_step,
     read_run_record,
     start_session,
 )
@@ -113,7 +113,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         if env.num_nodes > 1:
             _log_machines_without_folder(run_dir, log=log)
         session = Session(job, env, mode, devices, run_dir, log, heartbeat, hosts)
-        if env.is_rank_zero and not has_begun(read_run_record(run_dir)):
+        if env.is_rank_zero and not has_taken_step(read_run_record(run_dir)):
             _record_start(session)
         with job.secrets.hidden_in_errors():
             yield session

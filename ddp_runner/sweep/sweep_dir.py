@@ -206,7 +206,7 @@ def _sweeps_of_command(command: Sequence[str], parent: Path) -> Iterator[tuple[P
 
 
 def sweep_command(arguments: Sequence[str]) -> list[str]:
-    """Return the words that identify a sweep: without how and where its jobs run."""
+    """Return the arguments that identify a sweep, without those that say how its jobs run."""
     ignored = ("sweep.", "verbose=", "hydra/launcher=", "hydra.launcher.", "--multirun")
     objective = "sweep.objective="  # another objective makes another study
 

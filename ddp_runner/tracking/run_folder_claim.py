@@ -31,7 +31,7 @@ from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_record import (
     RunFields,
-    has_begun,
+    has_taken_step,
     intact_record,
     read_run_record,
     start_session,
@@ -69,7 +69,7 @@ def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[
     earlier = read_run_record(run_dir, missing_ok=True)
     if launch_ids:
         fields = RunFields(launches=sorted({*_launch_ids(earlier), *launch_ids}))
-        if not has_begun(earlier):
+        if not has_taken_step(earlier):
             fields |= RunFields(status=Status.RUNNING, work_hash=work)
         write_run_record(run_dir, **fields)
         os.utime(run_dir.holder)  # so that ``alive`` sees the start
@@ -149,7 +149,7 @@ def prepare_run_folder(job: Job) -> None:
     run_dir = RunDir(job.run_dir)
     if not run_dir.is_frozen:
         freeze(job, run_dir)
-    if not has_begun(read_run_record(run_dir, missing_ok=True)):
+    if not has_taken_step(read_run_record(run_dir, missing_ok=True)):
         fields = RunFields(status=Status.RUNNING, error=None, work_hash=work_hash(job.config))
         start_session(run_dir, started_at=job.started_at, **fields)
 
@@ -260,7 +260,7 @@ def changed_values(config: RunConfig, run_dir: RunDir) -> dict[str, tuple[Any, A
     frozen = dict(leaves(cast(Any, OmegaConf.to_container(frozen_config(run_dir.config)))))
     current = json.loads(json.dumps(flatten(config)))  # lists for tuples, as in YAML
     return {
-        key: (frozen.get(key), value)
+        key: (frozen.get(key, "not set"), value)
         for key, value in current.items()
         # A secret is frozen as ${oc.env:X}.
         if key not in RANK_KEYS and frozen.get(key) != value and "${" not in str(frozen.get(key))

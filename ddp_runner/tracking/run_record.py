@@ -178,7 +178,7 @@ def add_changes(run_dir: os.PathLike[str], changes: Sequence[str], *, step: int)
     write_run_record(run_dir, changes=[*earlier, *new])
 
 
-def has_begun(record: Mapping[str, Any]) -> bool:
+def has_taken_step(record: Mapping[str, Any]) -> bool:
     """Return whether a run has reached its first step in any session."""
     return record.get("startup_s") is not None
 
@@ -235,7 +235,7 @@ def fail_session(run_dir: os.PathLike[str], *, started_at: float, error: RunErro
     """
     record = read_run_record(run_dir, missing_ok=True)
     is_recorded = last_session_start(record) == started_at
-    if not is_recorded and has_begun(record) and error["kind"] == "user":
+    if not is_recorded and has_taken_step(record) and error["kind"] == "user":
         return
     failed, now = Status.FAILED, time.time()
     start_session(run_dir, started_at=started_at, finished_at=now, status=failed, error=error)

@@ -57,7 +57,7 @@ def train(
         timer.mark(StepPart.DATA)
         # The last group has the optimizer's own rate; the groups of params.groups come first.
         lr = state.optimizer.param_groups[-1]["lr"]
-        sums = train_step(state, batch)
+        sums = take_step(state, batch)
         progress.step += 1
         progress.metrics.clear()  # a checkpoint keeps only the metrics of its own step
         timer.add(samples=batch.global_count)
@@ -116,7 +116,7 @@ def _log_first_loss(state: TrainState, sums: Sums, logger: Logger) -> None:
     logger.first_loss(loss, has_gradient=num_nonzero > 0)
 
 
-def train_step(state: TrainState, batch: StepBatch) -> Sums:
+def take_step(state: TrainState, batch: StepBatch) -> Sums:
     """Take an optimizer step. Collective: every rank must call.
 
     Returns:
@@ -207,7 +207,7 @@ def _evaluate(state: TrainState, logger: Logger) -> None:
     results, confusion = evaluate(work, state.evaluated, step=progress.step)
     ensure_monitored(work.config, results, part="eval")
     progress.metrics |= results
-    state.schedule.evaluated(results)
+    state.schedule.step_on_metrics(results)
     count_evaluation(progress, state.early_stop, results)
     epoch = state.batches.epoch_number
     logger.log(results, step=progress.step, epoch=epoch, confusion=confusion)

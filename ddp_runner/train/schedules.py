@@ -33,7 +33,7 @@ class Schedule:
         if self.monitor is None:
             self.scheduler.step()
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
+    def step_on_metrics(self, metrics: Mapping[str, float]) -> None:
         """Advance after an evaluation, by metrics that are the same on all ranks."""
         if self.monitor is not None:
             self.scheduler.step(metrics[self.monitor])
@@ -114,7 +114,7 @@ def cosine(
     """Return a linear warm-up followed by half a cosine (arXiv:1608.03983, without restarts).
 
     Args:
-        optimizer: its learning rates are the peak.
+        optimizer: its current learning rates are the peak rates.
         total_steps: optimizer steps until the cosine ends; by default all steps of the run.
         warmup_steps: steps that climb to the peak, from above zero.
         min_factor: fraction of the peak at the end.

@@ -64,7 +64,7 @@ def rehearse(state: TrainState) -> None:
 
 
 def saved_objects(state: TrainState) -> dict[str, Any]:
-    """Return the content of a checkpoint, by name. The data come first: their error says most."""
+    """Return the content of a checkpoint by name, the data first: a mismatch there says most."""
     work = state.work
     return {
         "data": RunData(work.dataset, state.samples, seed=work.config.seed),

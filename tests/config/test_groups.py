@@ -92,7 +92,7 @@ def test_each_option_composes_by_its_own_command_and_builds(option: str, tmp_pat
     if path.stem != "sparseadam":
         optimizer.step(lambda: 0.0)
     schedule.step()
-    schedule.evaluated({"eval/loss": 1.0})
+    schedule.step_on_metrics({"eval/loss": 1.0})
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 

@@ -112,10 +112,13 @@ INVALID = [
     ("train.compile=perhaps", "train.compile (perhaps) must be true or false"),
     ("backend.timeout_s=soon", "backend.timeout_s (soon) must be a number"),
     ("model=toy scheduler=cosine scheduler.warmup_steps=21 train.max_steps=20",
-     "scheduler.warmup_steps (21) must be from 0 to the run's total steps (20); shorten the "
+     "scheduler.warmup_steps (21) must be from 0 to the total steps (20); shorten the "
      "warm-up or train longer"),
     ("model=toy scheduler=cosine scheduler.warmup_steps=51",
-     "scheduler.warmup_steps (51) must be from 0 to the run's total steps (50); shorten the "
+     "scheduler.warmup_steps (51) must be from 0 to the total steps (50); shorten the "
+     "warm-up or train longer"),
+    ("model=toy scheduler=cosine scheduler.warmup_steps=21 scheduler.total_steps=20",
+     "scheduler.warmup_steps (21) must be from 0 to the total steps (20); shorten the "
      "warm-up or train longer"),
     ("scheduler=plateau scheduler.monitor=train/loss",
      "scheduler.monitor (train/loss) must be one of eval/accuracy, eval/loss, eval/f1, "

@@ -169,11 +169,11 @@ def test_a_tracker_sends_what_is_left_after_its_run(tmp_path: Path, how: str) ->
     """All lines, and that the run has failed; run.json, which may lack the error, stays."""
     path = tmp_path / "calls"
     what = raise_error if "raises" in how else partial(send_launcher, signal.SIGKILL)
-    has_begun = partial(wait_until, str(path), '"log"')
+    has_taken_step = partial(wait_until, str(path), '"log"')
     no_step = partial(time.sleep, TIME_LIMIT_S)  # else the run may end before its rank does
     end = run_training(
         tmp_path,
-        Fault(partial(call_all, has_begun, what, no_step), At(0, 11)),
+        Fault(partial(call_all, has_taken_step, what, no_step), At(0, 11)),
         args=(
             "world_size=1",
             "allowed_targets=[own_trackers]",

@@ -29,7 +29,7 @@ FUNCTIONS = {
     "train/train_task.py": ("run_training",),
     "train/build_state.py": ("build_session_state",),
     "train/snapshot.py": ("restore",),
-    "train/loop.py": ("train", "train_step"),
+    "train/loop.py": ("train", "take_step"),
     "train/evaluation.py": ("evaluate",),
     "rank/records.py": ("Records",),
     "checkpoint/writer.py": ("CheckpointWriter",),

@@ -188,7 +188,7 @@ def counted() -> dict[str, list[Target]]:
     files = metric_files.MetricFiles
     return {
         # What a rank of the loop calls in each step, and a trainer of a parameter server.
-        "step": [(loop, loop.train_step), (Trainer, Trainer.backward)],
+        "step": [(loop, loop.take_step), (Trainer, Trainer.backward)],
         "own step": [(run.Run, run.Run.should_stop)],
         "evaluation": [(loop, loop.evaluate)],
         "log": [(files, files._add)],

@@ -29,7 +29,7 @@ from ddp_runner.parallelism.shards import full_tensor
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build_state import build_state, build_work
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.loop import engage, train, train_step
+from ddp_runner.train.loop import engage, take_step, train
 from ddp_runner.train.progress import Progress
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
@@ -204,7 +204,7 @@ def take_steps(
     end_at(state, num_steps)
     if engage(state) is None:
         for batch in islice(batches, num_steps):
-            sums = train_step(state, batch)
+            sums = take_step(state, batch)
             trace.losses.append(global_loss(state, sums))
             trace.scalars = {name: float(one) for name, one in sums.scalars.items()}
         state.engine.close(Status.COMPLETED)

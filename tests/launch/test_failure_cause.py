@@ -195,7 +195,7 @@ def test_a_kill_for_memory_says_what_to_change(group: Group, config: Config) -> 
 def test_the_fork_server_takes_its_ranks_with_it(group: Group, config: Config) -> None:
     """Their exit codes are then unknown, so rank 0 stands for all."""
     failure = group.blamed(config, {2: 255, 0: 255, 1: 255}, server_is_gone=True)
-    assert "the process that the ranks are forked from was killed" in failure.sentence
+    assert "the fork server was killed" in failure.sentence
     assert failure.rank == 0
 
 

@@ -22,7 +22,7 @@ from trainings import LONG, children_of_ranks, is_training, starting_children
 
 SAVED = ("checkpoint.every_steps=5", "checkpoint.every_epochs=null")
 SWEEP = ("-m", *LONG, "world_size=1", "seed=1,2", "sweep.parallel_jobs=2", "hydra.sweep.dir=sweep")
-SERVER_KILLED = "the process that the ranks are forked from was killed"
+SERVER_KILLED = "the fork server was killed"
 
 
 def test_a_killed_server_leaves_no_child_of_a_rank(tmp_path: Path) -> None:

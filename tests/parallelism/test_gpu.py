@@ -25,7 +25,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.build_state import build_state, build_work
-from ddp_runner.train.loop import train_step
+from ddp_runner.train.loop import take_step
 from ddp_runner.train.step_metrics import global_loss
 
 NUM_GPUS = torch.cuda.device_count()
@@ -197,7 +197,7 @@ def losses_on(env: DistEnv, config: Config, devices_by_rank: list[list[str]]) ->
         for batch in steps_of(state.batches, epoch):
             if len(found) == NUM_STEPS:
                 break
-            loss = train_step(state, batch)
+            loss = take_step(state, batch)
             found.append(global_loss(state, loss))
     evaluated(state)
     return found

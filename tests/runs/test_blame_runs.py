@@ -49,7 +49,7 @@ ROWS = {  # by fault: rank and kind of the failure, the beginning of its sentenc
     "suspended": (1, "late", "rank 1 did not reach the collective in which the others waited", 0),
     "not_finite": (ANY, "user", "train/loss became nan", 0),
     "again": (ANY, "user", "three restarts in a row made no progress beyond step 0", 3),
-    "wait": (0, "signal", "the process that the ranks are forked from was killed", 0),
+    "wait": (0, "signal", "the fork server was killed", 0),
 }
 
 

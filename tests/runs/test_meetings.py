@@ -222,7 +222,7 @@ class Table:
 
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Table:
-    """Return what the selected meetings, and those of one process beside them, come to."""
+    """Return the results of the selected meetings and of their single-process references."""
     wanted = selected(request, "meeting")
     alone = [Meeting(one.source, "single", one.variant) for one in wanted]
     return Table(list(dict.fromkeys([*wanted, *alone])), tmp_path_factory.mktemp("meetings"))

@@ -106,7 +106,7 @@ def cell_of(
 
 
 class Resumes:
-    """What the selected cases come to, and what each must come to; a mode's ranks start once."""
+    """The actual and expected results of the selected cases; a mode starts its ranks once."""
 
     def __init__(self, cases: list[Case], folder: Path) -> None:
         self._cases, self._folder = cases, folder
@@ -135,7 +135,7 @@ class Resumes:
         return self._found[case]
 
     def expected(self, scheduler: str, change: str) -> tuple[CellResult, tuple[float, ...]]:
-        """Return what one process comes to whose keys change after the saved step; its rates."""
+        """Return result and rates of a single process whose keys change after the saved step."""
         if not self._expected:
             asked = {one[:2] for one in self._cases}
             ways = sorted(asked | {(one, "nothing") for one, _ in asked})

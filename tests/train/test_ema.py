@@ -35,7 +35,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.best_model import export_best
 from ddp_runner.train.ema import Ema
-from ddp_runner.train.loop import train_step
+from ddp_runner.train.loop import take_step
 from ddp_runner.train.snapshot import snapshot
 
 NUM_STEPS = 6
@@ -77,7 +77,7 @@ def averages(env: DistEnv, config: Config) -> tuple[Tensor, Tensor]:
     assert state.ema is not None
     batches = state.batches
     for number in range(NUM_STEPS):
-        train_step(state, batches.step_at(number % STEPS_PER_EPOCH))
+        take_step(state, batches.step_at(number % STEPS_PER_EPOCH))
         weights = flat_weights(state.module)
         expected = weights if number == 0 else expected.lerp(weights, 0.5)
     return flat_weights(state.ema.module), expected
@@ -111,7 +111,7 @@ def skipped(env: DistEnv, config: Config) -> tuple[int, int]:
     assert state.ema is not None
     for batch in steps_of(state.batches):
         before = flat_weights(state.module)
-        train_step(state, batch)
+        take_step(state, batch)
         updates += not torch.equal(before, flat_weights(state.module))
     return updates, int(state.ema.averaged.n_averaged)
 

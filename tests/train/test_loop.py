@@ -35,7 +35,7 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.run_record import versions
-from ddp_runner.train.loop import train_step
+from ddp_runner.train.loop import take_step
 from ddp_runner.train.schedules import cosine
 from ddp_runner.train.state import forward
 from ddp_runner.train.step_metrics import step_metrics
@@ -82,7 +82,7 @@ def skipped_syncs(env: DistEnv, config: Config) -> int:
     state = build(env, config)
     no_sync = create_autospec(type(state.work.mode).no_sync, side_effect=lambda *_: nullcontext())
     with patch.object(type(state.work.mode), "no_sync", staticmethod(no_sync)):
-        train_step(state, next(steps_of(state.batches)))
+        take_step(state, next(steps_of(state.batches)))
     return int(no_sync.call_count)
 
 
@@ -99,7 +99,7 @@ def first_update(env: DistEnv, config: Config, scale: float | None = None) -> Te
     if scale is not None:
         state = replace(state, scaler=torch.amp.GradScaler("cpu", init_scale=scale))
     before = flat_weights(state.module)
-    train_step(state, next(steps_of(state.batches)))
+    take_step(state, next(steps_of(state.batches)))
     return flat_weights(state.module) - before
 
 
@@ -251,7 +251,7 @@ def overflowing(env: DistEnv, config: Config) -> tuple[int, int]:
     state, updates = replace(state, scaler=scaler), 0
     for batch in steps_of(state.batches):
         before = flat_weights(state.module)
-        train_step(state, batch)
+        take_step(state, batch)
         updates += not torch.equal(before, flat_weights(state.module))
     return updates, state.schedule.scheduler.last_epoch
 
@@ -388,7 +388,7 @@ def test_each_checkpoint_has_the_metric_of_training_that_judges_it(
 def clipped_gradients(env: DistEnv, config: Config) -> tuple[Tensor, float]:
     """Return the gradients of the first step, and the norm that is logged of them."""
     state = build(env, config)
-    sums = train_step(state, next(steps_of(state.batches)))
+    sums = take_step(state, next(steps_of(state.batches)))
     gradients = [one.grad for one in state.module.parameters() if one.grad is not None]
     state.timer.add(samples=8)
     norm = step_metrics(state, sums, lr=0.0)["train/grad_norm"]

@@ -87,7 +87,7 @@ def test_a_scheduler_of_torch_works_as_it_is(name: str, keys: dict[str, Any]) ->
         for one in (optimizer, reference):
             one.step()
         schedule.step()
-        schedule.evaluated({"eval/loss": 1.0})
+        schedule.step_on_metrics({"eval/loss": 1.0})
         expected.step()
 
 
@@ -154,7 +154,7 @@ def resumed_runs(
 ) -> dict[str, tuple[list[float], list[float], bool]]:
     """Return the rates of a whole run and of one in two parts, and whether the weights are equal.
 
-    By the names of the configs.
+    The keys are the names of the configs.
     """
     found = {}
     for name, config in configs.items():

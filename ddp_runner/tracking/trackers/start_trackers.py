@@ -119,8 +119,8 @@ def _start(job: Job, run_dir: RunDir, name: str) -> _Tracker | None:
 def _end(trackers: Sequence[_Tracker], job: Job, run_dir: RunDir) -> None:
     """Wait for all trackers at once, and kill the late ones. After a failed run they end alone."""
     run_ended, own_children = time.monotonic(), children()
-    has_begun = is_loaded(run_dir, started_at=job.started_at)
-    status = read_run_record(run_dir).get("status") if has_begun else None
+    has_loaded = is_loaded(run_dir, started_at=job.started_at)
+    status = read_run_record(run_dir).get("status") if has_loaded else None
     stopped_s = min(MOST_S, STOPPED_SHARE * job.config.launch.shutdown_timeout_s)
     limits_s = {None: 0.0, Status.COMPLETED: MOST_S, Status.PREEMPTED: stopped_s}
     for tracker in trackers:
@@ -138,7 +138,7 @@ def _end(trackers: Sequence[_Tracker], job: Job, run_dir: RunDir) -> None:
         with suppress(ProcessLookupError):  # usually none is left; a client may leave a service
             os.killpg(tracker.process.pid, signal.SIGKILL)
         _exit_code(tracker, LIMIT_S)
-        if has_begun and code not in (EXIT_COMPLETED, EXIT_REPORTED):
+        if has_loaded and code not in (EXIT_COMPLETED, EXIT_REPORTED):
             tracker.warn(f"{reason}; python -m {TRACKER} RUN {tracker.name} sends the rest")
     end_descendants(own_children, spares_trackers=False)  # processes in sessions of their own
 
