@@ -20,7 +20,7 @@ import pytest
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 OF_GPUS = ("gpu", "multi_gpu", "simgpu")  # marks
 MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
-LONG_TABLE, EVERY = 5, 5  # of a table of so many `full` cases or more, one in five stays so
+LONG_TABLE, EVERY = 5, 5  # in a table of 5 `full` cases or more, every fifth stays `full`
 GRACE_S = 60.0  # at most: a thread or process may take a while to end
 # Torch's threads wait for each other in a busy loop. Where more threads run than there are cores,
 # as here, that costs most of the time. OpenMP reads the variable when torch is imported.
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most cases of a long table to the tier `slow`, and begin with the longest files.
 
-    Of those that begin last, one would run alone at the end.
+    Otherwise a long file that starts last would run alone at the end.
     """
     tables = dict[tuple[Path, str], list[pytest.Item]]()
     for item in items:

@@ -79,7 +79,7 @@ def verify(path: Path, *, fix: str | None = None) -> Manifest:
     if (size, sha256) != (manifest.size, manifest.sha256):
         raise UserError(
             f"checkpoint {path} is damaged: expected {STATE} of {manifest.size} bytes with SHA-256 "
-            f"{manifest.sha256}, found {size} bytes with {sha256}",
+            f"{manifest.sha256[:8]}…, found {size} bytes with {sha256[:8]}…",
             fix,
         )
     return manifest

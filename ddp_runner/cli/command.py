@@ -114,7 +114,7 @@ def quoted_runs(override: str) -> str:
 
 
 def _split_mappings(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with ``KEY={_target_:…}`` as single keys: Hydra would merge the mapping.
+    """Return ``KEY={_target_:…}`` as single keys, since Hydra would merge the mapping.
 
     Keys beside a ``_target_`` of the command get ++, since the chosen option may lack them.
     ``signatures`` rejects those that the class does not take.
@@ -144,8 +144,7 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
     if (parsed.experimental_rerun, parsed.config_name, parsed.config_path) != (None, None, None):
         raise UserError(
             "--experimental-rerun, --config-name and --config-path are not for this program",
-            "give "
-            "your own groups by --config-dir=FOLDER, and to continue a run write resume=RUN_FOLDER",
+            "give your own groups by --config-dir=FOLDER, and continue a run by resume=RUN_FOLDER",
         )
     folder = parsed.config_dir
     if folder is not None and not (folder and Path(folder).is_dir()):

@@ -1,7 +1,7 @@
 """Takes the groups and the frozen config of the run that a command resumes."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -83,8 +83,46 @@ def with_resumed(
     unresolved: Any = OmegaConf.to_container(raw)
     trained = run["task"]
     restore_interpolations(frozen, run, unresolved["dataset"])
+    _validate_chosen(frozen, raw, chosen, is_auto=f"resume={AUTO}" in overrides)
+    _set_chosen(frozen, raw, chosen, unresolved)
+    # The config may come from somebody else: it must not allow itself to run code, or choose the
+    # server that gets values of this environment.
+    frozen.allowed_targets, frozen.trackers = raw.allowed_targets, raw.trackers
+    frozen.sweep = raw.sweep  # the run may have been a job of a sweep
+    # The rendezvous and this machine's number belonged to the earlier launch. Also, ranks send
+    # pickles to the process at that address.
+    for key in ("init_method", "node_rank", "rdzv_endpoint", "rdzv_id"):
+        frozen.launch[key] = unresolved["launch"][key]
+    starts_inference = "task" in chosen and frozen.task in INFERENCE
+    if starts_inference:
+        # Keep the training's metrics, which other keys of the run may name.
+        metrics: Any = OmegaConf.to_container(frozen.metrics)  # still unresolved
+        frozen.metrics = {**run["metrics"], **metrics}
+    validate_foreign_keys(frozen, unresolved)
+    if is_launched and "world_size" not in chosen:
+        frozen.world_size = AUTO
+    if trained in INFERENCE and frozen.task not in INFERENCE:
+        raise UserError(
+            f"resume={raw.resume} is a run of task={trained}, which has nothing to train",
+            f"name the run that it used: resume={frozen.inference.run}",
+        )
+    if starts_inference:
+        _take_model(frozen, raw, chosen, trained=trained)
+    elif frozen.task in INFERENCE and is_missing(Path(str(frozen.inference.run))):
+        raise UserError(
+            f"resume={raw.resume} is a run of task={trained} with the model of "
+            f"{frozen.inference.run}, which does not exist",
+            f"write task={trained} resume=RUN with that run's present folder",
+        )
+    return frozen
+
+
+def _validate_chosen(
+    frozen: DictConfig, raw: DictConfig, chosen: Sequence[str], *, is_auto: bool
+) -> None:
+    """Reject groups of this command that cannot change a run; `is_auto`: with resume=auto."""
     # A run that resume=auto finds has the experiment's keys already.
-    if "experiment" in chosen and f"resume={AUTO}" not in overrides:
+    if "experiment" in chosen and not is_auto:
         raise UserError("experiment= cannot change a run that is resumed", "give single keys")
     old, new = (str(config.model.get("_target_")) for config in (frozen, raw))
     if "model" in chosen and new != old:  # model._target_=... renames a class that has moved
@@ -92,6 +130,12 @@ def with_resumed(
             f"resume={raw.resume} trains {old}, and a run keeps its model",
             "leave out model=, or start a new run",
         )
+
+
+def _set_chosen(
+    frozen: DictConfig, raw: DictConfig, chosen: Sequence[str], unresolved: Mapping[str, Any]
+) -> None:
+    """Set the keys and groups that this command gives, in place."""
     for key in chosen:
         if key == "experiment":
             continue
@@ -107,36 +151,6 @@ def with_resumed(
             old, new = OmegaConf.select(frozen, owner), OmegaConf.select(raw, owner)
             for name in old.keys() - new.keys():
                 del old[name]
-    # The config may come from somebody else: it must not allow itself to run code, or choose the
-    # server that gets values of this environment.
-    frozen.allowed_targets, frozen.trackers = raw.allowed_targets, raw.trackers
-    frozen.sweep = raw.sweep  # the run may have been a job of a sweep
-    # The rendezvous and this machine's number belonged to the earlier launch. Also, ranks send
-    # pickles to the process at that address.
-    for key in ("init_method", "node_rank", "rdzv_endpoint", "rdzv_id"):
-        frozen.launch[key] = unresolved["launch"][key]
-    takes_model = "task" in chosen and frozen.task in INFERENCE
-    if takes_model:
-        # Keep the training's metrics, which other keys of the run may name.
-        metrics: Any = OmegaConf.to_container(frozen.metrics)  # still unresolved
-        frozen.metrics = {**run["metrics"], **metrics}
-    validate_foreign_keys(frozen, unresolved)
-    if is_launched and "world_size" not in chosen:
-        frozen.world_size = AUTO
-    if trained in INFERENCE and frozen.task not in INFERENCE:
-        raise UserError(
-            f"resume={raw.resume} is a run of task={trained}, which has nothing to train",
-            f"name the run that it used: resume={frozen.inference.run}",
-        )
-    if takes_model:
-        _take_model(frozen, raw, chosen, trained=trained)
-    elif frozen.task in INFERENCE and is_missing(Path(str(frozen.inference.run))):
-        raise UserError(
-            f"resume={raw.resume} is a run of task={trained} with the model of "
-            f"{frozen.inference.run}, which does not exist",
-            f"write task={trained} resume=RUN with that run's present folder",
-        )
-    return frozen
 
 
 def dropped_trackers(raw: DictConfig, overrides: Sequence[str]) -> list[str]:

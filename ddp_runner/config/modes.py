@@ -59,7 +59,7 @@ def validate_mode(config: Config) -> None:
     if needs.max_ranks is not None and ranks > needs.max_ranks:
         raise UserError(
             f"parallelism={name} runs {needs.max_ranks} process, world_size is {ranks}",
-            "leave world_size out, or write parallelism=ddp",
+            "write world_size=1 or parallelism=ddp",
         )
     parts = needs.num_replicas * (needs.model_ranks or 1)
     least = max(needs.min_ranks, needs.num_servers + 1)  # a server needs a trainer

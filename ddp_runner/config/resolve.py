@@ -106,7 +106,8 @@ def _warnings(config: RunConfig, hardware: Hardware, env: DistEnv | None, nproc:
         )
     has_one_device = hardware.num_gpus < 2 or config.backend.device == "cpu"
     if mode_needs(config.parallelism).data_parallel and has_one_device:
-        warnings.append("parallelism=dp has fewer than two GPUs: it runs as one device")
+        name = config.parallelism.get("name")
+        warnings.append(f"parallelism={name} has fewer than two GPUs: it runs as one device")
     return warnings
 
 

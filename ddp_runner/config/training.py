@@ -134,7 +134,9 @@ class CheckpointConfig:
         1, "epochs between checkpoints; null: every_steps alone decides", above=0
     )
     every_steps: int | None = key(
-        None, "optimizer steps between checkpoints; null: only epochs count", above=0
+        None,
+        "optimizer steps between checkpoints, beside those of every_epochs; null: none",
+        above=0,
     )
     keep: int = key(3, "how many of the newest checkpoints stay on disk", above=0)
     monitor: str | None = key(None, "a metric, as eval/accuracy: its best checkpoint stays too")

@@ -112,7 +112,7 @@ def is_over(job: Job) -> bool:
 
 
 def run_ranks(job: Job, stop: StopRequests, folders: RunFolders) -> Outcome:
-    """Run this machine's ranks, restart them if any of the run fail, and return how they ended."""
+    """Run this machine's ranks, restart them if any rank fails, and return how they ended."""
     start_fork_server()
     adopt_orphans()  # if the server is killed, which otherwise adopts a dead rank's children
     if job.shows_header:

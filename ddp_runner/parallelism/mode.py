@@ -112,7 +112,7 @@ def one_share_each(env: DistEnv) -> Layout:
 
 
 def local_engine(state: StateT, local: Engine[StateT, BatchT]) -> Engine[StateT, BatchT]:
-    """Return the local engine: the mode's backward reduces gradients if necessary."""
+    """Return the local engine, for modes whose backward already averages the gradients."""
     return local
 
 
@@ -127,7 +127,7 @@ def no_wrapper(module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
 
 
 def null_context(model: nn.Module) -> AbstractContextManager[None]:
-    """Return an empty context: the mode's backward never reduces over ranks."""
+    """Return an empty context: this mode's backward does not communicate."""
     return nullcontext()
 
 

@@ -212,13 +212,13 @@ class Server(Engine[Any, Any]):
             dist.send(values, rank, self._group)
         sources = trainers if self._waits_for_all else [None]
         pushes = [torch.empty_like(self._push, device="cpu") for _ in sources]
-        trainers = [
+        senders = [
             dist.recv(push, src=source, group=self._group)
             for push, source in zip(pushes, sources, strict=True)
         ]
         self._server_wait_s += time.perf_counter() - started
-        self._staleness += [self._version - self._versions.pop(rank) for rank in trainers]
-        self._idle += trainers
+        self._staleness += [self._version - self._versions.pop(rank) for rank in senders]
+        self._idle += senders
         return pushes
 
 

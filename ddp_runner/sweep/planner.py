@@ -13,7 +13,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.config.identity import config_hash, digest
+from ddp_runner.config.identity import RANK_KEYS, config_hash, digest
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import CollectivesConfig, SweepConfig
@@ -243,7 +243,8 @@ def change_lines(folder: Path, before: Plan, plan: Plan, jobs: Mapping[str, Job]
     if changed := [name for name in new if name in gone]:
         old = RunDir(folder / gone[changed[0]].folder)
         config = jobs[new[changed[0]]].config
-        keys = [*changed_values(config, old)] if old.is_frozen else []
+        values = changed_values(config, old) if old.is_frozen else {}
+        keys = [key for key in values if key not in RANK_KEYS]
         folders = [(plan.jobs[new[name]].folder, gone[name].folder) for name in changed]
         shown = [now if now == then else f"{now} in place of {then}" for now, then in folders]
         yield (

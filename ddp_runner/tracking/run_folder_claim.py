@@ -204,7 +204,10 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
             f"{run_dir} already holds a run", f"give another folder, or {run_dir.resume_argument}"
         )
     if earlier_work not in (None, work_hash(config)):
-        keys = listed([*changed_values(config, run_dir)]) or "values from the environment"
+        keys = (
+            listed([key for key in changed_values(config, run_dir) if key not in RANK_KEYS])
+            or "values from the environment"
+        )
         raise UserError(
             f"{run_dir} holds a run whose config differs ({keys}), and resume=auto only continues "
             "a run with the same config",
@@ -254,6 +257,8 @@ def _launch_ids(record: Mapping[str, Any]) -> list[str]:
 def changed_values(config: RunConfig, run_dir: RunDir) -> dict[str, tuple[Any, Any]]:
     """Return the keys of a config that differ from the run in a folder, with old and new value.
 
+    ``batch.per_rank`` is left out: it follows from the global batch and the number of ranks.
+
     Raises:
         UserError: the run's frozen config is damaged.
     """
@@ -263,5 +268,5 @@ def changed_values(config: RunConfig, run_dir: RunDir) -> dict[str, tuple[Any, A
         key: (frozen.get(key, "not set"), value)
         for key, value in current.items()
         # A secret is frozen as ${oc.env:X}.
-        if key not in RANK_KEYS and frozen.get(key) != value and "${" not in str(frozen.get(key))
+        if key != "batch.per_rank" and frozen.get(key) != value and "${" not in str(frozen.get(key))
     }

@@ -23,6 +23,7 @@ from ddp_runner.job import FailureKind, Status
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
 
 GIT_TIMEOUT_S = 2.0
+RESTORE = "restore it from a copy, or delete it and lose the times of earlier sessions"
 PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard")
 
 
@@ -125,15 +126,15 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
         return {}
     with os_errors(f"{path} cannot be read", fix="name the folder of a run"):
         content = read_file(path)
-    with any_error(f"{path} is not valid JSON", "restore or delete it"):
+    with any_error(f"{path} is not valid JSON", RESTORE):
         fields = json.loads(content)
     if not isinstance(fields, dict):
-        raise UserError(f"{path} does not hold a JSON object", "restore or delete it")
+        raise UserError(f"{path} does not hold a JSON object", RESTORE)
     return fields
 
 
 def intact_record(run_dir: os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of run.json; {} if it is missing or damaged: such a run cannot resume."""
+    """Return the fields of run.json; {} if it is missing or damaged."""
     try:
         return read_run_record(run_dir, missing_ok=True)
     except UserError:
@@ -214,7 +215,7 @@ def start_session(
     except (LookupError, TypeError, AttributeError) as error:  # anyone may have edited the file
         raise UserError(
             f"{Path(run_dir, RUN_RECORD)} has invalid times ({typed(error)})",
-            "restore or delete it",
+            RESTORE,
         ) from error
 
 

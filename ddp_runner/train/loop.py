@@ -228,7 +228,7 @@ class LocalEngine(Engine[TrainState, StepBatch]):
             return accumulate_gradients(state, batch)
 
 
-def engage(state: TrainState) -> Status | None:
+def install_engine(state: TrainState) -> Status | None:
     """Let the state's mode compute its steps from here on. Collective: every rank must call.
 
     Returns:

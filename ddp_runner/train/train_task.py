@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from ddp_runner.config.identity import is_inside
+from ddp_runner.config.load import chosen_keys
 from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, counted, in_yaml, listed
 from ddp_runner.job import Status
@@ -20,15 +21,16 @@ from ddp_runner.tracking.start_block import sizes, training_facts
 from ddp_runner.train.best_model import export_best
 from ddp_runner.train.build_state import build_session_state
 from ddp_runner.train.first_batch import try_run
-from ddp_runner.train.loop import engage, train
+from ddp_runner.train.loop import install_engine, train
 from ddp_runner.train.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.train.progress import early_stop_of, stop_reason
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 
-# Keys that decide what a run learns, and those among them that decide how long.
+# Keys that affect what a run learns; LENGTH are those that only say how long it trains.
 LEARNING = ("seed", "model", "parallelism", "optimizer", "scheduler", "params", "ema", "train")
 LENGTH = ("train.max_steps", "train.epochs")
+RANKS = {"world_size", "batch.global_size"}
 
 
 def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status:
@@ -51,7 +53,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         session.log(f"nothing is left to train: {done} are done, and train.{key} is {limit}")
     if not session.env.is_rank_zero:  # rank 0 logs its process with the facts of the run
         session.log(f"rank {session.env.rank} is process {os.getpid()}")
-    status = engage(state)
+    status = install_engine(state)
     if status is not None:
         return status
     model_sizes = sizes(state.module)
@@ -108,11 +110,13 @@ def _changes(session: Session, state: TrainState) -> list[str]:
     """
     written = session.job.secrets.written(session.config)
     values = from_rank_zero(lambda: changed_values(written, session.run_dir))
-    unused = [key for key in values if is_inside(key, LEARNING) and key not in LENGTH]
+    # Under torchrun the number of ranks may change without a key: a restart must not fail.
+    typed = RANKS & set(chosen_keys(session.job.overrides))
+    unused = [key for key in values if is_inside(key, (*LEARNING, *typed)) and key not in LENGTH]
     if unused and state.is_done:
         raise UserError(
-            f"{session.run_dir} has taken all its {counted(state.step, 'step')}, so nothing would "
-            f"be trained with {listed(unused)}",
+            f"{session.run_dir} has already taken its {counted(state.step, 'step')}, so to change "
+            f"{listed(unused)} would have no effect",
             "raise train.max_steps or train.epochs as well, or start a new run",
         )
     # Another option of a group changes many keys.

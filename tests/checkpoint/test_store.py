@@ -282,14 +282,14 @@ def flip_bit(checkpoint: Path) -> str:
     content = bytearray((checkpoint / STATE).read_bytes())
     content[len(content) // 2] ^= 1
     (checkpoint / STATE).write_bytes(content)
-    return f"SHA-256 {read_manifest(checkpoint).sha256}, found "
+    return f"SHA-256 {read_manifest(checkpoint).sha256[:8]}…, found "
 
 
 def change_checksum(checkpoint: Path) -> str:
     """Put another checksum into the manifest."""
     size = read_manifest(checkpoint).size
     rewrite_manifest(checkpoint, files={STATE: {"size": size, "sha256": "0" * 64}})
-    return f"SHA-256 {'0' * 64}, found {size} bytes with [1-9a-f]"
+    return f"SHA-256 {'0' * 8}…, found {size} bytes with [1-9a-f]"
 
 
 def drop_manifest(checkpoint: Path) -> str:

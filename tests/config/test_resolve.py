@@ -201,7 +201,7 @@ INVALID = [
      "launch.nnodes (2) times launch.nproc_per_node (2) is not world_size (3); leave world_size "
      "out, or make them agree"),
     ("parallelism=single world_size=2",
-     "parallelism=single runs 1 process, world_size is 2; leave world_size out, or write "
+     "parallelism=single runs 1 process, world_size is 2; write world_size=1 or "
      "parallelism=ddp"),
     ("parallelism=hsdp world_size=3",
      "parallelism=hsdp needs 4 ranks or more, a multiple of 2, and world_size is 3; write "

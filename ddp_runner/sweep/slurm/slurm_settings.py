@@ -94,7 +94,7 @@ def node_hardware(settings: SlurmSettings) -> Hardware:
 
 
 def _nodes(partition: str | None) -> list[tuple[int, int]]:
-    """Return the cores and GPUs of each kind of node in a partition, by default the default one."""
+    """Return the cores and GPUs of each kind of node in a partition; None: Slurm's default."""
     options = ["--partition", partition] if partition else []
     lines = run_slurm("sinfo", "--noheader", "--exact", "--format=%P|%c|%G", *options).splitlines()
     nodes = []
