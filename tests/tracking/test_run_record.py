@@ -124,8 +124,9 @@ def test_a_real_run_that_goes_on_keeps_its_times_load_and_devices(tmp_path: Path
     for name, value in (("wall_s", fields["wall_s"]), ("startup_s", fields["startup_s"])):
         assert row.stats[name].mean == value
     assert row.stats["sessions"].mean == 2
-    (note,) = comparison.notes
-    assert note.sentence.startswith("resumed: wall s is the sum of its 2 sessions")
+    times, changes = comparison.notes
+    assert times.sentence.startswith("resumed: wall s is the sum of its 2 sessions")
+    assert changes.sentence.endswith("a resume changed train.max_steps=6 (was 3) at step 3")
 
 
 def test_run_record_merges_fields(tmp_path: Path) -> None:
