@@ -8,13 +8,14 @@ import errno
 import fcntl
 import hashlib
 import html
+import json
 import math
 import os
 import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -182,6 +183,23 @@ def yaml_text(path: Path) -> str:
 def read_yaml(path: Path) -> Any:
     """Return the value of a YAML file; see ``yaml_text``. PyYAML raises errors of any type."""
     return yaml.load(yaml_text(path), Loader=LOADER)  # a safe loader
+
+
+def read_or_none(read: Callable[[Path], Any], path: Path) -> Any:
+    """Return what `read` returns; None if the file is missing, unreadable or damaged."""
+    try:
+        return read(path)
+    except Exception:  # PyYAML raises errors of any type for odd tags
+        return None
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return a JSON object; None if it is anything else, such as the half line that a kill left."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def yaml_dump(value: Any, **options: Any) -> str:

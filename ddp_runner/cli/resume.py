@@ -18,7 +18,7 @@ from ddp_runner.config.schema import RUNNER_KEYS, has_own_loop
 from ddp_runner.config.sections import AUTO, INFERENCE
 from ddp_runner.config.targets import given_targets
 from ddp_runner.errors import UserError
-from ddp_runner.files import is_missing, read_yaml
+from ddp_runner.files import is_missing, read_or_none, read_yaml
 from ddp_runner.tracking.outputs import newest_run
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
@@ -236,11 +236,10 @@ def _choices(run_dir: Path, *, folders: Sequence[Path]) -> list[tuple[str, str]]
         is_name = re.fullmatch(r"[\w.-]{1,99}", option) is not None
         return is_name and any((root / group / f"{option}.yaml").is_file() for root in folders)
 
-    try:
-        choices = read_yaml(RunDir(run_dir).choices)
-        pairs = [(str(group), str(option)) for group, option in choices.items()]
-    except Exception:  # PyYAML raises errors of any kind for odd tags
+    choices = read_or_none(read_yaml, RunDir(run_dir).choices)
+    if not isinstance(choices, dict):
         return []  # with_resumed reports a damaged or missing run
+    pairs = [(str(group), str(option)) for group, option in choices.items()]
     groups = (*RUNNER_KEYS, "backend")
     options = [pair for pair in pairs if pair[0] in groups and exists(*pair)]
     listed = dict(pairs).get("metrics", "").strip("[]").split(",")

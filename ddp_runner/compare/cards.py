@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -22,7 +22,7 @@ from ddp_runner.compare.table import (
     values_table,
 )
 from ddp_runner.config.identity import leaves
-from ddp_runner.files import open_file, read_yaml
+from ddp_runner.files import open_file, read_or_none, read_yaml
 from ddp_runner.metric_names import LINE_FIELDS, StepPart, headlines
 from ddp_runner.tracking.run_dir import RunDir
 
@@ -142,7 +142,7 @@ def details(card: Card, *, is_single: bool) -> dict[str, Any]:
     records = (_records_table(name, _list(record.get(name))) for name in RECORDS)
     overrides = _overrides(run.folder) if record else None  # without a record it may be a link
     words = repeating_command(record, overrides) if overrides is not None else None
-    traceback = _read_or_none(_end_of, RunDir(run.folder).failure) if record else None
+    traceback = read_or_none(_end_of, RunDir(run.folder).failure) if record else None
     stopped = text_of(record.get("stopped_early") or "")
     remarks = [*map(text_of, _list(record.get("warnings"))), *run.notes]
     return {
@@ -243,16 +243,9 @@ def _confusion(counts: Any) -> Table | None:
 
 def _overrides(folder: Path) -> list[str] | None:
     """Return the overrides of a run's last command; None if they cannot be read."""
-    overrides = _read_or_none(read_yaml, RunDir(folder).overrides)
+    overrides = read_or_none(read_yaml, RunDir(folder).overrides)
     is_valid = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
     return overrides if is_valid else None
-
-
-def _read_or_none(reader: Callable[[Path], Any], path: Path) -> Any:
-    try:
-        return reader(path)
-    except Exception:  # a missing or unreadable file; PyYAML raises errors of any type
-        return None
 
 
 def _end_of(path: Path) -> str:

@@ -3,7 +3,6 @@
 A run that cannot be compared keeps the files that can be read, and a reason.
 """
 
-import json
 import os
 import re
 import reprlib
@@ -18,7 +17,7 @@ from ddp_runner.compare.recorded_run import RecordedRun, best_step, is_finite, n
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.sections import WITHOUT_METRICS
 from ddp_runner.errors import UserError, duration, listed, one_line
-from ddp_runner.files import is_missing, read_file, read_yaml
+from ddp_runner.files import is_missing, json_object, read_file, read_yaml
 from ddp_runner.job import Status
 from ddp_runner.tracking.alive import LOST, Standing, standing
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS, RunDir
@@ -149,17 +148,14 @@ def read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     lines: list[dict[str, float | None]] = []
     num_damaged = 0
     for text in read_file(path).splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-            has_numbers = all(isinstance(value, int | float | None) for value in line.values())
-            if not (has_numbers and is_finite(line["step"]) and is_finite(line["time_s"])):
-                raise ValueError
-            # Share the keys between lines: 10,000 runs have millions of lines.
-            items = ((sys.intern(key), value) for key, value in line.items())
-            lines.append({key: value if is_finite(value) else None for key, value in items})
-        # A killed run may leave a part of a line.
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        line = json_object(text) or {}
+        has_numbers = all(isinstance(value, int | float | None) for value in line.values())
+        if not (has_numbers and is_finite(line.get("step")) and is_finite(line.get("time_s"))):
             num_damaged += 1
+            continue
+        # Share the keys between lines: 10,000 runs have millions of lines.
+        items = ((sys.intern(key), value) for key, value in line.items())
+        lines.append({key: value if is_finite(value) else None for key, value in items})
     return lines, num_damaged
 
 

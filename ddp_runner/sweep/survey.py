@@ -1,12 +1,10 @@
 """The status of all runs and sweeps below some folders, for ddp_runner.status. Torch-free."""
 
-import json
 import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 from ddp_runner.config.sections import WITHOUT_STEPS
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import open_file
+from ddp_runner.files import json_object, open_file
 from ddp_runner.job import Status
 from ddp_runner.sweep.sweep_dir import PLAN, plan_or_fault
 from ddp_runner.tracking.alive import DAMAGED, LOST, SILENT, Standing, standing
@@ -187,11 +185,9 @@ def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
     with os_errors(f"{path} cannot be read", fix="make it readable"), open_file(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         text = file.read()
-    for part in text.splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # a kill or the seek cuts lines
-            line = json.loads(part)
-            if type(line["step"]) is int and isinstance(line["time_s"], int | float):
-                yield line
+    for line in map(json_object, text.splitlines()):  # the seek cuts the first
+        if line and type(line.get("step")) is int and isinstance(line.get("time_s"), int | float):
+            yield line
 
 
 def _is_left_out(run: Path) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import NOFOLLOW, open_file
+from ddp_runner.files import NOFOLLOW, json_object, open_file
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
@@ -115,11 +115,7 @@ def read_heartbeat(path: Path) -> tuple[dict[str, Any], float | None]:
                 text, mtime = file.read(NUM_BYTES), os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return {}, None
-    try:
-        fields = json.loads(text)
-    except ValueError:
-        fields = {}
-    return (fields if isinstance(fields, dict) else {}), mtime
+    return json_object(text) or {}, mtime
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import json_safe, replace_file
+from ddp_runner.files import json_object, json_safe, replace_file
 from ddp_runner.job import Status
 from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.tracking.run_dir import RunDir
@@ -199,12 +199,11 @@ def _cut_lines(path: Path, first_step: int) -> list[dict[str, Any]]:
         return []
     kept, lines = [], []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError):
-            line = json.loads(text)
-            float(line["time_s"])
-            if line["step"] < first_step:
-                kept.append(text + "\n")
-                lines.append(line)
+        line = json_object(text) or {}
+        is_whole = type(line.get("step")) is int and isinstance(line.get("time_s"), int | float)
+        if is_whole and line["step"] < first_step:
+            kept.append(text + "\n")
+            lines.append(line)
     replace_file(path, "".join(kept))
     return lines
 
