@@ -29,7 +29,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.metric_names import StepPart
 from ddp_runner.train.loop import take_step
 from ddp_runner.train.state import TrainState
-from ddp_runner.train.step_metrics import step_metrics
+from ddp_runner.train.step_metrics import reduce_step_metrics
 from ddp_runner.train.step_timer import Skew, StepTimer
 
 DELAY_S = 0.05
@@ -182,7 +182,7 @@ def take_pairs(
                 loss = take_step(state, batch)
                 timer.add(samples=1)
                 timer.mark(None)
-            step_metrics(state, loss, lr=0.1)
+            reduce_step_metrics(state, loss, lr=0.1)
             took[is_on] = (time.perf_counter() - began, time.thread_time() - began_cpu)
         if pair >= 0:
             walls.append(took[True][0] / took[False][0])

@@ -72,7 +72,7 @@ GROUP_KEYS: Mapping[str, Rule] = {
             *("optimizer.lr", "model.num_stages", "dataset.num_samples", "dataset.num_classes"),
             *("dataset.channels", "dataset.height", "dataset.width", "dataset.prefetch_factor"),
             *("parallelism.devices_per_rank", "parallelism.num_replicas"),
-            "parallelism.tensor_parallel_size",
+            *("parallelism.tensor_parallel_size", "scheduler.every_epochs"),
             *("trackers.mlflow.timeout_s", "trackers.mlflow.wait_s"),
             *("trackers.wandb.timeout_s", "trackers.wandb.wait_s"),
         ),

@@ -25,7 +25,7 @@ from ddp_runner.train.clipping import has_gradient, scale_and_clip, step_unless_
 from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.progress import count_evaluation, evaluation_is_due, is_due
 from ddp_runner.train.state import TrainState, forward
-from ddp_runner.train.step_metrics import ensure_tried, step_metrics
+from ddp_runner.train.step_metrics import ensure_tried, reduce_step_metrics
 from ddp_runner.train.torch_errors import torch_errors
 
 
@@ -67,7 +67,7 @@ def train(
         is_last = state.has_ended
         needs_monitor = monitors_training and _checkpoint_is_due(state)
         if is_last or needs_monitor or progress.step % config.log_every_steps == 0:
-            progress.metrics |= step_metrics(state, sums, lr=lr)
+            progress.metrics |= reduce_step_metrics(state, sums, lr=lr)
             ensure_monitored(work.config, progress.metrics, part="train")
             logger.log(progress.metrics, step=progress.step, epoch=batches.epoch_number)
         state.profiler.step_done(progress.step)

@@ -30,7 +30,7 @@ BUDGET_S = 0.05  # for the matrix products of one device
 SMALLEST, LARGEST = 256, 4096  # rows of the matrices; the largest two take 0.13 GB in fp32
 
 
-def step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float]:
+def reduce_step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str, float]:
     """Return the last step's metrics, over all ranks. Collective: every rank must call.
 
     `sums` and `lr` are the step's result and learning rate. A traced step has no times.

@@ -38,7 +38,7 @@ from ddp_runner.tracking.run_record import versions
 from ddp_runner.train.loop import take_step
 from ddp_runner.train.schedules import cosine
 from ddp_runner.train.state import forward
-from ddp_runner.train.step_metrics import step_metrics
+from ddp_runner.train.step_metrics import reduce_step_metrics
 from ddp_runner.worker import run_task
 
 EACH_STEP = "train.log_every_steps=1"
@@ -391,7 +391,7 @@ def clipped_gradients(env: DistEnv, config: Config) -> tuple[Tensor, float]:
     sums = take_step(state, next(steps_of(state.batches)))
     gradients = [one.grad for one in state.module.parameters() if one.grad is not None]
     state.timer.add(samples=8)
-    norm = step_metrics(state, sums, lr=0.0)["train/grad_norm"]
+    norm = reduce_step_metrics(state, sums, lr=0.0)["train/grad_norm"]
     return torch.cat([one.flatten() for one in gradients]), norm
 
 
