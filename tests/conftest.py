@@ -37,7 +37,11 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let a test that is given by its name run, whatever its tier."""
+    """Let a test that is given by its name run, whatever its tier; share the composed configs."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the variable
+        composed = tempfile.TemporaryDirectory(prefix="composed-")
+        os.environ["DDP_RUNNER_TEST_COMPOSED"] = composed.name
+        config.add_cleanup(composed.cleanup)
     is_default = config.option.markexpr == "not full and not slow"
     if is_default and config.args and all("::" in argument for argument in config.args):
         config.option.markexpr = ""
@@ -117,7 +121,7 @@ def short_temp() -> Iterator[Path]:
 def nothing_left_over() -> Iterator[None]:
     """Fail a test that leaves a variable, a changed folder, a process group, thread or process."""
     environ, folder = dict(os.environ), Path.cwd()
-    threads, processes = set(threading.enumerate()), _processes()
+    threads, pids = set(threading.enumerate()), {*_descendants(os.getpid())}
     yield
     leaks = []
     changed = {
@@ -140,54 +144,52 @@ def nothing_left_over() -> Iterator[None]:
         leaks.append("a process group")
         dist.destroy_process_group()
     deadline = time.monotonic() + GRACE_S
-    while (left := _left(threads, processes)) and time.monotonic() < deadline:
+    while (left := _left(threads, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    for process in _processes() - processes if left else ():
-        process.kill()
+    for pid in _new_pids(pids) if left else ():
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
     if leaks + left:
         pytest.fail(f"left over: {'; '.join(leaks + left)}", pytrace=False)
 
 
-def _left(threads: set[threading.Thread], processes: set[psutil.Process]) -> list[str]:
+def _left(threads: set[threading.Thread], pids: set[int]) -> list[str]:
+    """Name the threads and processes that a test has started for itself and not ended."""
     return [f"thread {thread.name}" for thread in set(threading.enumerate()) - threads] + [
-        f"process {process.pid}" for process in _processes() - processes
+        f"process {pid}" for pid in _new_pids(pids)
     ]
 
 
-def _processes() -> set[psutil.Process]:
-    """Return the descendants of this process that a test has started for itself."""
+def _new_pids(before: set[int]) -> set[int]:
     shared = set[int]()
     if warm := sys.modules.get("warm"):
         shared |= {*warm.server_pids()}
     if ranks := sys.modules.get("ranks"):
         shared |= {*ranks.rank_pids()}
-    return {
-        process
-        for process in _descendants(os.getpid())
-        if process.pid not in shared and not _belongs_to_multiprocessing(process)
-    }
+    new = {*_descendants(os.getpid())} - before - shared
+    return {pid for pid in new if not _belongs_to_multiprocessing(pid)}
 
 
-def _descendants(pid: int) -> Iterator[psutil.Process]:
+def _descendants(pid: int) -> Iterator[int]:
     """Yield the processes below one; psutil alone would read those of the whole machine."""
     if not sys.platform.startswith("linux"):
-        yield from psutil.Process(pid).children(recursive=True)
+        yield from (process.pid for process in psutil.Process(pid).children(recursive=True))
         return
     threads = list[Path]()
     with suppress(OSError):  # the process has ended meanwhile
-        threads += Path(f"/proc/{pid}/task").glob("*/children")
-    for path in threads:
+        threads += Path(f"/proc/{pid}/task").iterdir()
+    for thread in threads:
         children = list[int]()
         with suppress(OSError):  # the thread has ended meanwhile
-            children = [*map(int, path.read_text().split())]
+            children = [*map(int, (thread / "children").read_text().split())]
         for child in children:
-            with suppress(psutil.NoSuchProcess):
-                yield psutil.Process(child)
+            yield child
             yield from _descendants(child)
 
 
-def _belongs_to_multiprocessing(process: psutil.Process) -> bool:
+def _belongs_to_multiprocessing(pid: int) -> bool:
     try:
+        process = psutil.Process(pid)
         # The fork server's children have its command line as well, but another parent.
         command = " ".join(process.cmdline())
         return process.ppid() == os.getpid() and any(name in command for name in MULTIPROCESSING)

@@ -1,5 +1,7 @@
 """Compose, resolve and write configs, in the test's own process."""
 
+import hashlib
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +28,7 @@ from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
 
+COMPOSED = "DDP_RUNNER_TEST_COMPOSED"  # a variable: the folder of composed configs
 LAPTOP = Hardware(num_gpus=0, num_cores=4)  # so that tests resolve alike on every machine
 
 
@@ -69,7 +72,17 @@ def _is_plain(override: Override) -> bool:
 
 @cache
 def _composed(options: tuple[str, ...]) -> bytes:
-    return pickle.dumps(compose_by_hydra(*options))
+    """Return what Hydra composes, pickled; all processes of a test session share it."""
+    folder = os.environ.get(COMPOSED)
+    if not folder:
+        return pickle.dumps(compose_by_hydra(*options))
+    register()  # what is read from the file has interpolations as well
+    path = Path(folder, hashlib.sha256("\n".join(options).encode()).hexdigest())
+    if not path.exists():
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_bytes(pickle.dumps(compose_by_hydra(*options)))
+        own.replace(path)
+    return path.read_bytes()
 
 
 def resolved(

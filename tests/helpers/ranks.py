@@ -175,10 +175,12 @@ def _serve(rank: int, link: socket.socket) -> None:
             if signal.getsignal(signum) != handler:
                 signal.signal(signum, handler)
         now = _state(torch)
-        left = [name for name, value in first.items() if now.get(name) != value]
+        left = [
+            name for name, part in first.items() if not part.items() <= now.get(name, {}).items()
+        ]
         left += [] if num_calls < MOST_CALLS else ["its number of calls"]
         send(link, (*answer, left))
-        first |= {name: value for name, value in now.items() if name not in first}
+        first = {name: part | first.get(name, {}) for name, part in now.items()}
 
 
 def _answer(rank: int, call: bytes) -> tuple[int, str | None, bytes | None]:
@@ -205,7 +207,7 @@ def _forget() -> None:
     """Forget the tests' own modules and what our functions remember, and free what is unused."""
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None) or ""
-        if file.startswith(TESTS) and name not in (__name__, "warm", "__main__"):
+        if file.startswith(TESTS) and name not in (__name__, "warm", "configs", "__main__"):
             del sys.modules[name]
         elif name.startswith("ddp_runner"):
             for value in vars(module).values():
@@ -214,36 +216,47 @@ def _forget() -> None:
     gc.collect()
 
 
-def _state(torch: Any) -> dict[object, object]:
-    """Return what a call may not change: settings, threads, and what the names of modules mean."""
+def _state(torch: Any) -> dict[str, dict[str, object]]:
+    """Return what a call may not change: settings, threads, and what the names of modules mean.
+
+    A call may add names. Each part is a dictionary, so that one comparison covers all its names.
+    """
     from ddp_runner.rank import process_group
 
-    state: dict[object, object] = {
-        "threads": {thread.name for thread in threading.enumerate()},
-        "process group": torch.distributed.is_initialized(),
-        "gradients": torch.is_grad_enabled(),
-        "determinism": torch.are_deterministic_algorithms_enabled(),
-        "precision": torch.get_float32_matmul_precision(),
-        "umask": _umask(),
-        "limits": [resource.getrlimit(one) for one in LIMITS],
-        # DTensor remembers how it computed, with the groups of meshes that are gone.
-        "meshes": any(isinstance(one, torch.distributed.DeviceMesh) for one in gc.get_objects()),
+    state: dict[str, dict[str, object]] = {
+        "": {
+            "threads": frozenset(thread.name for thread in threading.enumerate()),
+            "process group": torch.distributed.is_initialized(),
+            "gradients": torch.is_grad_enabled(),
+            "determinism": torch.are_deterministic_algorithms_enabled(),
+            "precision": torch.get_float32_matmul_precision(),
+            "umask": _umask(),
+            "limits": tuple(resource.getrlimit(one) for one in LIMITS),
+            # DTensor remembers how it computed, with the groups of meshes that are gone.
+            "meshes": any(
+                isinstance(one, torch.distributed.DeviceMesh) for one in gc.get_objects()
+            ),
+        }
     }
     for module_name, module in [*sys.modules.items()]:
         is_ours = module_name.partition(".")[0] == "ddp_runner"
         if not is_ours and module_name not in WATCHED:
             continue
-        for name, value in [*vars(module).items()]:
-            state[module_name, name] = id(value)
-            if is_ours and value is not process_group._groups_until_exit:  # it only grows
-                if isinstance(value, list | dict | set):
-                    state[module_name, name] = id(value), len(value)
-                elif isinstance(value, itertools.count):
-                    state[module_name, name] = repr(value)
-            if is_ours and isinstance(value, type) and value.__module__ == module_name:
-                members = [*vars(value).items()]
-                state |= {(module_name, name, key): id(member) for key, member in members}
+        state[module_name] = names = dict[str, object](_ids(module))
+        for name, value in [*vars(module).items()] if is_ours else ():
+            if isinstance(value, list | dict | set):
+                if value is not process_group._groups_until_exit:  # it only grows
+                    names[name] = id(value), len(value)
+            elif isinstance(value, itertools.count):
+                names[name] = repr(value)
+            elif isinstance(value, type) and value.__module__ == module_name:
+                state[f"{module_name}.{name}"] = _ids(value)
     return state
+
+
+def _ids(owner: object) -> dict[str, object]:
+    names = dict(vars(owner))
+    return dict(zip(names, map(id, names.values()), strict=True))
 
 
 def _umask() -> int:
