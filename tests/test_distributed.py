@@ -103,13 +103,13 @@ def from_first(env: DistEnv, fails: bool) -> str:
     try:
         return from_rank_zero(compute)
     except UserError as error:
-        return f"refused: {error}"
+        return f"rejected: {error}"
 
 
 def test_what_rank_zero_cannot_do_every_rank_is_reported() -> None:
     """All ranks get the value, or all raise the same sentence; none is left waiting."""
     assert run_ranks(from_first, 3, False) == ["from 0"] * 3
-    assert run_ranks(from_first, 3, True) == ["refused: no folder"] * 3
+    assert run_ranks(from_first, 3, True) == ["rejected: no folder"] * 3
 
 
 def agents_store(env: DistEnv, port: int) -> tuple[list[bytes], bool]:

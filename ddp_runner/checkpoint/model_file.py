@@ -61,7 +61,7 @@ def export_weights(
     """Write a state_dict atomically as safetensors, and return its SHA-256. Rank 0 only.
 
     Tensors may be on any device. Tied tensors are written once per name. The file's metadata has
-    step and metrics as strings, and ``weights: ema`` for averaged weights.
+    step and metrics (without ``perf/``) as strings, and ``weights: ema`` for averaged weights.
 
     Raises:
         UserError: the file could not be written.
@@ -72,7 +72,11 @@ def export_weights(
         if tensors[name].untyped_storage().data_ptr() in addresses:
             tensors[name] = tensors[name].clone()  # the format has no shared memory
         addresses.add(tensors[name].untyped_storage().data_ptr())
-    facts = {name: str(value) for name, value in metrics.items() if value is not None}
+    facts = {
+        name: str(value)
+        for name, value in metrics.items()
+        if value is not None and not name.startswith("perf/")  # equal trainings, equal files
+    }
     facts |= {"weights": "ema"} if is_average else {}
     try:
         # safetensors writes to a temporary file first, which a killed process leaves behind.

@@ -53,7 +53,7 @@ def save_checkpoint(
     Raises:
         UserError: the checkpoint could not be written (earlier checkpoints are untouched), or the
             state holds a sharded tensor.
-        TypeError: the state holds an object that a weights-only load would refuse.
+        TypeError: the state holds an object that a weights-only load would reject.
     """
     reject_sharded(state)
     final = folder / f"step-{step:08d}"
@@ -267,7 +267,7 @@ def load_plain_data(file: Path, *, named: str, fix: str, is_mapped: bool = False
     except Exception as error:  # foreign bytes raise anything
         reason = f"it is damaged or of another kind ({typed(error)[:200]})"
         if (forbidden := re.search(r"GLOBAL (\S+)", str(error))) is not None:
-            reason = f"refused: it names {forbidden[1]}, which could run code (none was run)"
+            reason = f"rejected: it names {forbidden[1]}, which could run code (none was run)"
         raise UserError(f"{named} cannot be loaded: {reason}", fix) from error
 
 

@@ -62,7 +62,7 @@ class CheckpointWriter:
 
         Raises:
             UserError: the previous save failed; earlier checkpoints are intact.
-            TypeError: the previous state held an object that a weights-only load would refuse.
+            TypeError: the previous state held an object that a weights-only load would reject.
         """
         self.wait()
         copied = self._stager.stage(state, copies)

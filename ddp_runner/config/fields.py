@@ -28,7 +28,7 @@ class Rule:
     most: float | None = None
     below: float | None = None
     choices: tuple[str | None, ...] = ()  # for a list: the choices for each item
-    check: Callable[[Any], object] | None = None  # raises a UserError
+    validate: Callable[[Any], object] | None = None  # raises a UserError
     packages: Mapping[str, str] = field(default_factory=dict)  # choice -> the package it needs
 
 
@@ -109,5 +109,5 @@ def validate_value(name: str, value: Any, rule: Rule) -> None:
             raise UserError(f"{name} ({value}) must be {rule.most} or less")
         if rule.below is not None and not value < rule.below:
             raise UserError(f"{name} ({value}) must be less than {rule.below}")
-    if rule.check is not None:
-        rule.check(value)
+    if rule.validate is not None:
+        rule.validate(value)

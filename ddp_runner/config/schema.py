@@ -56,7 +56,7 @@ def _validate_fraction(fraction: float | None) -> None:
 GROUP_KEYS: Mapping[str, Rule] = {
     # Other numbers of our own classes and of torch's schedulers must be 0 or greater.
     **dict.fromkeys(("dataset.mean", "scheduler.last_epoch"), Rule()),
-    "dataset.eval_fraction": Rule(above=0, check=_validate_fraction),
+    "dataset.eval_fraction": Rule(above=0, validate=_validate_fraction),
     "trackers.wandb.mode": Rule(choices=(None, "online", "offline")),
     **dict.fromkeys(
         (
@@ -141,7 +141,7 @@ class Config:
         "train",
         "train; evaluate, predict or export a run's model, or sample a text from it; check (the "
         "guarantees of DDP); collectives (measure them); or a function of your own",
-        check=_validate_task,
+        validate=_validate_task,
     )
     loop: dict[str, Any] = key({}, "arguments of your own function in task")
     user: dict[str, Any] = key({}, "your own keys, for interpolations")
@@ -149,7 +149,7 @@ class Config:
         AUTO,
         "ranks over all machines; auto: visible GPUs, else min(2, cores)",
         kind="whole number or a word",
-        check=_validate_world_size,
+        validate=_validate_world_size,
     )
     seed: int = key(0, "decides weights, order of samples, dropout, augmentation", least=0)
     name: str | None = key(None, "the run folder's name; null: model-dataset-parallelism-wsN")

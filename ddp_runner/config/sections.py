@@ -52,7 +52,7 @@ class LaunchConfig:
     rdzv_endpoint: str | None = key(
         None,
         "HOST:PORT where the machines meet; needed when nnodes > 1",
-        check=lambda endpoint: meeting_place(LaunchConfig(rdzv_endpoint=endpoint)),
+        validate=lambda endpoint: meeting_place(LaunchConfig(rdzv_endpoint=endpoint)),
     )
     rdzv_id: str = key("ddp_runner", "the same on every machine of one run")
     join_timeout_s: float = key(
@@ -128,7 +128,7 @@ class InferenceConfig:
         "best: model.safetensors, or the best checkpoint of an unfinished run; last: the newest "
         "checkpoint; or the step of a checkpoint, such as 600",
         kind="whole number or a word",
-        check=validate_weights,
+        validate=validate_weights,
     )
     split: str = key("eval", "split of the dataset; all: both", choices=("eval", "train", "all"))
     format: str = key(

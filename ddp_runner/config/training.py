@@ -89,7 +89,7 @@ class TrainConfig:
         "the training step, (model, batch) -> StepOutput: a dotted name, or a mapping with _target_"
         " and keys. The default takes batches of inputs and targets, and model.loss",
         kind="text or mapping",
-        check=_validate_step,
+        validate=_validate_step,
     )
     epochs: int = key(10, "passes over the training set", above=0)
     max_steps: int | None = key(None, "steps of the whole run; null: by train.epochs", above=0)
@@ -119,7 +119,7 @@ class TrainConfig:
         "trace optimizer steps into profile/: a number of steps, after 5 steps of warm-up, or "
         "FIRST-LAST, as in 20-25; null: none",
         kind="whole number or a word",
-        check=traced_steps,
+        validate=traced_steps,
     )
     num_threads: int | None = key(  # libraries overflow with more
         None, "intra-op CPU threads per rank; null: cores // local ranks", above=0, most=4096

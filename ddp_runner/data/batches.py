@@ -211,7 +211,7 @@ class NumberedBatches(Batches):
         self, epoch: int, indices: Tensor, randoms: Tensor | None, *, weight: float = 1.0
     ) -> MicroPlan:
         if len(indices) == 1 and self.micro_size > 1:
-            # BatchNorm refuses a single sample in training: use it twice with half the weight.
+            # BatchNorm rejects a single sample in training: use it twice with half the weight.
             indices, weight = indices.repeat(2), weight / 2
             randoms = None if randoms is None else randoms.repeat(2, 1)
         return MicroPlan(indices, epoch, weight, randoms)

@@ -4,7 +4,7 @@ Each launcher keeps a connection to the hub, which is a thread of the launcher t
 A message is a line of JSON: a word and its value. A launcher sends ``join`` for each attempt, and
 ``ended`` or ``failed`` at its end. The hub sends ``group`` to the machines of an attempt, ``ended``
 once the ranks of a machine have ended well, ``end`` once a machine has failed, and last ``over``,
-or ``verdict`` with the first failure. ``refused`` says why a machine cannot take part. Both sides
+or ``verdict`` with the first failure. ``rejected`` says why a machine cannot take part. Both sides
 send ``beat`` each second; the hub's beat says how many machines are missing.
 """
 
@@ -35,7 +35,7 @@ class Machine:
     link: Link
     address: str
     joined: MachineFacts | None = None
-    state: Literal["new", "waiting", "running", "ended", "failed", "refused", "gone"] = "new"
+    state: Literal["new", "waiting", "running", "ended", "failed", "rejected", "gone"] = "new"
     failure: Failure | None = None  # in this attempt
     connected_at: float = field(default_factory=time.monotonic)
 
@@ -61,7 +61,7 @@ class Hub:
         self.is_leaving = True
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline and any(
-            machine.state in ("ended", "failed", "refused") for machine in list(self._machines)
+            machine.state in ("ended", "failed", "rejected") for machine in list(self._machines)
         ):
             time.sleep(PAUSE_S)
         self._is_closed = True
@@ -118,7 +118,7 @@ class Hub:
                 rule = "launch.rdzv_id differs from the id"
             if rule:
                 fix = "start the same command on each machine"
-                self._refuse(machine, f"{rule} where the machines meet; {fix}")
+                self._reject(machine, f"{rule} where the machines meet; {fix}")
         elif machine not in self._machines_of_attempt:
             return
         elif word == "failed":
@@ -127,9 +127,9 @@ class Hub:
             machine.state = "ended"
             self._send_to_attempt("ended")
 
-    def _refuse(self, machine: Machine, sentence: str) -> None:
-        machine.state = "refused"
-        machine.link.send("refused", sentence)
+    def _reject(self, machine: Machine, sentence: str) -> None:
+        machine.state = "rejected"
+        machine.link.send("rejected", sentence)
 
     def _send_to_attempt(self, word: str, value: object = None) -> None:
         for machine in self._machines_of_attempt:
@@ -162,7 +162,7 @@ class Hub:
         facts = [machine.joined for machine in machines if machine.joined is not None]
         if (sentence := mismatch(facts)) is not None:
             for machine in machines:
-                self._refuse(machine, sentence)
+                self._reject(machine, sentence)
             return
         # Without any number, no machine has the run, and the ranks report that.
         num_ranks = next((joined.num_ranks for joined in facts if joined.num_ranks), 1)

@@ -39,7 +39,7 @@ class Machines(OneMachine):
         self._link: Link | None = None
         self._has_met = False  # the hub has answered
         self._reason = ""  # why it could not be reached
-        self._refused: str | None = None  # why the hub refused this machine
+        self._rejected: str | None = None  # why the hub rejected this machine
         self._begin(None)
 
     def _begin(self, group: Group | None) -> None:
@@ -61,8 +61,8 @@ class Machines(OneMachine):
         fix, limit_s = "start the same command on each machine", self._launch.join_timeout_s
         with socket.create_server(("", 0)) as reserved:  # keeps a port until rank 0 needs it
             while self._joined is None and not is_stopped():
-                if self._refused is not None:
-                    raise UserError(self._refused)
+                if self._rejected is not None:
+                    raise UserError(self._rejected)
                 link, waited_s = self._link, time.monotonic() - begun_at
                 if link is None:
                     self._connect()
@@ -202,11 +202,11 @@ class Machines(OneMachine):
                 self._verdict = Failure(**value)
             case "over" if self._joined is None:  # a spare machine
                 run = f"the run that meets at {self._launch.rdzv_endpoint}"
-                self._refused = f"{run} has ended; start the same command"
+                self._rejected = f"{run} has ended; start the same command"
             case "over":
                 self._is_over = True
-            case "refused":
-                self._refused = value
+            case "rejected":
+                self._rejected = value
 
     def _send(self, word: str, value: object = None) -> None:
         if (link := self._link) is not None:

@@ -149,12 +149,7 @@ def step_decay(
         every_epochs: epochs between two changes.
         gamma: factor of each change.
         warmup_steps: steps that climb to the learning rate; epochs count from the first step.
-
-    Raises:
-        UserError: ``every_epochs`` is not positive.
     """
-    if every_epochs < 1:
-        raise UserError(f"scheduler.every_epochs ({every_epochs}) must be 1 or more", "use 1")
     period = every_epochs * steps_per_epoch
     return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps) * gamma ** (step // period))
 

@@ -480,7 +480,7 @@ def test_a_hostile_checkpoint_is_rejected_and_its_code_does_not_run(tmp_path: Pa
     torch.save({"model": Hostile(proof)}, path / STATE)
     replace_state(path, (path / STATE).read_bytes())
     with pytest.raises(
-        UserError, match=r"refused: it names posix\.mkdir, .*none was run"
+        UserError, match=r"rejected: it names posix\.mkdir, .*none was run"
     ) as caught:
         load_checkpoint(path)
     assert "\n" not in str(caught.value)

@@ -115,7 +115,7 @@ def test_a_split_model_starts_from_a_whole_one_and_back(tmp_path: Path) -> None:
     whole = ConvNet().to(memory_format=torch.channels_last)
     whole(torch.randn(4, 1, 28, 28))  # moves the buffers
     path = tmp_path / "model.safetensors"
-    metrics = {"eval/f1": 0.5, "eval/loss": None}
+    metrics = {"eval/f1": 0.5, "eval/loss": None, "perf/step_time_ms": 1.5}
     export_weights(path, whole.state_dict(), step=7, metrics=metrics)
     split, back = ConvNetMp(dev0=CPU, dev1=CPU), ConvNet()
     load(split, path)
@@ -205,7 +205,7 @@ def test_a_hostile_file_is_rejected_and_its_code_does_not_run(tmp_path: Path) ->
     """The message names the call; a whole pickled model is an error, too."""
     proof, path = tmp_path / "the code ran", tmp_path / "a.pt"
     with pytest.raises(
-        UserError, match=r"refused: it names posix\.mkdir, .*none was run"
+        UserError, match=r"rejected: it names posix\.mkdir, .*none was run"
     ) as caught:
         load(toy(), saved(path, {"model": Hostile(proof)}))
     assert len(str(caught.value).splitlines()) == 1

@@ -252,7 +252,7 @@ def test_what_ends_a_run_comes_before_what_cannot_be_saved_safely(tmp_path: Path
 
 
 def test_an_error_of_any_kind_reaches_the_loop(tmp_path: Path) -> None:
-    """A state that a weights-only load would refuse is not saved."""
+    """A state that a weights-only load would reject is not saved."""
     with pytest.raises(TypeError, match="cannot be loaded safely"), writer(tmp_path) as opened:
         opened.save({"model": Path("an object")}, step=1, metrics={})
 

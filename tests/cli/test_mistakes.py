@@ -300,7 +300,7 @@ def odd_configs() -> Iterator[tuple[str, Any]]:
             seen.add(key)
             for value in ODD[len(seen) % 2 :: 2]:
                 changed = raw.copy()
-                with contextlib.suppress(OmegaConfBaseException):  # the schema refuses it as it is
+                with contextlib.suppress(OmegaConfBaseException):  # the schema rejects it as it is
                     OmegaConf.update(changed, key, value, merge=False, force_add=True)
                     yield f"{key}={value!r}", changed
     assert len(seen) > 100
@@ -309,9 +309,9 @@ def odd_configs() -> Iterator[tuple[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.full
 def test_no_odd_value_of_any_key_is_more_than_a_sentence(tmp_path: Path) -> None:
-    """It is taken, or refused in one line: nothing else comes of it, with GPUs and without."""
+    """It is taken, or rejected in one line: nothing else comes of it, with GPUs and without."""
     register()
-    num_refused = 0
+    num_rejected = 0
     for index, (what, raw) in enumerate(odd_configs()):
         machine = Hardware(num_gpus=index % 2 * 4, num_cores=4)
         try:
@@ -319,7 +319,7 @@ def test_no_odd_value_of_any_key_is_more_than_a_sentence(tmp_path: Path) -> None
             validate_files(replace(config, data_root=str(tmp_path)))
         except Exception as error:
             message, reason = user_error(error), repr(error)
-            num_refused += 1
+            num_rejected += 1
             if message is None or len(str(message).splitlines()) != 1:
                 pytest.fail(f"{what}: {reason}")
-    assert num_refused > 500
+    assert num_rejected > 500

@@ -1,4 +1,4 @@
-"""Whatever a command line holds: it is planned, or refused in one line; and nothing else happens.
+"""Whatever a command line holds: it is planned, or rejected in one line; and nothing else happens.
 
 The entry is given command lines of real keys, options and values of all kinds. It runs in this
 process, up to where workers would be started.

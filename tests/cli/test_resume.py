@@ -325,7 +325,7 @@ def test_torchrun_has_a_rendezvous_of_its_own() -> None:
 
 @pytest.mark.full
 def test_a_run_folder_of_the_users_is_taken_as_it_is_written(tmp_path: Path) -> None:
-    """Also the current one; a change of folder, or a second name for it, is refused."""
+    """Also the current one; a change of folder, or a second name for it, is rejected."""
     toy = ("model=toy", "train.max_steps=2", "train.num_threads=1", "parallelism=single")
     end = run_command(*toy, "hydra.run.dir=.", folder=tmp_path)
     assert (end.exit_code, end.stderr) == (0, "")

@@ -106,7 +106,7 @@ def hostile_run(folder: Path, changes: dict[str, Any]) -> Path:
 
 
 def as_loaded(folder: Path) -> Config:
-    """Return a run's config as a rank would have it if no launcher had refused it."""
+    """Return a run's config as a rank would have it if no launcher had rejected it."""
     config = to_config(OmegaConf.load(folder / ".hydra" / "config.yaml"))
     config.allowed_targets = []
     return config
@@ -116,7 +116,7 @@ def as_loaded(folder: Path) -> Config:
 def test_a_hostile_config_runs_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused in one sentence by the launcher, again by a rank, and harmless if it were not."""
+    """Rejected in one sentence by the launcher, again by a rank, and harmless if it were not."""
     monkeypatch.syspath_prepend(str(tmp_path))
     mark = hostile_run(tmp_path, HOSTILE[kind])
     sentence = config_error(f"resume={tmp_path}")
@@ -287,7 +287,7 @@ def test_what_this_command_allows_may_be_anything(tmp_path: Path) -> None:
 
 
 def test_what_is_allowed_may_be_nested_as_well() -> None:
-    """In a part, in its lists and in its mappings; what is not allowed is refused there, too."""
+    """In a part, in its lists and in its mappings; what is not allowed is rejected there, too."""
     inner = {"_target_": "types.SimpleNamespace", "size": 3}
     outer = {"_target_": "types.SimpleNamespace", "one": inner, "many": [inner], "by": {"a": inner}}
     found = construct(outer, key="model", allowed=["types"])
@@ -308,7 +308,7 @@ def test_a_run_does_not_say_where_ranks_meet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["logs/rank-0.log", "metrics.jsonl", ".lock.holder", ".lock"])
 def test_a_run_folder_leads_nowhere_else(name: str, tmp_path: Path) -> None:
-    """A link in it, which a run would write through, is refused before anything is written."""
+    """A link in it, which a run would write through, is rejected before anything is written."""
     outside = tmp_path / "outside"
     outside.write_text("mine")
     run = tmp_path / "run"
@@ -337,7 +337,7 @@ ODD = ("checkpoints", "logs", "images/deep", "pipe:logs/rank-0.log", "pipe:.lock
 
 @pytest.mark.parametrize("name", first_of(["pipe:run.json", *ODD, "pipe:.hydra/config.yaml"]))
 def test_a_run_folder_holds_files_and_folders_alone(name: str, tmp_path: Path) -> None:
-    """A linked folder would lose its files, and a pipe would hang: refused, and nothing changes."""
+    """A linked folder would lose its files, a pipe would hang: rejected, and nothing changes."""
     kind, _, place = name.rpartition(":")
     run, mine = tmp_path / "run", tmp_path / "mine" / "step-00000001" / "state.pt"
     run.mkdir()
@@ -398,7 +398,7 @@ def test_a_folder_of_weights_brings_no_code(tmp_path: Path) -> None:
 
 
 def one_line(end: Any) -> str:
-    """Return the one sentence of a command that was refused."""
+    """Return the one sentence of a command that was rejected."""
     assert end.exit_code == 2, end.stderr
     (line,) = end.stderr.splitlines()
     return str(line)

@@ -36,6 +36,8 @@ from ddp_runner.errors import UserError
         ("early_stop.patience=0", "early_stop.patience (0) must be greater than 0"),
         ("early_stop.min_delta=-1", "early_stop.min_delta (-1.0) must be 0 or greater"),
         ("+scheduler.warmup_steps=-1", "scheduler.warmup_steps (-1) must be 0 or greater"),
+        ("scheduler=step scheduler.every_epochs=0",
+         "scheduler.every_epochs (0) must be greater than 0"),
         ("batch.per_rank=auto", "batch.per_rank (auto) must be a whole number"),
         ("batch.per_rank=1.5", "batch.per_rank (1.5) must be a whole number"),
         ("batch.per_rank=0", "batch.per_rank (0) must be greater than 0"),

@@ -183,7 +183,7 @@ class Noted(RandomRegression):
         """Return it, if the store takes the token."""
         assert (self.token, self.headers) == (SECRET, [{"auth": f"Bearer {SECRET}"}])
         if self.fails:
-            raise RuntimeError(f"the store refuses {self.token}")
+            raise RuntimeError(f"the store rejects {self.token}")
         return super().dataset(tensors)
 
 
@@ -254,9 +254,9 @@ def test_a_failing_run_does_not_tell_a_secret(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job = planned(run_dir, store(tmp_path), "+dataset.fails=true")
     logged = run_ranks(whole_run, 2, job, backend=None)
-    assert logged == ["the store refuses ${oc.env:MY_SECRET}"] * 2
-    assert record(run_dir)["error"]["sentence"] == "the store refuses ${oc.env:MY_SECRET}"
-    assert "the store refuses ${oc.env:MY_SECRET}" in (run_dir / "logs/rank-1.log").read_text()
+    assert logged == ["the store rejects ${oc.env:MY_SECRET}"] * 2
+    assert record(run_dir)["error"]["sentence"] == "the store rejects ${oc.env:MY_SECRET}"
+    assert "the store rejects ${oc.env:MY_SECRET}" in (run_dir / "logs/rank-1.log").read_text()
     assert files_with(SECRET, run_dir) == []
 
 

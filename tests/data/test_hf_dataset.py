@@ -283,7 +283,7 @@ def test_what_is_missing_is_told_before_anything_starts(monkeypatch: pytest.Monk
     )
 
 
-def test_a_version_that_runs_code_is_refused(
+def test_a_version_that_runs_code_is_rejected(
     data_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the dataset is."""

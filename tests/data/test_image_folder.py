@@ -306,7 +306,7 @@ def test_the_digest_follows_the_pictures_and_not_their_place(root: Path) -> None
 
 
 def test_transforms_see_the_whole_picture(tmp_path: Path) -> None:
-    """Each epoch draws anew, alike with any number of workers; prepared they are refused."""
+    """Each epoch draws anew, alike with any number of workers; prepared they are rejected."""
     write_folders(tmp_path / "data" / "pets", num_train=8, num_eval=3)
     v2 = "torchvision.transforms.v2"
     transforms = [

@@ -164,7 +164,7 @@ def test_a_shuffle_buffer_mixes_blocks_of_samples() -> None:
 
 
 def test_a_single_sample_comes_twice_if_asked() -> None:
-    """BatchNorm refuses a batch of one; the batch says that it counts as one."""
+    """BatchNorm rejects a batch of one; the batch says that it counts as one."""
     split = StreamSplit("train", Plain(4))
     *_, last = read(split, doubles_single=True)
     assert (last.num_samples, last.copies, len(last.data[0])) == (1, 2, 2)

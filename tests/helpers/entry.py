@@ -19,7 +19,7 @@ def answer_in_process(
     """Return the answer to a command line that is given in `folder`; fail if it starts a run."""
 
     def started(*_: object) -> None:
-        raise AssertionError("it was not refused")
+        raise AssertionError("it was not rejected")
 
     for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)

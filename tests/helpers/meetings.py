@@ -51,7 +51,7 @@ class CellResult:
     weights: Tensor = field(default_factory=lambda: torch.zeros(0))
     average: Tensor = field(default_factory=lambda: torch.zeros(0))  # the weights' moving average
     counts: list[int] = field(default_factory=list)  # the samples of each step, over all ranks
-    refused: str = ""  # the line with which it was refused before its first step
+    rejected: str = ""  # the line with which it was rejected before its first step
     failed: str = ""  # anything else that ended it
 
 
@@ -63,7 +63,7 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[CellResult
         try:
             together.append((cell, compose_config(*cell.keys, world_size=cell.world_size)))
         except UserError as error:  # by the launcher
-            found[cell] = [CellResult(refused=str(error))]
+            found[cell] = [CellResult(rejected=str(error))]
     while together:
         batch, world_size = [*together], together[0][0].world_size
         place = folder / f"call-{len(list(folder.iterdir()))}"
@@ -88,7 +88,7 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[CellResult
 
 
 def _train_all(env: DistEnv, batch: Sequence[tuple[Cell, Config]], place: Path) -> None:
-    """Train cells in turn, until one is refused; write what each came to."""
+    """Train cells in turn, until one is rejected; write what each came to."""
     with (place / f"rank-{env.rank}").open("w") as stacks:
         for index, (cell, config) in enumerate(batch):
             torch.set_default_dtype(cell.dtype)
@@ -96,9 +96,9 @@ def _train_all(env: DistEnv, batch: Sequence[tuple[Cell, Config]], place: Path) 
             limit_s = HANG_S if cell.hangs else PATIENT_S
             faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
             found = _train(env, cell, config)
-            if found.refused or found.failed:  # as a launcher ends the other ranks
+            if found.rejected or found.failed:  # as a launcher ends the other ranks
                 _write(place / f"end-{env.rank}", found)
-                raise RuntimeError(found.refused or found.failed)
+                raise RuntimeError(found.rejected or found.failed)
             dist.barrier()  # no rank is in the next cell before all have left this one
             faulthandler.cancel_dump_traceback_later()
             _write(place / f"{index}-{env.rank}", found)
@@ -116,16 +116,16 @@ def _train(env: DistEnv, cell: Cell, config: Config) -> CellResult:
         state = build(env, config)
         try_run(state)
     except UserError as error:
-        return CellResult(refused=str(error))
+        return CellResult(rejected=str(error))
     _note_counts(state, counts)
     if cell.rates:
         state.optimizer.register_step_pre_hook(partial(_set_groups, state, cell))
     try:
         trace = run_loop(env, config, max_steps=None, folder=cell.folder, state=state)
     except UserError as error:  # of a rank that serves the loop
-        return CellResult(refused=str(error))
+        return CellResult(rejected=str(error))
     if trace.error.startswith("UserError: ") and not trace.progress.step:
-        return CellResult(refused=trace.error.removeprefix("UserError: "))
+        return CellResult(rejected=trace.error.removeprefix("UserError: "))
     if trace.error:
         return CellResult(failed=trace.error)
     for split in (state.batches.split, state.work.dataset.eval):

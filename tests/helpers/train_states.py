@@ -118,7 +118,7 @@ def build(env: DistEnv, config: Config) -> TrainState:
     return build_state(build_work(config, env, mode, devices=devices, dataset=dataset))
 
 
-def refusal(env: DistEnv, config: Config) -> str:
+def rejection(env: DistEnv, config: Config) -> str:
     """Build a state; return why it cannot be built, empty if it can."""
     try:
         build(env, config)

@@ -193,7 +193,7 @@ def test_a_prediction_whose_run_has_moved_says_how_to_name_it(tmp_path: Path) ->
 
 @pytest.mark.full
 def test_too_many_numbers_for_a_csv_go_into_parquet(tmp_path: Path) -> None:
-    """A CSV of a thousand columns is refused; Parquet has a list."""
+    """A CSV of a thousand columns is rejected; Parquet has a list."""
     from pyarrow import parquet
 
     wide = ("dataset=fake_images", "dataset.num_classes=1001", "dataset.num_samples=64")

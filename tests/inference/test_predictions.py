@@ -178,7 +178,7 @@ def test_no_output_takes_the_place_of_another_column(outputs: Any) -> None:
 
 
 @pytest.mark.parametrize("other", [{"output": np.zeros((2, 3))}, {"output_0": np.zeros(2)}, {}])
-def test_batches_of_other_columns_are_refused(other: dict[str, Any]) -> None:
+def test_batches_of_other_columns_are_rejected(other: dict[str, Any]) -> None:
     """An output that grows with its batch would lose columns, or shift them."""
     with pytest.raises(UserError, match="return outputs of one size"):
         joined([other], like={"output": np.zeros((2, 2))})

@@ -118,7 +118,7 @@ def test_an_exported_program_takes_texts_of_any_length(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_run_without_a_language_model_is_refused(folder: Path) -> None:
+def test_a_run_without_a_language_model_is_rejected(folder: Path) -> None:
     """By its tokenizer, which it lacks; or by what its model returns."""
     short = ("model=toy", "train.max_steps=1", "world_size=1", "hydra.run.dir=toy")
     assert run_command(*short, folder=folder).exit_code == 0
@@ -216,7 +216,7 @@ class Broken(nn.Module):
     ],
     ids=["a class", "a smaller vocabulary", "a mapping", "NaN"],
 )
-def test_a_model_that_returns_no_logits_is_refused(outputs: Any, sentence: str) -> None:
+def test_a_model_that_returns_no_logits_is_rejected(outputs: Any, sentence: str) -> None:
     """The answer is one line."""
     with pytest.raises(UserError, match=sentence):
         draw(Broken(outputs))

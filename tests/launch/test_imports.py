@@ -54,6 +54,6 @@ def test_a_plug_in_that_torch_cannot_load_is_named(tmp_path: Path) -> None:
 def test_who_asks_for_gpus_learns_of_the_plug_in_as_well(tmp_path: Path) -> None:
     """The command asks torch for GPUs before it starts anything."""
     environ, asked = broken_plug_in(tmp_path), ("model=toy", "backend=nccl")
-    refused = error_line(run_command(*asked, folder=tmp_path, environ=environ, fresh=True))
-    assert "torch cannot say which GPUs it sees (RuntimeError: " in refused
-    assert "extension: broken" in refused
+    rejected = error_line(run_command(*asked, folder=tmp_path, environ=environ, fresh=True))
+    assert "torch cannot say which GPUs it sees (RuntimeError: " in rejected
+    assert "extension: broken" in rejected

@@ -121,13 +121,13 @@ def test_a_machine_says_how_many_are_missing_and_a_spare_one_that_the_run_is_ove
     wait_for(lambda: first._awaited().startswith("1 of 2 machines at 127.0.0.1:"))
     second, _ = start()
     assert met.result() is not None
-    spare, refused = start()
+    spare, rejected = start()
     wait_for(lambda: spare._awaited().startswith("a place at 127.0.0.1:"))
     assert first.all_ended() is None
     wait_for(second.all_ended)
     wait_for(first.all_ended)
     with pytest.raises(UserError, match=r"the run that meets at .* has ended; start the same"):
-        refused.result()
+        rejected.result()
 
 
 def test_a_place_that_is_left_is_taken_by_the_next(start: Start) -> None:
@@ -163,9 +163,9 @@ def test_machines_that_do_not_fit_together_are_named(
     start: Start, sentence: str, facts: Sequence[Mapping[str, int]]
 ) -> None:
     """The message names both, and the setting of each."""
-    *_, (_, refused) = [start(**one) for one in facts]
+    *_, (_, rejected) = [start(**one) for one in facts]
     with pytest.raises(UserError, match=sentence):
-        refused.result()
+        rejected.result()
 
 
 def test_a_machine_without_the_run_starts_as_many_ranks_as_the_others(start: Start) -> None:
@@ -188,9 +188,9 @@ def test_the_machine_with_the_number_0_must_have_the_port(start: Start) -> None:
     """It cannot join another hub: the others look for this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        _, refused = start(0, endpoint=f"127.0.0.1:{port}")
+        _, rejected = start(0, endpoint=f"127.0.0.1:{port}")
         with pytest.raises(UserError, match=f"port {port} of this machine is in use and its"):
-            refused.result()
+            rejected.result()
 
 
 @pytest.mark.parametrize(
@@ -205,10 +205,10 @@ def test_a_machine_that_cannot_reach_the_hub_says_why_and_gives_up_in_time(
 ) -> None:
     """It tries again and again until then."""
     port = free_port()
-    _, refused = start(1, endpoint=f"{host}:{port}", join_timeout_s=1.0)
+    _, rejected = start(1, endpoint=f"{host}:{port}", join_timeout_s=1.0)
     sentence = f"waited 1 s .* for {host}:{port}, where the 2 machines of the run meet .*({reason})"
     with pytest.raises(UserError, match=sentence):
-        refused.result()
+        rejected.result()
 
 
 @pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH\r\n", b""], ids=["ssh", "silent"])

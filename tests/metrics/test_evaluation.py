@@ -144,13 +144,13 @@ def test_rounding_is_no_difference() -> None:
     ],
     ids=name_of,
 )  # fmt: skip
-def test_a_merge_that_is_wrong_is_refused(metric: Metric, sentence: str) -> None:
+def test_a_merge_that_is_wrong_is_rejected(metric: Metric, sentence: str) -> None:
     """Its value would depend on the number of ranks, and nobody would see it."""
     with pytest.raises(UserError, match=r"^metrics\.mine " + sentence):
         tried(metric)
 
 
-def test_an_object_that_cannot_be_sent_is_refused() -> None:
+def test_an_object_that_cannot_be_sent_is_rejected() -> None:
     """The error says what it may not hold, whether it did so from the start or not."""
     metric = Largest()
     vars(metric)["weigh"] = lambda value: value

@@ -1,4 +1,4 @@
-"""Over several ranks a metric has the value of one process, or its merge is refused."""
+"""Over several ranks a metric has the value of one process, or its merge is rejected."""
 
 from collections import Counter
 from typing import Any

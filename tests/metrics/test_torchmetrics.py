@@ -101,7 +101,7 @@ def test_the_trial_lets_them_through(name: str) -> None:
     assert (bool(names), without) == (True, set())
 
 
-def test_an_attribute_that_is_no_state_of_theirs_is_refused() -> None:
+def test_an_attribute_that_is_no_state_of_theirs_is_rejected() -> None:
     """Nobody would merge it."""
     import torchmetrics
 

@@ -213,7 +213,7 @@ def test_sizes_that_do_not_fit_are_named(width: int, num_heads: int, fix: int) -
 
 
 def test_the_loss_is_summed_over_the_tokens_that_count() -> None:
-    """Targets of -100 do not; other shapes are refused."""
+    """Targets of -100 do not; other shapes are rejected."""
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(3))
     targets = torch.tensor([[0, 4, -100], [1, 2, 3]])
     expected = -sum(

@@ -1,6 +1,5 @@
-"""Models compute what their sources define, split or whole; losses are sums; schedules."""
+"""Models compute what their sources define, split or whole; losses are sums."""
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,14 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_runner.config.instantiate import keywords
 from ddp_runner.errors import UserError
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.mnist_net import MpNet, Net
 from ddp_runner.models.toy import ToyModel, ToyMpModel
-from ddp_runner.train import losses, schedules
+from ddp_runner.train import losses
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -205,102 +202,3 @@ def test_mse_rejects_shapes_that_torch_would_broadcast() -> None:
     """Outputs (6, 1) against targets (6,) are an error, not a 6x6 comparison."""
     with pytest.raises(UserError, match=r"\(6, 1\) and \(6,\)"):
         losses.mse(torch.zeros(6, 1), torch.zeros(6))
-
-
-def sgd() -> torch.optim.SGD:
-    """Return an optimizer of one parameter with learning rate 0.5."""
-    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
-
-
-def built(
-    build: Callable[..., LambdaLR], fields: dict[str, float], optimizer: torch.optim.Optimizer
-) -> LambdaLR:
-    """Return a schedule for two epochs of 4 steps, as the program builds it."""
-    lengths = {"total_steps": 8, "steps_per_epoch": 4}  # each schedule gets those that it takes
-    taken = {name: length for name, length in lengths.items() if name in keywords(build)}
-    return build(optimizer, **fields, **taken)
-
-
-def factors(build: Callable[..., LambdaLR], **fields: float) -> list[float]:
-    """Return the learning rate's factor before each of 8 steps, 4 per epoch, and after."""
-    optimizer = sgd()
-    schedule = built(build, fields, optimizer)
-    seen = [optimizer.param_groups[0]["lr"] / 0.5]
-    for _ in range(8):
-        optimizer.step()
-        schedule.step()
-        seen.append(optimizer.param_groups[0]["lr"] / 0.5)
-    return seen
-
-
-def test_constant_keeps_the_learning_rate() -> None:
-    """No step changes the learning rate."""
-    assert factors(schedules.constant) == [1.0] * 9
-
-
-def test_cosine_falls_from_the_peak_to_the_minimum() -> None:
-    """The factor is 1 at the start, half-way in the middle and the minimum at the end."""
-    seen = factors(schedules.cosine, min_factor=0.2)
-    assert (seen[0], seen[4], seen[8]) == pytest.approx((1.0, 0.6, 0.2))
-    assert seen == sorted(seen, reverse=True)
-
-
-def test_cosine_warms_up_linearly() -> None:
-    """Three warm-up steps rise by quarters, then comes the peak, and the end is zero."""
-    seen = factors(schedules.cosine, warmup_steps=3)
-    assert seen[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert seen[8] == pytest.approx(0.0)
-
-
-def test_step_changes_at_epoch_ends() -> None:
-    """The factor stays within an epoch and is multiplied by gamma after it."""
-    halved = factors(schedules.step_decay, every_epochs=1, gamma=0.5)
-    assert halved == [1.0] * 4 + [0.5] * 4 + [0.25]
-    assert factors(schedules.step_decay, every_epochs=2, gamma=0.5) == [1.0] * 8 + [0.5]
-
-
-@pytest.mark.parametrize(
-    ("build", "fields", "message"),
-    [
-        (schedules.cosine, {"warmup_steps": 9}, r"warmup_steps \(9\)"),
-        (schedules.cosine, {"warmup_steps": -1}, r"warmup_steps \(-1\)"),
-        (schedules.step_decay, {"every_epochs": 0, "gamma": 0.5}, r"every_epochs \(0\)"),
-    ],
-)
-def test_impossible_schedules_are_rejected(
-    build: Callable[..., LambdaLR], fields: dict[str, float], message: str
-) -> None:
-    """The message has the key and its value."""
-    with pytest.raises(UserError, match=message):
-        factors(build, **fields)
-
-
-@pytest.mark.parametrize(
-    ("build", "fields"),
-    [
-        (schedules.constant, {}),
-        (schedules.cosine, {"warmup_steps": 2}),
-        (schedules.step_decay, {"every_epochs": 1, "gamma": 0.5}),
-    ],
-)
-def test_schedule_state_survives_a_weights_only_checkpoint(
-    build: Callable[..., LambdaLR], fields: dict[str, float]
-) -> None:
-    """A schedule restored from a saved state continues with the same learning rates."""
-    first, second = (built(build, fields, sgd()) for _ in range(2))
-    for _ in range(3):
-        first.optimizer.step()
-        first.step()
-    file = io.BytesIO()
-    torch.save([first.state_dict(), first.optimizer.state_dict()], file)
-    file.seek(0)
-    schedule_state, optimizer_state = torch.load(file, weights_only=True)
-    second.optimizer.load_state_dict(optimizer_state)
-    second.load_state_dict(schedule_state)
-    for _ in range(5):
-        first.optimizer.step()
-        first.step()
-        second.optimizer.step()
-        second.step()
-        assert second.get_last_lr() == first.get_last_lr()
-        assert second.optimizer.param_groups[0]["lr"] == first.get_last_lr()[0]

@@ -135,7 +135,7 @@ def test_a_logged_loss_may_have_a_gradient() -> None:
 
 
 @pytest.mark.full
-def test_a_mode_whose_engine_would_be_left_out_is_refused(tmp_path: Path) -> None:
+def test_a_mode_whose_engine_would_be_left_out_is_rejected(tmp_path: Path) -> None:
     """The loop would train as if the mode had none."""
     source = """
     from ddp_runner.parallelism.single import Single

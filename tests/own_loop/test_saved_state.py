@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     assert lines[3].startswith("parameter module.bias became NaN or infinite by step 3")
 
 
-def test_an_object_without_a_state_is_refused_at_once() -> None:
+def test_an_object_without_a_state_is_rejected_at_once() -> None:
     """Long before the first checkpoint would fail."""
     with pytest.raises(UserError, match="best, a float, has no state_dict and load_state_dict"):
         validate_objects({"best": 0.5})

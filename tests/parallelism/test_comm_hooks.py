@@ -69,7 +69,7 @@ def config_of(*keys: str) -> Config:
 
 def trained(env: DistEnv, configs: Mapping[str, Config]) -> dict[str, Trace]:
     """Take the steps of each config."""
-    torch.version.cuda = None  # DDP then refuses torch's own bf16 hook by its name
+    torch.version.cuda = None  # DDP then rejects torch's own bf16 hook by its name
     return {name: take_steps(env, config, NUM_STEPS) for name, config in configs.items()}
 
 
@@ -166,7 +166,7 @@ def test_the_hook_of_the_page_trains(tmp_path: Path) -> None:
     assert losses["uncut"] == losses["plain"] != losses["own"]
 
 
-REFUSED = {
+REJECTED = {
     ("parallelism.comm_hook=int8",): "(int8) must be null, bf16 or fp16, or a mapping with the",
     ("parallelism.comm_hook={factor: 2}",): "a mapping with the _target_ of your own",
     ("parallelism.comm_hook=bf16", "backend=mpi"): "does not work with backend=mpi",
@@ -180,7 +180,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("keys", REFUSED)
-def test_pairs_that_fail_are_refused_before_any_rank_starts(keys: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("keys", REJECTED)
+def test_pairs_that_fail_are_rejected_before_any_rank_starts(keys: tuple[str, ...]) -> None:
     """Each of them crashes, hangs or goes wrong in silence; the line names the fix."""
-    assert REFUSED[keys] in config_error("world_size=2", *keys)
+    assert REJECTED[keys] in config_error("world_size=2", *keys)

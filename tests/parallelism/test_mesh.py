@@ -7,7 +7,7 @@ from commands import error_line
 from own_loops import run_function
 from ranks import run_ranks
 from tiers import first_of
-from train_states import TOY, compose_config, refusal
+from train_states import TOY, compose_config, rejection
 
 ADAM, OURS = "optimizer=adamw", "allowed_targets=[broken_models]"
 OPTIMIZERS = {
@@ -29,19 +29,19 @@ def test_an_optimizer_that_cannot_step_shards_is_one_line(mode: str) -> None:
     """It would raise within torch in the first step. On whole parameters it is taken."""
     keys, sentence = OPTIMIZERS[mode]
     config = compose_config(*TOY, *keys, f"parallelism={mode}", world_size=2)
-    for answer in run_ranks(refusal, 2, config):
+    for answer in run_ranks(rejection, 2, config):
         assert answer.endswith(sentence)
-    assert run_ranks(refusal, 1, compose_config(*TOY, *keys, "parallelism=single")) == [""]
+    assert run_ranks(rejection, 1, compose_config(*TOY, *keys, "parallelism=single")) == [""]
 
 
 def test_a_weight_that_two_blocks_share_is_one_line() -> None:
     """FSDP2 would raise in the first forward. Outside of the blocks both are in one group."""
     keys = (*TOY, "model._target_=broken_models.Tied", OURS, "parallelism=fsdp")
     blocks = compose_config(*keys, "+model.blocks=[blocks.*]", world_size=2)
-    for answer in run_ranks(refusal, 2, blocks):
+    for answer in run_ranks(rejection, 2, blocks):
         assert answer.startswith("model.blocks puts blocks.0.weight and blocks.2.weight, which ")
     inner = compose_config(*keys, "+model.blocks=[blocks.1]", world_size=2)
-    assert run_ranks(refusal, 2, inner) == ["", ""]
+    assert run_ranks(rejection, 2, inner) == ["", ""]
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from tiers import first_of
 from torch import Tensor, nn
-from train_states import TOY, build, compose_config, equal, refusal, run_loop, take_steps
+from train_states import TOY, build, compose_config, equal, rejection, run_loop, take_steps
 
 from ddp_runner.checkpoint.optimizer_state import (
     by_names,
@@ -179,4 +179,4 @@ def test_only_linear_layers_and_embeddings_are_split_by_features() -> None:
     sentence = (
         "model.tensor_parallel (blocks.0.mlp_norm: colwise) needs a linear layer or an embedding"
     )
-    assert all(sentence in found for found in run_ranks(refusal, 2, config))
+    assert all(sentence in found for found in run_ranks(rejection, 2, config))

@@ -148,7 +148,7 @@ SHARDED = MESHES - {"tp"}
 class Rule:
     """What holds for the meetings of these ways, with one of these variants or sources."""
 
-    text: str  # part of the refusal, or the reason why it fails
+    text: str  # part of the rejection, or the reason why it fails
     ways: frozenset[str] | set[str]
     variants: frozenset[str] = frozenset()
     sources: frozenset[str] = frozenset()
@@ -160,7 +160,7 @@ class Rule:
         return one.way in self.ways and is_such
 
 
-REFUSED = [
+REJECTED = [
     Rule("is a stream without numbers; write parallelism=ddp", SERVED, sources=STREAMS),
     Rule("return the same names for each batch", EVERY, frozenset({"scalars named by data"})),
     Rule("some of which are sparse", SHARDED, SPARSE_ONES),
@@ -278,16 +278,16 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("meeting", list(cases()))
-def test_a_meeting_equals_one_process_or_is_refused(meeting: Meeting, table: Table) -> None:
+def test_a_meeting_equals_one_process_or_is_rejected(meeting: Meeting, table: Table) -> None:
     """Samples, losses, own scalars, evaluations and the final weights; or one line beforehand."""
     found = table.of(meeting)
     first = found[0]
     assert not first.failed, first.failed
-    if (rule := rule_of(meeting, REFUSED)) is not None:
-        assert rule.text in first.refused
-        assert len(first.refused.splitlines()) == 1
+    if (rule := rule_of(meeting, REJECTED)) is not None:
+        assert rule.text in first.rejected
+        assert len(first.rejected.splitlines()) == 1
         return
-    assert not first.refused, first.refused
+    assert not first.rejected, first.rejected
     (alone,) = table.of(Meeting(meeting.source, "single", meeting.variant))
     close = BF16 if meeting.variant == "bf16" else EXACT
     assert first.counts == alone.counts

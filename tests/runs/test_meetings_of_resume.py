@@ -157,14 +157,14 @@ class Resumes:
     def _run(self, cells: dict[tuple[str, str], Cell]) -> dict[tuple[str, str], CellResult]:
         found = run_cells(list(dict.fromkeys(cells.values())), self._calls)
         for cell, (one,) in found.items():
-            assert not one.failed + one.refused, (cell.name, one.failed, one.refused)
+            assert not one.failed + one.rejected, (cell.name, one.failed, one.rejected)
         return {way: found[cell][0] for way, cell in cells.items()}
 
     def _leave(self, ways: list[tuple[str, str]]) -> None:
         """Let each scheduler leave the checkpoints of a whole run under a mode."""
         cells = [cell_of(one, "nothing", mode, folder=self._place(one, mode)) for one, mode in ways]
         for cell, found in run_cells(cells, self._calls).items():
-            assert not found[0].failed + found[0].refused, (cell.name, found[0])
+            assert not found[0].failed + found[0].rejected, (cell.name, found[0])
         self._first |= {*ways}
 
     def _place(self, scheduler: str, mode: str) -> Path:
@@ -204,7 +204,7 @@ def test_a_resume_elsewhere_with_other_keys_takes_the_steps_of_one_process(
     found = resumes.of(case)
     expected, rates = resumes.expected(scheduler, change)
     first = found[0]
-    assert not first.failed + first.refused, (first.failed, first.refused)
+    assert not first.failed + first.rejected, (first.failed, first.rejected)
     assert of_steps(first, "train/lr") == pytest.approx(rates[SAVED:], rel=1e-9)
     wanted = [line for line in expected.lines if line["step"] > SAVED]
     for line, other in zip(first.lines, wanted, strict=True):

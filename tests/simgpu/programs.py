@@ -102,8 +102,8 @@ def copies() -> Any:
     return found
 
 
-def refused() -> Any:
-    """What torch refuses at once, and the device goes on: shapes, and a scalar of the CPU."""
+def rejected() -> Any:
+    """What torch rejects at once, and the device goes on: shapes, and a scalar of the CPU."""
     tensor, scalar = torch.ones(4, device=DEVICE), torch.tensor(0.0)
     found = []
     for wrong in (
@@ -198,7 +198,7 @@ def main(folder: str) -> None:
     found: dict[str, Any] = {"two_ranks": two_ranks(f"{folder}/store2")}
     for function in (host_reads, forks, unwritten, streams, late, queries, copies, pinned):
         found[function.__name__] = function()
-    for function in (resized, refused, out_of_memory):
+    for function in (resized, rejected, out_of_memory):
         found[function.__name__] = function()
     found["freed"] = [freed(recorded=recorded) for recorded in (False, True)]
     found["freed"].append(freed(recorded=False, reused=False))

@@ -31,7 +31,7 @@ def test_the_host_cannot_touch_device_memory(seen: dict[str, Any]) -> None:
     assert seen["host_reads"] == [-11, 0]
 
 
-def test_a_forked_process_is_refused(seen: dict[str, Any]) -> None:
+def test_a_forked_process_is_rejected(seen: dict[str, Any]) -> None:
     """If its parent has used a device: for new tensors and for its parent's."""
     assert seen["forks"] == [3, 3]
 
@@ -75,9 +75,9 @@ def test_a_tensor_grows_on_its_own_device(seen: dict[str, Any]) -> None:
     assert seen["resized"] == [[1.0] * 4, [0, 4096 - 512]]
 
 
-def test_torch_refuses_mistakes_at_once(seen: dict[str, Any]) -> None:
+def test_torch_rejects_mistakes_at_once(seen: dict[str, Any]) -> None:
     """Wrong shapes, and results that would be a CPU's; what follows is computed."""
-    errors, after = seen["refused"]
+    errors, after = seen["rejected"]
     sizes = "The size of tensor a [{}] must match the size of tensor b [{}]"
     devices = "Expected all tensors to be on the same device"
     assert errors == [sizes.format(4, 3), sizes.format(3, 4), devices, devices]
@@ -158,7 +158,7 @@ def test_waits_are_counted(seen: dict[str, Any], folder: Path) -> None:
 
 
 def test_a_missing_operator_is_told_at_once(seen: dict[str, Any]) -> None:
-    """What the CPU has no kernel for is refused with its name."""
+    """What the CPU has no kernel for is rejected with its name."""
     assert "simgpu has no aten::_thnn_fused_lstm_cell" in seen["missing"]
 
 

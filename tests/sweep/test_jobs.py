@@ -172,7 +172,7 @@ def test_a_job_whose_launcher_is_gone_is_lost_in_the_table(sweep: Path) -> None:
     assert outcomes["a"].status == "completed"
 
 
-def test_a_resumed_run_that_is_refused_is_tried_once_by_all_launchers(sweep: Path) -> None:
+def test_a_resumed_run_that_is_rejected_is_tried_once_by_all_launchers(sweep: Path) -> None:
     """Its folder cannot tell, so the plan does, also to slots that began before."""
     start_session(sweep / "a", started_at=1.0, status="running")
     write_run_record(sweep / "a", status="completed", startup_s=1.0)
@@ -181,13 +181,13 @@ def test_a_resumed_run_that_is_refused_is_tried_once_by_all_launchers(sweep: Pat
     batches = [batch_of(sweep, "a") for _ in range(2)]
     tried = list[Job]()
 
-    def refuse(job: Job) -> Outcome:
+    def reject(job: Job) -> Outcome:
         tried.append(job)
         assert job.run_dir is not None
         return Outcome("failed", 2, "the batch must not change")
 
     for batch in batches:
-        outcomes = run_jobs(batch, execute=refuse)
+        outcomes = run_jobs(batch, execute=reject)
         assert outcomes["a"].exit_code == 2
         assert batch.num_failures({**outcomes, "signal": outcomes["a"]}) == 1
     assert len(tried) == 1

@@ -90,7 +90,7 @@ def test_a_run_that_starts_has_no_heartbeat_yet(tmp_path: Path) -> None:
 def test_a_run_that_is_resumed_starts_before_its_record_says_so(
     tmp_path: Path, status: str
 ) -> None:
-    """run.json stays as it was until the state is restored: the resume may still be refused."""
+    """run.json stays as it was until the state is restored: the resume may still be rejected."""
     run_dir = write_run(tmp_path / "run", record={**ALIVE, "status": status})
     write_beat(run_dir, age_s=400.0)
     with RunDir(run_dir).locked():  # by the launcher; rank 0 is not there yet

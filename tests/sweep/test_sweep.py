@@ -15,9 +15,9 @@ TOY = ("model=toy", "train.max_steps=3", "train.log_every_steps=1")
 
 
 def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
-    """Refused, diverged and crashed jobs are named in the table; the rest complete."""
+    """Rejected, diverged and crashed jobs are named in the table; the rest complete."""
     rows = {
-        "refused": ("parallelism=single", "world_size=2"),
+        "rejected": ("parallelism=single", "world_size=2"),
         "first": (),
         "too_small": ("dataset.num_samples=1", "batch.global_size=2"),
         "crashed": (
@@ -38,7 +38,7 @@ def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
     (sweep,) = (tmp_path / "outputs").iterdir()
     folders = {f"experiment={name}" for name in rows}
     # Nothing of these is there but a line in the plan.
-    rejected = {"experiment=refused", "experiment=too_small"}
+    rejected = {"experiment=rejected", "experiment=too_small"}
     assert {path.name for path in sweep.iterdir() if path.is_dir()} == folders - rejected
     status = {path.name: record(path)["status"] for path in run_dirs(sweep)}
     for folder in folders:
@@ -48,7 +48,7 @@ def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
         (row,) = [line for line in end.stdout.splitlines() if line.startswith(f"{folder} ")]
         assert row.split()[1] == ("completed" if completed else "failed")
     for name, reason in {
-        "refused": "parallelism=single runs 1 process, world_size is 2",
+        "rejected": "parallelism=single runs 1 process, world_size is 2",
         "too_small": "dataset=random has 1 training samples and world_size is 2",
         "crashed": "RuntimeError",
         "diverged": "smaller optimizer.lr",

@@ -1,4 +1,4 @@
-"""Whatever a file's bytes have become: it is read as it was, or refused in one line that names it.
+"""Whatever a file's bytes have become: it is read as it was, or rejected in one line that names it.
 
 Where a format has no checksum, other content that is valid is read, and is of the right types.
 """

@@ -102,7 +102,7 @@ def test_early_stopping_inside_an_epoch(tmp_path: Path) -> None:
 
 
 def test_it_serves_what_monitors_an_evaluation() -> None:
-    """Without evaluations by epochs; a wrong value is refused."""
+    """Without evaluations by epochs; a wrong value is rejected."""
     keys = ("early_stop.monitor=eval/loss", "train.eval_every_epochs=0")
     compose_config(*TOY, *keys, "train.eval_every_steps=2")
     with pytest.raises(UserError, match=r"train.eval_every_steps \(0\) must be"):

@@ -123,7 +123,7 @@ TAKEN: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def attempts(env: DistEnv) -> dict[str, str]:
-    """Try the first batch of each row; return the refusal, or what kind the loss is of."""
+    """Try the first batch of each row; return the rejection, or what kind the loss is of."""
     found = {}
     rows = {name: keys for name, (keys, _) in (INVALID | TAKEN).items()}
     for name, keys in rows.items():
@@ -201,7 +201,7 @@ def test_the_trial_leaves_no_trace() -> None:
 
 
 def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
-    """Run as a worker does; return the refusal, if it is refused."""
+    """Run as a worker does; return the rejection, if it is rejected."""
     # The ranks meet by a file of this run's own.
     launch = replace(config.launch, init_method=(run_dir.parent / f"{run_dir.name}.store").as_uri())
     config = replace(config, launch=launch)
@@ -225,8 +225,8 @@ def test_all_ranks_of_a_run_reject_alike(tmp_path: Path) -> None:
         assert "KeyError: 'no such layer'" in log
 
 
-def refused(env: DistEnv, config: Config) -> str:
-    """Return why the trial refuses a run."""
+def rejected(env: DistEnv, config: Config) -> str:
+    """Return why the trial rejects a run."""
     try:
         try_first_batch(build(env, config))
     except UserError as error:
@@ -234,7 +234,7 @@ def refused(env: DistEnv, config: Config) -> str:
     return ""
 
 
-def refusal(env: DistEnv, config: Config) -> str:
+def rejection(env: DistEnv, config: Config) -> str:
     """Return the type of what the trial raises."""
     try:
         try_first_batch(build(env, config))
@@ -245,17 +245,17 @@ def refusal(env: DistEnv, config: Config) -> str:
 
 def test_a_peer_that_is_lost_in_the_trial_is_no_fault_of_the_model() -> None:
     """The launcher then names the rank that ended, or restarts the group."""
-    assert run_ranks(refusal, 1, compose_config(*of("Bereft"))) == ["RuntimeError"]
-    assert run_ranks(refusal, 1, compose_config(*of("Cursed"))) == ["UserError"]
+    assert run_ranks(rejection, 1, compose_config(*of("Bereft"))) == ["RuntimeError"]
+    assert run_ranks(rejection, 1, compose_config(*of("Cursed"))) == ["UserError"]
 
 
 @pytest.mark.parametrize("at_random", first_of(["true", "false"]))
 def test_a_layer_that_only_some_batches_use_is_named_where_ranks_gather_it(at_random: str) -> None:
     """Else a rank waits for one that leaves it out, until the timeout."""
     keys = (*of("Choosing"), f"+model.at_random={at_random}")
-    for found in run_ranks(refused, 2, compose_config(*keys, "parallelism=fsdp", world_size=2)):
+    for found in run_ranks(rejected, 2, compose_config(*keys, "parallelism=fsdp", world_size=2)):
         assert found.startswith("model=toy uses extra for some samples only, and parallelism=fsdp ")
-    assert run_ranks(refused, 1, compose_config(*keys, "parallelism=single")) == [""]
+    assert run_ranks(rejected, 1, compose_config(*keys, "parallelism=single")) == [""]
 
 
 def test_a_model_without_gradients_is_told_so(tmp_path: Path) -> None:

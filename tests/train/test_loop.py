@@ -201,7 +201,7 @@ def multiplied(env: DistEnv, config: Config) -> torch.dtype:
 
 
 def test_a_loss_may_compute_as_the_model_does() -> None:
-    """Outside autocast torch would refuse to multiply outputs in bf16 by anything in float32."""
+    """Outside autocast torch would reject to multiply outputs in bf16 by anything in float32."""
     config = compose_config(*TOY, "train.precision=bf16")
     assert run_ranks(multiplied, 1, config) == [torch.bfloat16]
 

@@ -130,7 +130,7 @@ def after_three_steps(env: DistEnv, config: Config) -> Tensor | str:
     """Return the weights, or why no step can be taken."""
     try:
         return take_steps(env, config, 3).weights
-    except (UserError, RuntimeError) as error:  # a server loses the trainer that refuses
+    except (UserError, RuntimeError) as error:  # a server loses the trainer that rejects
         return str(error)
 
 
@@ -159,16 +159,16 @@ def test_who_takes_no_sparse_gradients_says_so(
 ) -> None:
     """In one line and before the weights change, not in torch's words alone."""
     config = compose_config(*SPARSE, *keys, world_size=world_size)
-    refusal = run_ranks(after_three_steps, world_size, config)[-1]
-    assert refusal.startswith(f"{who} ")
-    assert "leave out sparse=True in " in refusal
+    rejection = run_ranks(after_three_steps, world_size, config)[-1]
+    assert rejection.startswith(f"{who} ")
+    assert "leave out sparse=True in " in rejection
 
 
 class Unconsolidated(torch.optim.SGD):
     """Keeps its state on other ranks, as torch's ZeroRedundancyOptimizer does."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Refuse."""
+        """Reject."""
         raise RuntimeError("Optimizer state has not been consolidated on this rank")
 
 

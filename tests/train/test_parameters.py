@@ -72,7 +72,7 @@ def test_no_decay_is_for_biases_and_norms_unless_a_group_says_otherwise() -> Non
 
 
 def test_frozen_parameters_are_in_no_group() -> None:
-    """And an empty rest is no group: torch would refuse it."""
+    """And an empty rest is no group: torch would reject it."""
     module = network()
     freeze(module, ["body.*"])
     assert [name for name, one in module.named_parameters() if one.requires_grad] == [

@@ -131,7 +131,7 @@ def test_both_sides_of_a_random_split_belong_to_one_split() -> None:
 
 
 def agreement(env: DistEnv, config: Config) -> str:
-    """Return the refusal of the ranks' data; empty if they agree."""
+    """Return the rejection of the ranks' data; empty if they agree."""
     try:
         agreed_samples(build(env, config).work.dataset)
     except UserError as error:
@@ -169,7 +169,7 @@ def as_bytes(picture: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("transforms", "is_refused"),
+    ("transforms", "is_rejected"),
     [
         (("as_floats", None), True),
         ((None, "as_floats"), True),
@@ -179,7 +179,7 @@ def as_bytes(picture: Any) -> Tensor:
     ],
 )
 def test_both_splits_are_normalised_or_neither_is(
-    transforms: Sequence[str | None], tmp_path: Path, *, is_refused: bool
+    transforms: Sequence[str | None], tmp_path: Path, *, is_rejected: bool
 ) -> None:
     """Pixels of 8 bits are, floats are not: a model would be evaluated on other pixels."""
     write_folders(tmp_path / "pets", num_train=4, num_eval=4)
@@ -195,8 +195,8 @@ def test_both_splits_are_normalised_or_neither_is(
         world_size=1,
     )
     (answer,) = run_ranks(agreement, 1, config)
-    assert ("only uint8 is normalised by dataset.mean and dataset.std" in answer) == is_refused
-    assert bool(answer) == is_refused
+    assert ("only uint8 is normalised by dataset.mean and dataset.std" in answer) == is_rejected
+    assert bool(answer) == is_rejected
 
 
 def resumed(env: DistEnv, configs: list[Config], folder: Path) -> list[str]:
@@ -217,7 +217,7 @@ def resumed(env: DistEnv, configs: list[Config], folder: Path) -> list[str]:
     return answers
 
 
-def test_a_resume_with_other_samples_is_refused(tmp_path: Path) -> None:
+def test_a_resume_with_other_samples_is_rejected(tmp_path: Path) -> None:
     """Some would be used twice, and trained on after they were evaluated."""
     keys = ("shuffled", "shuffled,size:5,offset:200")
     same, drawn = config_of(*keys, world_size=1), config_of("unseeded", keys[1], world_size=1)

@@ -390,7 +390,7 @@ def save_whatever(folder: Path, content: Any, *, step: int = 1) -> None:
 
 
 def error_of(state: TrainState, config: Config, folder: Path) -> str:
-    """Return the sentence with which the folder's checkpoint is refused. Collective."""
+    """Return the sentence with which the folder's checkpoint is rejected. Collective."""
     with pytest.raises(UserError) as error:
         restore(state, folder, log=lambda _: None)
     assert "\n" not in str(error.value)
@@ -490,7 +490,7 @@ class Foreign(Tensor):
 
 
 def test_shards_are_saved_as_whole_tensors_or_not_at_all() -> None:
-    """Rank 0 alone keeps them; on every rank alike a foreign shard is refused by its key."""
+    """Rank 0 alone keeps them; on every rank alike a foreign shard is rejected by its key."""
     first, second = run_ranks(sharded, 2, config_of(*TOY))
     for found in first[1:3]:
         assert torch.equal(found, first[0])

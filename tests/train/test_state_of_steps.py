@@ -260,7 +260,7 @@ def test_only_buffers_that_training_changes_are_sent() -> None:
     assert run_ranks(changing, 2, configs) == [expected, expected]
 
 
-def refusal(env: DistEnv, config: Config) -> str:
+def rejection(env: DistEnv, config: Config) -> str:
     """Return what is said of the buffers."""
     with pytest.raises(UserError) as caught:
         find_changing(build(env, config))
@@ -270,7 +270,7 @@ def refusal(env: DistEnv, config: Config) -> str:
 def test_a_buffer_of_the_size_of_the_batch_is_one_line() -> None:
     """Ranks could not send it, nor a resume load it."""
     config = compose_config(*BASE, f"model._target_={__name__}.Recorded", world_size=2)
-    for answer in run_ranks(refusal, 2, config):
+    for answer in run_ranks(rejection, 2, config):
         assert answer.startswith("the buffer model.last is (2,) of float32 for 2 samples and (3,)")
 
 

@@ -17,7 +17,7 @@ from train_states import (
     TOY,
     build,
     compose_config,
-    refusal,
+    rejection,
     run_loop,
     take_steps,
 )
@@ -153,7 +153,7 @@ def test_a_wrong_name_of_a_step_is_one_sentence(keys: tuple[str, ...], expected:
     try:
         found = config_error(*keys)
     except AssertionError:  # only a rank imports the user's package
-        (found,) = run_ranks(refusal, 1, compose_config(*keys))
+        (found,) = run_ranks(rejection, 1, compose_config(*keys))
     assert expected in found
 
 

@@ -139,7 +139,7 @@ def test_the_yaml_has_every_key_with_its_default() -> None:
 
 
 def test_other_launchers_have_no_settings_of_slurm() -> None:
-    """Our own for one machine has none, and somebody else's is refused."""
+    """Our own for one machine has none, and somebody else's is rejected."""
     assert read_settings(OmegaConf.create({"_target_": LOCAL})) is None
     with pytest.raises(UserError, match="other is of another package, and a sweep needs"):
         read_settings(OmegaConf.create({"_target_": "other", "partition": "gpu"}))
