@@ -38,10 +38,16 @@ def pytest_sessionstart() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let a test that is given by its name run, whatever its tier; share the composed configs."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the variable
-        composed = tempfile.TemporaryDirectory(prefix="composed-")
-        os.environ["DDP_RUNNER_TEST_COMPOSED"] = composed.name
-        config.add_cleanup(composed.cleanup)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the variables
+        shared = tempfile.TemporaryDirectory(prefix="tests-")
+        os.environ["DDP_RUNNER_TEST_COMPOSED"] = shared.name
+        config.add_cleanup(shared.cleanup)
+        if config.option.numprocesses and not config.option.collectonly:
+            from warm import start_mother
+
+            mother = start_mother(Path(shared.name))
+            config.add_cleanup(mother.wait)
+            config.add_cleanup(mother.kill)  # the last to be added is the first to run
     is_default = config.option.markexpr == "not full and not slow"
     if is_default and config.args and all("::" in argument for argument in config.args):
         config.option.markexpr = ""
@@ -121,7 +127,7 @@ def short_temp() -> Iterator[Path]:
 def nothing_left_over() -> Iterator[None]:
     """Fail a test that leaves a variable, a changed folder, a process group, thread or process."""
     environ, folder = dict(os.environ), Path.cwd()
-    threads, pids = set(threading.enumerate()), {*_descendants(os.getpid())}
+    threads, pids = set(threading.enumerate()), _pids()
     yield
     leaks = []
     changed = {
@@ -161,13 +167,20 @@ def _left(threads: set[threading.Thread], pids: set[int]) -> list[str]:
 
 
 def _new_pids(before: set[int]) -> set[int]:
-    shared = set[int]()
-    if warm := sys.modules.get("warm"):
-        shared |= {*warm.server_pids()}
+    shared = {*_servers()}
     if ranks := sys.modules.get("ranks"):
         shared |= {*ranks.rank_pids()}
-    new = {*_descendants(os.getpid())} - before - shared
-    return {pid for pid in new if not _belongs_to_multiprocessing(pid)}
+    return {pid for pid in _pids() - before - shared if not _belongs_to_multiprocessing(pid)}
+
+
+def _servers() -> list[int]:
+    """Return the servers of warm processes: another process may have forked them."""
+    return warm.server_pids() if (warm := sys.modules.get("warm")) else []
+
+
+def _pids() -> set[int]:
+    """Return all processes below this one and its servers."""
+    return {pid for root in (os.getpid(), *_servers()) for pid in _descendants(root)}
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
@@ -46,8 +47,39 @@ LENGTH_BYTES = 8
 MOST_PASSED = 16  # descriptors
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+MOTHER = "DDP_RUNNER_TEST_MOTHER"  # a variable: the socket of the server that forks servers
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server of warm processes, and the link to it."""
+
+    pid: int
+    link: socket.socket
+    process: subprocess.Popen[bytes] | None = None  # None: another process has forked it
+
+    def has_ended(self) -> bool:
+        """Return whether it no longer runs."""
+        if self.process is not None:
+            return self.process.poll() is not None
+        return bool(select.select([self.link], [], [], 0)[0])  # it sends nothing, so this is EOF
+
+
 # One for each set of variables that choose the device which torch loads when it is imported.
-_servers = dict[tuple[str, ...], tuple[subprocess.Popen[bytes], socket.socket]]()
+_servers = dict[tuple[str, ...], Server]()
+
+
+def start_mother(folder: Path) -> subprocess.Popen[bytes]:
+    """Start the server that imports everything once for all workers of a test session.
+
+    The workers find it by the variable MOTHER, and ask it to fork a server for each.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(folder / "mother"))
+    listener.listen()
+    os.environ[MOTHER] = str(folder / "mother")
+    with listener:
+        return _start_program(listener, {}, "mother")
 
 
 def start_server(environ: Mapping[str, str] | None = None) -> socket.socket:
@@ -59,23 +91,40 @@ def start_server(environ: Mapping[str, str] | None = None) -> socket.socket:
     if environ and "SIMGPU_LIBRARY" in environ:
         read = {key: environ[key] for key in ("SIMGPU_LIBRARY", "PYTHONPATH")}
     of_device = tuple(f"{key}={one}" for key, one in sorted(read.items()))
-    if of_device in _servers and _servers[of_device][0].poll() is None:
-        return _servers[of_device][1]
+    if of_device in _servers and not _servers[of_device].has_ended():
+        return _servers[of_device].link
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    program = [sys.executable, str(HELPERS / "warm_server.py"), str(theirs.fileno()), *PRELOAD]
+    with theirs:
+        if MOTHER in os.environ and not of_device:
+            server = Server(_ask_mother(theirs), ours)
+        else:
+            process = _start_program(theirs, read, "server")
+            server = Server(process.pid, ours, process)
+    _servers[of_device] = server
+    return ours
+
+
+def _start_program(link: socket.socket, read: Mapping[str, str], role: str) -> Any:
+    path = str(HELPERS / "warm_server.py")
+    program = [sys.executable, path, role, str(link.fileno()), *PRELOAD]
     own = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # the server must not start threads
     own.pop("PYTHONPATH", None)  # each command has its own
-    server = subprocess.Popen(
-        program, env=own | read, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+    return subprocess.Popen(
+        program, env=own | read, stdin=subprocess.DEVNULL, pass_fds=[link.fileno()]
     )
-    theirs.close()
-    _servers[of_device] = server, ours
-    return ours
+
+
+def _ask_mother(link: socket.socket) -> int:
+    """Let the mother fork a server with this link, and return its number."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+        asked.connect(os.environ[MOTHER])
+        socket.send_fds(asked, [b"."], [link.fileno()])
+        return int(asked.recv(LENGTH_BYTES))
 
 
 def server_pids() -> list[int]:
     """Return the numbers of the servers that run."""
-    return [server.pid for server, _ in _servers.values()]
+    return [server.pid for server in _servers.values()]
 
 
 def send(link: socket.socket, message: object) -> None:
@@ -130,9 +179,10 @@ class WarmProcess:
             return int(told)
         self.link.close()
         self._status.close()
-        for process, link in _servers.values():
-            if link is server:
-                print(f"the server of warm processes ended: {process.wait()}", file=sys.stderr)
+        for one in _servers.values():
+            if one.link is server:
+                code = one.process and one.process.wait()
+                print(f"the server of warm processes {one.pid} ended: {code}", file=sys.stderr)
         return 0
 
     @property

@@ -2,6 +2,8 @@
 
 ``warm`` starts it as a script, so a forked process is an ordinary main program: what it was asked
 to run is the last thing that the script does, and the interpreter ends it as it ends any other.
+
+The mother of a test session has imported everything, and forks a server for each of its workers.
 """
 
 import atexit
@@ -27,6 +29,26 @@ def end() -> None:
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(exit_code)
+
+
+def serve_workers(listener: socket.socket) -> socket.socket:
+    """Fork a server for each worker that asks; return, in a fork only, its link to the worker."""
+    preload = sys.modules["ddp_runner.launch.preload"]
+    while True:
+        asked, _ = listener.accept()
+        with asked:
+            _, descriptors, _, _ = socket.recv_fds(asked, 1, 1)
+            link = socket.socket(fileno=descriptors[0])
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                # A fork inherits neither of these, nor its own number.
+                preload.SERVER = os.getpid()
+                preload.adopt_orphans()
+                preload.die_with_parent(signal.SIGRTMIN)
+                return link
+            link.close()
+            asked.send(b"%d" % pid)
 
 
 def serve(control: socket.socket) -> socket.socket:
@@ -108,11 +130,13 @@ def run(link: socket.socket) -> None:
 
 if __name__ == "__main__":
     atexit.register(end)  # the first to be registered is the last to run
-    own_link = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
+    own_link = socket.socket(fileno=int(sys.argv[2]))
+    for name in sys.argv[3:]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else a collection in each forked process copies the pages of all modules
+    if sys.argv[1] == "mother":
+        own_link = serve_workers(own_link)
     try:
         run(serve(own_link))
     except SystemExit as stop:
