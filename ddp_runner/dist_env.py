@@ -256,7 +256,7 @@ def _integer(environ: Mapping[str, str], key: str, default: str | None = None) -
     if value is None or not value.strip().isdecimal():
         raise UserError(
             f"{key} ({value}) must be a whole number in a launcher's rank",
-            "unset RANK and WORLD_SIZE to let the runner start its own workers",
+            "unset RANK and WORLD_SIZE to let the runner start its own ranks",
         )
     return int(value)
 

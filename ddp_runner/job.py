@@ -69,7 +69,7 @@ class Job:
 
     config: RunConfig
     started_at: float  # time.time() when the command, or the sweep's job, began
-    code: Mapping[str, Any]  # git_revision and versions
+    provenance: Mapping[str, Any]  # git_revision and versions
     run_dir: Path | None = None  # None: rank 0 claims a folder
     lacks_run: bool = False  # the run to resume, and its config, are on another machine
     # The next two are None under another launcher.

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started_at = time.time()
     warnings: list[str] = []  # about stdout and stderr
     keep_streams(warnings.append)
-    # A rank of torchrun other than 0 soon writes to its log.
+    # Torchrun's ranks other than 0 will point descriptor 2 at their log: errors go to this copy.
     stderr, descriptor = sys.stderr, os.dup(2) if "TORCHELASTIC_RUN_ID" in os.environ else 2
     for signum in handled_signals():
         # No rank has started yet, so there is nothing to save.
@@ -101,8 +101,8 @@ def _run(
     env = dist_env()
     if env is not None and starts_our_launchers(env, nnodes=composed.launch.nnodes):
         env = None
-    code = {"git_revision": git_revision(), "versions": versions()}
-    invocation = Invocation(command, env, started_at, code, tuple(warnings))
+    provenance = {"git_revision": git_revision(), "versions": versions()}
+    invocation = Invocation(command, env, started_at, provenance, tuple(warnings))
     keys = [item.key_or_group for item in command.overrides]
     if is_sweep(command, composed):
         if "hydra.run.dir" in keys:
@@ -126,8 +126,9 @@ def _single_run(composed: DictConfig, invocation: Invocation) -> int:
         # Without reverse DNS torch would print a warning for each connection.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if env is None:
-        start_fork_server()  # as early as possible: it imports torch in the background
-    job, config = replace(job, run_dir=_named_folder(composed, job)), job.config
+        start_fork_server()  # it imports torch while this process claims the run folder
+    job = replace(job, run_dir=_named_folder(composed, job))
+    config = job.config
     if env is not None or config.launch.nnodes > 1:
         # Rank 0 claims the folder: it may be on another machine.
         if job.run_dir and is_over(job):
@@ -164,7 +165,7 @@ def _named_folder(composed: DictConfig, job: Job) -> Path | None:
 def _sweep(composed: DictConfig, invocation: Invocation) -> int:
     """Run a sweep; return its exit code."""
     if invocation.env is not None:
-        raise UserError("-m starts its own workers", "run a sweep without torchrun or srun")
+        raise UserError("-m starts its own ranks", "run a sweep without torchrun or srun")
     command, jobs = invocation.command, Jobs(composed, invocation)
     return run_sweep(
         SweepCommand(

@@ -53,7 +53,7 @@ class Invocation:
     command: CommandLine
     env: DistEnv | None  # this rank's facts; None if no launcher started this process
     started_at: float  # time.time()
-    code: Mapping[str, Any]  # git_revision and versions
+    provenance: Mapping[str, Any]  # git_revision and versions
     warnings: tuple[str, ...] = ()  # about stdout and stderr
 
 
@@ -178,7 +178,7 @@ def finish(
         config=config,
         started_at=invocation.started_at,
         lacks_run=prepared.lacks_run,
-        code=invocation.code,
+        provenance=invocation.provenance,
         overrides=overrides,
         own_groups=own_groups if env is None else None,
         resume_arguments=resume_arguments(

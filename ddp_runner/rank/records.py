@@ -32,7 +32,7 @@ def log_facts(
     show = session.log if job.shows_header else log_to_file
     show(fact_lines({"run": folder, **facts}))
     if explains:
-        device, versions = session.devices[0], job.code["versions"]
+        device, versions = session.devices[0], job.provenance["versions"]
         glossary = word_lines(config, session.env, device=device, versions=versions)
         (show if config.verbose else log_to_file)(glossary)
 

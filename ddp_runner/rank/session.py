@@ -89,7 +89,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
             job = adopted
             mode, devices = _open_mode(job.config, env)
         config = job.config
-        ensure_agreement(_comparable(job), optional=job.code)
+        ensure_agreement(_comparable(job), optional=job.provenance)
         ensure_own_devices(devices, backend=config.backend.name)
         torch.set_num_threads(config.train.num_threads or _num_threads(env))
         keep_freed_memory()
@@ -259,4 +259,4 @@ def _record_start(session: Session) -> None:
         restarts=env.restart_count,
         warnings=list(job.warnings),
     )
-    start_session(session.run_dir, started_at=job.started_at, **job.code, **(facts | share))
+    start_session(session.run_dir, started_at=job.started_at, **job.provenance, **(facts | share))

@@ -36,7 +36,7 @@ def train(
     stop_requested: Callable[[], bool],
     logger: Logger,
 ) -> Status:
-    """Train from the state's position to the last step. Collective: every rank must call.
+    """Train from the state's position to the final step. Collective: every rank must call.
 
     Returns:
         COMPLETED, or PREEMPTED if a rank was asked to stop; the state is then saved.
@@ -64,16 +64,16 @@ def train(
         logger.step_done(step=progress.step, epoch=batches.epoch_number)
         if progress.step == 1:
             _log_first_loss(state, sums, logger)
-        is_last = state.has_ended
+        is_final = state.has_ended
         needs_monitor = monitors_training and _checkpoint_is_due(state)
-        if is_last or needs_monitor or progress.step % config.log_every_steps == 0:
+        if is_final or needs_monitor or progress.step % config.log_every_steps == 0:
             progress.metrics |= reduce_step_metrics(state, sums, lr=lr)
             ensure_monitored(work.config, progress.metrics, part="train")
             logger.log(progress.metrics, step=progress.step, epoch=batches.epoch_number)
         state.profiler.step_done(progress.step)
-        progress.owes_evaluation = evaluation_is_due(batches, progress, config, is_last=is_last)
-        # After the last step only the evaluation remains, and stopping would delay it.
-        if not is_last and state.engine.may_stop(vote.agreed(stop_requested())):
+        progress.owes_evaluation = evaluation_is_due(batches, progress, config, is_final=is_final)
+        # After the final step only the evaluation remains, and stopping would delay it.
+        if not is_final and state.engine.may_stop(vote.agreed(stop_requested())):
             save()
             return Status.PREEMPTED
         _evaluate_and_save(state, vote, save=save, logger=logger)
@@ -84,7 +84,7 @@ def train(
 def _evaluate_and_save(
     state: TrainState, vote: StopVote, *, save: Callable[[], None], logger: Logger
 ) -> None:
-    """Evaluate and save if that is due after the last step. Collective: every rank must call."""
+    """Evaluate and save if that is due after the step just taken. Collective: every rank."""
     is_evaluated, epoch_ended = state.progress.owes_evaluation, state.batches.step == 0
     if is_evaluated or epoch_ended:
         vote.settle()  # before loader processes are forked
@@ -228,11 +228,6 @@ class LocalEngine(Engine[TrainState, StepBatch]):
             return accumulate_gradients(state, batch)
 
 
-def install_engine(state: TrainState) -> Status | None:
-    """Let the state's mode compute its steps from here on. Collective: every rank must call.
-
-    Returns:
-        How the run ended, if this rank served the loop until the end; None if it runs the loop.
-    """
-    state.engine = state.work.mode.engine(state, LocalEngine())
-    return state.engine.serve(state)
+def build_engine(state: TrainState) -> Engine[TrainState, StepBatch]:
+    """Return what computes the steps in the state's mode. Collective: every rank must call."""
+    return state.work.mode.engine(state, LocalEngine())

@@ -85,7 +85,10 @@ def stop_reason(progress: Progress, settings: EarlyStopConfig) -> str | None:
 def is_due(
     batches: Batches, progress: Progress, *, every_steps: int | None, every_epochs: int | None
 ) -> bool:
-    """Return whether an action with these periods is due after the last step; None and 0: never."""
+    """Return whether an action with these periods is due after the step just taken.
+
+    None and 0 stand for never.
+    """
     epoch_ended = batches.step == 0
     return bool(
         (every_steps and progress.step % every_steps == 0)
@@ -94,11 +97,14 @@ def is_due(
 
 
 def evaluation_is_due(
-    batches: Batches, progress: Progress, config: TrainConfig, *, is_last: bool
+    batches: Batches, progress: Progress, config: TrainConfig, *, is_final: bool
 ) -> bool:
-    """Return whether to evaluate after a step: also after the last, if the run evaluates."""
+    """Return whether an evaluation is due after the step just taken.
+
+    It always is after the run's final step, unless the run never evaluates.
+    """
     by_steps, by_epochs = config.eval_every_steps, config.eval_every_epochs
-    if is_last:
+    if is_final:
         return bool(by_steps or by_epochs)
     return is_due(batches, progress, every_steps=by_steps, every_epochs=by_epochs)
 

@@ -113,7 +113,7 @@ class TrainState:
         return self.progress.step
 
     @property
-    def last_step(self) -> int | None:
+    def final_step(self) -> int | None:
         """The step at which the run ends: train.max_steps, or the end of its last epoch.
 
         Past epochs may have had another batch size, so count from the current step. None for the

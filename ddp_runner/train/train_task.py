@@ -21,7 +21,7 @@ from ddp_runner.tracking.start_block import sizes, training_facts
 from ddp_runner.train.best_model import export_best
 from ddp_runner.train.build_state import build_session_state
 from ddp_runner.train.first_batch import try_run
-from ddp_runner.train.loop import install_engine, train
+from ddp_runner.train.loop import build_engine, train
 from ddp_runner.train.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
 from ddp_runner.train.progress import early_stop_of, stop_reason
 from ddp_runner.train.snapshot import restore, snapshot
@@ -53,8 +53,9 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         session.log(f"nothing is left to train: {done} are done, and train.{key} is {limit}")
     if not session.env.is_rank_zero:  # rank 0 logs its process with the facts of the run
         session.log(f"rank {session.env.rank} is process {os.getpid()}")
-    status = install_engine(state)
-    if status is not None:
+    state.engine = build_engine(state)
+    status = state.engine.serve(state)
+    if status is not None:  # this rank has served the loop of another
         return status
     model_sizes = sizes(state.module)
     if session.env.is_rank_zero:
@@ -71,7 +72,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             fields=fields | model_sizes,
             resume_step=resume_step,
             stack=stack,
-            max_steps=state.last_step or 0,
+            max_steps=state.final_step or 0,
             total_epochs=state.total_epochs or 0,
         )
         if session.env.is_rank_zero:
@@ -105,8 +106,8 @@ def _changes(session: Session, state: TrainState) -> list[str]:
     """Return what this command changes in the run that it resumes. Collective: every rank.
 
     Raises:
-        UserError: no step is left that would use a changed key, and `compare` would show a result
-            that no run had.
+        UserError: no steps are left, so a changed key would have no effect, yet `compare` would
+            show the run's result under it.
     """
     written = session.job.secrets.written(session.config)
     values = from_rank_zero(lambda: changed_values(written, session.run_dir))
@@ -164,7 +165,7 @@ def _log_facts(
         num_train=dataset.train.num_samples,
         num_eval=dataset.eval.num_samples,
         num_shares=batches.num_shares,
-        max_steps=state.last_step,
+        max_steps=state.final_step,
         steps_per_epoch=batches.steps_per_epoch,
         devices=state.work.devices,
     )

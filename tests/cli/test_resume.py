@@ -306,7 +306,7 @@ def test_each_attempt_meets_at_a_file_of_its_own(tmp_path: Path) -> None:
         for scratch in ("one", "two"):
             for attempt in range(2):
                 env = DistEnv(0, 0, 2, 2, restart_count=attempt)
-                job = Job(config=config, started_at=0, code={}, temp=tmp_path / scratch)
+                job = Job(config=config, started_at=0, provenance={}, temp=tmp_path / scratch)
                 seen.add(_init_method(job, env))
     assert len(seen) == 12
     assert all(str(one).startswith(f"file://{tmp_path}/") for one in seen)
@@ -316,7 +316,7 @@ def test_torchrun_has_a_rendezvous_of_its_own() -> None:
     """The config's value is not used, and a warning says so."""
     env = DistEnv(0, 0, 2, 2, launcher="torchrun")
     config, warnings = resolved("launch.init_method=tcp://h:1", env=env)
-    job = Job(config=config, started_at=0, code={})
+    job = Job(config=config, started_at=0, provenance={})
     assert _init_method(job, env) == "env://"
     assert any("torchrun has its own rendezvous" in one for one in warnings)
     by_hand = DistEnv(0, 0, 2, 2)

@@ -125,7 +125,7 @@ def test_a_hostile_config_runs_nothing(
 
     config = as_loaded(tmp_path)
     env = DistEnv(0, 0, 1, 1)
-    job = Job(config=config, started_at=time.time(), code={})
+    job = Job(config=config, started_at=time.time(), provenance={})
     with pytest.raises(UserError) as rejected, open_session(job, env):
         pass
     by_rank = str(rejected.value)

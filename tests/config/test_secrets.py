@@ -204,7 +204,7 @@ def planned(run_dir: Path, *overrides: str) -> Job:
     return Job(
         config=config,
         started_at=time.time(),
-        code={"versions": versions()},
+        provenance={"versions": versions()},
         run_dir=run_dir,
         overrides=keys,
         secrets=find_secrets(raw),

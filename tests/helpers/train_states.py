@@ -29,7 +29,7 @@ from ddp_runner.parallelism.shards import full_tensor
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build_state import build_state, build_work
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.loop import install_engine, take_step, train
+from ddp_runner.train.loop import build_engine, take_step, train
 from ddp_runner.train.progress import Progress
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
@@ -202,7 +202,8 @@ def take_steps(
     state, trace = state or build(env, config), Trace()
     batches = state.batches
     end_at(state, num_steps)
-    if install_engine(state) is None:
+    state.engine = build_engine(state)
+    if state.engine.serve(state) is None:
         for batch in islice(batches, num_steps):
             sums = take_step(state, batch)
             trace.losses.append(global_loss(state, sums))
@@ -259,7 +260,8 @@ def run_loop(
 
     if max_steps is not None:
         end_at(state, max_steps)
-    served = install_engine(state)
+    state.engine = build_engine(state)
+    served = state.engine.serve(state)
     if served is not None:
         trace.status, trace.weights = served, flat_weights(state.module)
         return trace

@@ -226,7 +226,7 @@ def test_three_restarts_at_one_step_are_the_last_and_the_first_cause_is_named(
 
     def start(attempt: int) -> None:
         env = DistEnv(0, 0, 1, 1, restart_count=attempt)
-        job = Job(config=config, started_at=0.0, code={}, earlier=tuple(earlier))
+        job = Job(config=config, started_at=0.0, provenance={}, earlier=tuple(earlier))
         devices = (torch.device("cpu"),)
         session = Session(job, env, mode, devices, RunDir(tmp_path), logged.append)
         if (step := steps[attempt]) is not None:

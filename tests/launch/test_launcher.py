@@ -505,7 +505,7 @@ def test_a_signal_before_the_launcher_answers_them_marks_the_run(
     monkeypatch.setattr(launcher, "run_ranks", leave)
     config, _ = resolved("model=toy")
     with pytest.raises(SystemExit):
-        launcher.launch(Job(config=config, started_at=time.time(), code={}, run_dir=tmp_path))
+        launcher.launch(Job(config=config, started_at=time.time(), provenance={}, run_dir=tmp_path))
     assert record(tmp_path)["status"] == "preempted"
 
 
@@ -531,7 +531,9 @@ def test_a_machine_that_is_lost_after_the_end_is_no_failure(
     lost = Failure(rank=None, kind="machine", sentence="n1 was lost")
     config, _ = resolved("model=toy")
     config = replace(config, launch=replace(config.launch, nnodes=2))
-    outcome = launcher.report_failure(Job(config=config, started_at=2.0, code={}), lost, tmp_path)
+    outcome = launcher.report_failure(
+        Job(config=config, started_at=2.0, provenance={}), lost, tmp_path
+    )
     is_complete = status == "completed"
     assert outcome.exit_code == (0 if is_complete else 1)
     assert record(tmp_path)["status"] == ("completed" if is_complete else "failed")

@@ -27,7 +27,7 @@ def adopted(env: DistEnv, job: Job) -> str:
 def test_only_our_launcher_can_give_rank_zero_away(wire: Any) -> None:
     """Under torchrun, launch.node_rank has no effect: the folder must go to the machine."""
     config, _ = resolved("model=toy", "world_size=2")
-    job = Job(config=replace(config, resume="RUN"), started_at=0.0, code={}, wire=wire)
+    job = Job(config=replace(config, resume="RUN"), started_at=0.0, provenance={}, wire=wire)
     for sentence in run_ranks(adopted, 2, job):
         assert "has rank 0; copy it to " in sentence
         assert ("launch.node_rank=0" in sentence) == (wire is not None)

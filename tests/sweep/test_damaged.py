@@ -22,7 +22,7 @@ from ddp_runner.tracking.run_record import read_run_record
 @pytest.fixture
 def jobs(tmp_path: Path) -> dict[str, Job]:
     """Return three jobs with their folders."""
-    job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
+    job = Job(config=resolved("model=toy")[0], started_at=0.0, provenance={})
     jobs = {name: replace(job, run_dir=tmp_path / name) for name in ("a", "b", "c")}
     for name in jobs:
         (tmp_path / name).mkdir()

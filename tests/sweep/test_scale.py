@@ -91,7 +91,7 @@ def test_a_large_sweep_says_how_far_its_planning_is(
 ) -> None:
     """Thousands of jobs take a while; a small sweep prints nothing."""
     monkeypatch.setattr(planner, "NOTE_EVERY", 3)
-    job = Job(config=resolved("model=toy")[0], started_at=0.0, code={})
+    job = Job(config=resolved("model=toy")[0], started_at=0.0, provenance={})
     common = compose(parse(["-m", "model=toy", "seed=1,2"]))
     command = SweepCommand(
         words=["-m"],

@@ -145,7 +145,7 @@ def test_a_heartbeat_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_the_logger_of_a_run_notes_how_far_it_is(tmp_path: Path) -> None:
     """From the step of the checkpoint on; an evaluation lasts until the next step."""
-    job, own = Job(resolved("model=toy")[0], started_at=0.0, code={}), Heartbeat()
+    job, own = Job(resolved("model=toy")[0], started_at=0.0, provenance={}), Heartbeat()
     RunDir(tmp_path).freeze(job.config, overrides=(), choices={})
     start_session(tmp_path, started_at=0.0)
     with RunLogger(

@@ -33,7 +33,7 @@ def summary(
 ) -> str:
     """Return how a run ended 1.23 s after its start."""
     config = resolved("model=toy")[0]
-    job = Job(config, started_at=time.time() - 1.23, code={}, **fields)
+    job = Job(config, started_at=time.time() - 1.23, provenance={}, **fields)
     return end_summary(job, RunDir(run_dir), status=status, metrics=metrics, waiting=waiting)
 
 

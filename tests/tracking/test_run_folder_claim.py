@@ -40,7 +40,7 @@ def job(*overrides: str, run_dir: Path | None = None, ranks: int = 2) -> Job:
     """Return a job as torchrun's ranks plan it."""
     env = DistEnv(rank=0, local_rank=0, world_size=ranks, local_world_size=ranks)
     config, _ = resolved("model=toy", *overrides, env=env)
-    return Job(config=config, started_at=0.0, code={}, run_dir=run_dir)
+    return Job(config=config, started_at=0.0, provenance={}, run_dir=run_dir)
 
 
 def attempt(

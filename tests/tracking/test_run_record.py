@@ -93,7 +93,7 @@ def test_a_run_that_begins_anew_in_its_folder_forgets_its_earlier_sessions(tmp_p
 
 def session(env: DistEnv, config: Config, run_dir: Path, started_at: float) -> Outcome:
     """Run a rank as a worker does."""
-    job = Job(config, started_at=started_at, code={"versions": versions()}, run_dir=run_dir)
+    job = Job(config, started_at=started_at, provenance={"versions": versions()}, run_dir=run_dir)
     return run_task(job, replace(env, launcher="environment"))  # it meets the others at init_method
 
 

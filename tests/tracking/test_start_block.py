@@ -75,7 +75,9 @@ def test_ranks_that_compute_the_same_samples_are_a_group() -> None:
 
 def test_the_first_line_says_what_starts_and_where(tmp_path: Path) -> None:
     """Before torch is imported; the folder as short as the user's own folder allows."""
-    job = Job(config=resolved("world_size=2")[0], started_at=time.time(), code={}, run_dir=RUN)
+    job = Job(
+        config=resolved("world_size=2")[0], started_at=time.time(), provenance={}, run_dir=RUN
+    )
     assert starting_lines(job).splitlines() == [
         f"run          {RUN}",
         "starting 2 ranks, gloo on CPU; importing torch …",

@@ -218,7 +218,7 @@ def logger(folder: Path) -> RunLogger:
     """Return the logger of a run that begins."""
     opened(folder, CONFIG).close()
     start_session(folder, started_at=0.0)
-    job = Job(resolved("model=toy")[0], started_at=0.0, code={})
+    job = Job(resolved("model=toy")[0], started_at=0.0, provenance={})
     return RunLogger(RunDir(folder), job=job, heartbeat=Heartbeat(), max_steps=9, total_epochs=3)
 
 

@@ -205,7 +205,9 @@ def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
     # The ranks meet by a file of this run's own.
     launch = replace(config.launch, init_method=(run_dir.parent / f"{run_dir.name}.store").as_uri())
     config = replace(config, launch=launch)
-    job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
+    job = Job(
+        config=config, started_at=time.time(), provenance={"versions": versions()}, run_dir=run_dir
+    )
     try:
         return str(run_task(job, replace(env, launcher="environment")).status)
     except UserError as error:

@@ -351,7 +351,9 @@ def test_a_run_begins_once_with_the_loss_over_all_ranks() -> None:
 
 def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
     """Run as a worker does, and return how it ended."""
-    job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
+    job = Job(
+        config=config, started_at=time.time(), provenance={"versions": versions()}, run_dir=run_dir
+    )
     # It meets the others at init_method, as under a plain launcher.
     status: str = run_task(job, replace(env, launcher="environment")).status
     return status

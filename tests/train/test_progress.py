@@ -133,7 +133,9 @@ def test_a_resumed_run_stops_at_the_same_step(tmp_path: Path, stop_after: int) -
 
 def whole_run(env: DistEnv, config: Config, run_dir: Path) -> str:
     """Run as a worker does, and return how it ended."""
-    job = Job(config=config, started_at=time.time(), code={"versions": versions()}, run_dir=run_dir)
+    job = Job(
+        config=config, started_at=time.time(), provenance={"versions": versions()}, run_dir=run_dir
+    )
     status: str = run_task(job, replace(env, launcher="environment")).status
     return status
 

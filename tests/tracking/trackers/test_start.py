@@ -48,7 +48,7 @@ class Followed:
         }
         config = replace(config, trackers=trackers, allowed_targets=["own_trackers"])
         secrets = Secrets(values={"said no": "${oc.env:X}"})
-        job = Job(config, started_at=5.0, code={}, secrets=secrets)
+        job = Job(config, started_at=5.0, provenance={}, secrets=secrets)
         before = children()
         self.stack.enter_context(followed(job, RunDir(self.folder)))
         self.pids = sorted(children() - before)
@@ -216,7 +216,7 @@ config = replace(
     trackers={"x": {"_target_": f"own_trackers.{name}", "path": path}},
     allowed_targets=["own_trackers"],
 )
-with followed(Job(config, started_at=5.0, code={}), RunDir(Path(folder))):
+with followed(Job(config, started_at=5.0, provenance={}), RunDir(Path(folder))):
     pids = children()
     while not (os.path.exists(path) and open(path).read()):
         time.sleep(0.1)
