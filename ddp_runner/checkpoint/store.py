@@ -264,7 +264,7 @@ def load_plain_data(file: Path, *, named: str, fix: str, is_mapped: bool = False
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except Exception as error:  # foreign bytes raise anything
+    except Exception as error:  # damaged bytes raise any type
         reason = f"it is damaged or of another kind ({typed(error)[:200]})"
         if (forbidden := re.search(r"GLOBAL (\S+)", str(error))) is not None:
             reason = f"rejected: it names {forbidden[1]}, which could run code (none was run)"

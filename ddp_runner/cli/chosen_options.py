@@ -29,7 +29,8 @@ def keep_chosen_options(
     Hydra has composed `raw` from the user's `words`, with an option for each group in
     `choices`; the `folders` are URLs of the user's own groups.
     """
-    given, is_new = dict(zip(chosen_keys(words), words, strict=True)), raw.resume in (None, AUTO)
+    given = dict(zip(chosen_keys(words), words, strict=True))
+    is_new = raw.resume in (None, AUTO)
     for group in (key for key in GROUPS if key in given):
         last = MERGED_LAST[1:] if group == "model" else MERGED_LAST
         # The default model sets no keys of other groups; the model of a resumed run may.
@@ -42,7 +43,8 @@ def keep_chosen_options(
         keys = [word if word[0] == "~" else f"++{word.lstrip('+')}" for word in words_within]
         alone = _composed(*(f"~{key}" for key in last), given[group], *keys, folders=folders)
         # All options of backend share the other keys, such as timeout_s.
-        part, before = "backend.name" if group == "backend" else group, _keys(raw)
+        part = "backend.name" if group == "backend" else group
+        before = _keys(raw)
         wanted = OmegaConf.select(alone, part)
         if OmegaConf.select(raw, part) == wanted:
             continue

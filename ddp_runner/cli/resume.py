@@ -40,10 +40,10 @@ def resumed_overrides(
         return overrides, []
     index = indices[-1]
     value = OverridesParser.create().parse_override(overrides[index]).value()
-    runs = [_run(item) for item in (value.list if isinstance(value, ChoiceSweep) else [value])]
+    runs = [*map(_resolve_run, value.list if isinstance(value, ChoiceSweep) else [value])]
     if value == "last":
         overrides[index] = f"resume={quoted(str(runs[0]))}"
-    first, *others = (_choices(run, folders=folders) for run in runs)
+    first, *others = (_read_choices(run, folders=folders) for run in runs)
     given = {word.partition("=")[0] for word in overrides}
     configs = [RunDir(run).config for run in runs]
     overrides = [forced_override(word, configs, chosen=given) for word in overrides]
@@ -78,7 +78,7 @@ def with_resumed(
     raw.allowed_targets = [*raw.allowed_targets, *given_targets(raw)]
     if raw.resume in (None, AUTO) or is_elsewhere:
         return raw
-    frozen, chosen = _frozen(Path(raw.resume)), chosen_keys(overrides)
+    frozen, chosen = _read_config(Path(raw.resume)), chosen_keys(overrides)
     run: Any = OmegaConf.to_container(frozen)  # unresolved
     unresolved: Any = OmegaConf.to_container(raw)
     trained = run["task"]
@@ -158,7 +158,7 @@ def dropped_trackers(raw: DictConfig, overrides: Sequence[str]) -> list[str]:
     is_given = any(key.partition(".")[0] == "trackers" for key in chosen_keys(overrides))
     if is_given or raw.resume in (None, AUTO):
         return []
-    frozen: Any = OmegaConf.to_container(_frozen(Path(raw.resume)))  # unresolved
+    frozen: Any = OmegaConf.to_container(_read_config(Path(raw.resume)))  # unresolved
     if not (names := list(frozen["trackers"])):
         return []
     return [
@@ -203,7 +203,7 @@ def _take_model(
         frozen.dataset.tokenizer = str(tokenizer)
 
 
-def _run(value: Any) -> Path:
+def _resolve_run(value: Any) -> Path:
     """Return the run that a value of resume names."""
     text = value.text if isinstance(value, QuotedString) else str(value)
     if text != "last":
@@ -216,7 +216,7 @@ def _run(value: Any) -> Path:
     return newest
 
 
-def _frozen(run_dir: Path) -> DictConfig:
+def _read_config(run_dir: Path) -> DictConfig:
     """Return a run's frozen config; reject a missing or damaged file."""
     path = RunDir(run_dir).config
     if is_missing(path):
@@ -229,7 +229,7 @@ def _frozen(run_dir: Path) -> DictConfig:
     return frozen_config(path)
 
 
-def _choices(run_dir: Path, *, folders: Sequence[Path]) -> list[tuple[str, str]]:
+def _read_choices(run_dir: Path, *, folders: Sequence[Path]) -> list[tuple[str, str]]:
     """Return the groups of a run with their options, if the folders have them."""
 
     def exists(group: str, option: str) -> bool:

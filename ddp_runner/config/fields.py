@@ -13,7 +13,7 @@ from ddp_runner.errors import UserError, in_yaml, nearest
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 CONTAINERS = {list: "a list", dict: "a mapping"}
 T = TypeVar("T")
-MOST = 2**63 - 1  # the largest integer of torch and NumPy, also for seeds
+MAX_INT64 = 2**63 - 1  # the largest integer of torch and NumPy, also for seeds
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def validate_value(name: str, value: Any, rule: Rule) -> None:
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, float) and not math.isfinite(item):
             raise UserError(f"{name} ({value}) must be a finite number")
-        if isinstance(item, int) and abs(item) > MOST:
-            limit = f"{MOST} or less" if item > 0 else f"{-MOST} or greater"
+        if isinstance(item, int) and abs(item) > MAX_INT64:
+            limit = f"{MAX_INT64} or less" if item > 0 else f"{-MAX_INT64} or greater"
             raise UserError(f"{name} ({value}) must be {limit}")
         if item is not None and rule.choices and item not in rule.choices:
             choices = [in_yaml(choice) for choice in rule.choices]

@@ -19,26 +19,30 @@ def validate_clashes(config: Config) -> None:
     if needs.num_servers and mode.get("mode") not in ("sync", "async"):
         raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
     if needs.num_servers and config.task == "check":
-        raise UserError(f"task=check compares equal ranks, not parallelism={name}", "write ddp")
+        raise UserError(
+            f"task=check compares equal ranks, not parallelism={name}", "write parallelism=ddp"
+        )
     if has_own_loop(config.task) and (needs.num_servers or needs.model_ranks != 1):
         raise UserError(
             f"task={config.task} needs samples of its own on each rank, which parallelism={name} "
             "does not give",
-            "write ddp or fsdp",
+            "write parallelism=ddp or parallelism=fsdp",
         )
     if needs.num_servers and train.profile is not None:
         raise UserError(
-            f"train.profile traces ranks of one loop, not parallelism={name}", "write ddp"
+            f"train.profile traces ranks of one loop, not parallelism={name}",
+            "write parallelism=ddp",
         )
     if train.precision == "fp16" and (needs.num_servers or needs.splits_parameters):
         raise UserError(
             f"train.precision=fp16 scales the loss by whole gradients, which no rank sees under "
             f"parallelism={name}",
-            "write bf16",
+            "write train.precision=bf16",
         )
     if train.compile and needs.data_parallel:
         raise UserError(
-            f"train.compile=true: parallelism={name} copies the model in each step", "write ddp"
+            f"train.compile=true: parallelism={name} copies the model in each step",
+            "write parallelism=ddp",
         )
     if train.compile and cap_mb is not None and cap_mb < 1:  # the first bucket has 1 MiB
         raise UserError(

@@ -91,7 +91,7 @@ def validate_warmup(warmup: int, *, total_steps: int) -> None:
     if not 0 <= warmup <= total_steps:
         raise UserError(
             f"scheduler.warmup_steps ({warmup}) must be from 0 to the total steps ({total_steps})",
-            "shorten the warm-up or train longer",
+            "use fewer warm-up steps, or more total steps",
         )
 
 
@@ -226,9 +226,8 @@ def _validate_init_method(config: Config, env: DistEnv | None) -> None:
     method, launch = config.launch.init_method, config.launch
     if method is None:
         return
-    is_shared = (
-        env is not None or launch.nnodes > 1
-    )  # else file://NAME is in a temporary folder of the launcher
+    # One launcher alone may use file://NAME, which is in its own temporary folder.
+    is_shared = env is not None or launch.nnodes > 1
     if not re.match(rf"tcp://.+:\d+$|file://{'/' if is_shared else ''}", method):
         raise UserError(
             f"launch.init_method ({method}) must be tcp://HOST:PORT, or file:///PATH in a folder "

@@ -47,16 +47,11 @@ LIST_GROUPS = ("metrics", "trackers")  # groups with any number of options
 TOTAL_STEPS = ("total_steps", "T_max", "num_training_steps", "num_steps", "max_steps", "max_iters")
 
 
-def _validate_fraction(fraction: float | None) -> None:
-    if fraction is not None and fraction >= 1:
-        raise UserError(f"dataset.eval_fraction ({fraction}) must be between 0 and 1", "use 0.1")
-
-
-# The rules of keys in an option's YAML, which are not in the schema.
+# The rules of keys in an option's YAML, which are not in the schema. Without a rule, numbers of our
+# own classes and of torch's schedulers must be 0 or greater.
 GROUP_KEYS: Mapping[str, Rule] = {
-    # Other numbers of our own classes and of torch's schedulers must be 0 or greater.
-    **dict.fromkeys(("dataset.mean", "scheduler.last_epoch"), Rule()),
-    "dataset.eval_fraction": Rule(above=0, validate=_validate_fraction),
+    **dict.fromkeys(("dataset.mean", "scheduler.last_epoch"), Rule()),  # these may be negative
+    "dataset.eval_fraction": Rule(above=0, below=1),
     "trackers.wandb.mode": Rule(choices=(None, "online", "offline")),
     **dict.fromkeys(
         (

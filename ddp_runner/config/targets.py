@@ -51,7 +51,7 @@ TORCH_LOSS_NAMES = (
 
 
 def validate_targets(config: Config) -> None:
-    """Reject a config that names code that it may not: importing it could run anything."""
+    """Reject a config that names code outside the allowed modules: an import can run anything."""
     tree = plain(config)
     for key, value in leaves(tree):
         if isinstance(value, str | list) and "${" in str(value):
@@ -160,8 +160,8 @@ def validate_name(
         return
     if not is_inside(module, OWN):
         raise UserError(
-            f"{key} ({name}) is not a part that a config may name: this command does not name it, "
-            "and SECURITY.md does not list it",
+            f"{key} ({name}) is not a part that a config may name: it is not on the list in "
+            "SECURITY.md, and this command did not name it",
             f"if you trust it, {fix}",
         )
     if last not in _defined(module):

@@ -36,7 +36,7 @@ ALSO_READ: Mapping[str, Mapping[str, type]] = {
     "trackers": {"wait_s": float},
 }
 # Keywords that the runner passes itself.
-PASSED = {
+PASSED_BY_RUNNER = {
     "optimizer": {"params", "module"},
     "scheduler": {"optimizer", "last_epoch"},
     "loop": {"run"},
@@ -183,7 +183,7 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
     kinds |= {name: keyword.kind for name, keyword in keywords.items()}
     for name, value in settings.items():
         if not (name in kinds or ANY in kinds or name.startswith("_")):
-            known = {*keywords, *also_read} - PASSED.get(key, set())
+            known = {*keywords, *also_read} - PASSED_BY_RUNNER.get(key, set())
             raise unknown_key(name, key, target=target, known=known)
         kind = kinds.get(name)
         is_built = isinstance(value, Mapping) and "_target_" in value  # its type is not known

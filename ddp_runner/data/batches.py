@@ -95,7 +95,7 @@ class Batches(ABC):
                 f"{', '.join(f'{key}={then.get(key)}' for key in changed)}, and this run has "
                 f"{', '.join(f'{key}={now.get(key)}' for key in changed)}: some samples would be "
                 "used twice and others never",
-                "use the checkpoint's values, or resume from a checkpoint between epochs",
+                "use the checkpoint's values, or let the epoch end before you change them",
             )
         self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
         self.is_resized = GLOBAL_SIZE in changed

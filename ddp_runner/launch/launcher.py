@@ -179,7 +179,8 @@ def report_failure(job: Job, failure: Failure, folder: Path | None) -> Outcome:
             _record_failure(job, failure, run_dir, record)
         except (OSError, UserError) as error:
             # The cause comes first: a full disk is often the reason for both.
-            failure = replace(failure, sentence=f"{failure.sentence}; besides, {error}")
+            sentence = f"{failure.sentence}; recording this failed too: {error}"
+            failure = replace(failure, sentence=sentence)
             advice = ""
     if advice and failure.kind != "user":
         failure = replace(failure, sentence=f"{failure.sentence}; {advice}")
@@ -204,7 +205,8 @@ def _record_failure(job: Job, failure: Failure, run_dir: RunDir, record: Mapping
         # On several machines the session is rank 0's.
         started_at = job.started_at if is_alone else last_session_start(record)
         error = RunError(rank=failure.rank, kind=failure.kind, sentence=failure.sentence)
-        fail_session(run_dir, started_at=started_at, error=error)
+        if not fail_session(run_dir, started_at=started_at, error=error):
+            return
     if failure.traceback:
         run_dir.logs.mkdir(exist_ok=True)
         run_dir.failure.write_text(failure.traceback, "utf-8", "backslashreplace")

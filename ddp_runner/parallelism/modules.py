@@ -84,7 +84,7 @@ def build_by_modules(build: Callable[[], nn.Module]) -> nn.Module:
 def initialise(model: nn.Module) -> None:
     """Fill the parameters of a model that has ``init_weights``, whole or in shards.
 
-    Only a single module's parameters are whole at a time. The seed is torch's.
+    Only a single module's parameters are whole at a time. The seed is ``torch.initial_seed()``.
 
     Raises:
         UserError: ``init_weights`` leaves a parameter without values.

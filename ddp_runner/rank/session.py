@@ -138,7 +138,7 @@ def _comparable(job: Job) -> dict[str, Any]:
     values, shown = flatten(job.config), flatten(job.secrets.written(job.config))
     hidden = {key: value for key, value in values.items() if shown.get(key) != value}
     shown["train.profile"] = job.config.train.profile  # all ranks must skip the same slow steps
-    return {**shown, "the hash of what oc.env gives": digest(hidden)}
+    return {**shown, "the hash of values from oc.env": digest(hidden)}
 
 
 def _log_machines_without_folder(run_dir: RunDir, *, log: Callable[[str], None]) -> None:

@@ -59,7 +59,8 @@ def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[
         UserError: another process holds the folder, or it holds another run.
     """
     config, named = job.config, RunDir(job.run_dir) if job.run_dir else None
-    work, run_dir = work_hash(config), None
+    work = work_hash(config)
+    run_dir = None
     if launch_ids:
         run_dir = _lock_restarted(config, named, launch_ids, held)
     if run_dir is None and named is None and config.resume == AUTO:

@@ -213,10 +213,8 @@ def start_session(
             sessions.append({"started_at": started_at, "startup_s": None, "wall_s": None})
         write_run_record(run_dir, sessions=sessions, finished_at=finished_at, **fields)
     except (LookupError, TypeError, AttributeError) as error:  # anyone may have edited the file
-        raise UserError(
-            f"{Path(run_dir, RUN_RECORD)} has invalid times ({typed(error)})",
-            RESTORE,
-        ) from error
+        rule = f"{Path(run_dir, RUN_RECORD)} has invalid times ({typed(error)})"
+        raise UserError(rule, RESTORE) from error
 
 
 def last_session_start(record: Mapping[str, Any]) -> Any:
@@ -226,20 +224,21 @@ def last_session_start(record: Mapping[str, Any]) -> Any:
     return last.get("started_at") if isinstance(last, Mapping) else None
 
 
-def fail_session(run_dir: os.PathLike[str], *, started_at: float, error: RunError) -> None:
-    """Record why a session failed, except a user's mistake before a resume restored its state.
+def fail_session(run_dir: os.PathLike[str], *, started_at: float, error: RunError) -> bool:
+    """Record why a session failed, and return whether it was one of the run's sessions.
 
-    Such a resume leaves run.json unchanged.
+    A resume with a user's mistake is none until it has restored the state: the run stays as it was.
 
     Raises:
         UserError: run.json is damaged, or cannot be written.
     """
     record = read_run_record(run_dir, missing_ok=True)
-    is_recorded = last_session_start(record) == started_at
-    if not is_recorded and has_taken_step(record) and error["kind"] == "user":
-        return
+    is_new = last_session_start(record) != started_at
+    if is_new and has_taken_step(record) and error["kind"] == "user":
+        return False
     failed, now = Status.FAILED, time.time()
     start_session(run_dir, started_at=started_at, finished_at=now, status=failed, error=error)
+    return True
 
 
 def forget_earlier_sessions(run_dir: os.PathLike[str]) -> None:

@@ -1,7 +1,7 @@
 """Builds the learning-rate schedule of a run, and defines schedules of its own.
 
-Ours are functions of the step and have no other state: a run resumed with another length or number
-of ranks follows the new function.
+The schedules defined here depend on the step alone: a run that is resumed with another length or
+number of ranks follows the new function, whose rate ``snapshot`` sets.
 """
 
 import inspect
@@ -115,7 +115,7 @@ def cosine(
 
     Args:
         optimizer: its current learning rates are the peak rates.
-        total_steps: optimizer steps until the cosine ends; by default all steps of the run.
+        total_steps: optimizer steps of the whole schedule; by default all steps of the run.
         warmup_steps: steps that climb to the peak, from above zero.
         min_factor: fraction of the peak at the end.
 

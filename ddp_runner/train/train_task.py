@@ -8,6 +8,7 @@ from functools import partial
 
 from ddp_runner.config.identity import is_inside
 from ddp_runner.config.load import chosen_keys
+from ddp_runner.config.training import TrainConfig
 from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, counted, in_yaml, listed
 from ddp_runner.job import Status
@@ -27,7 +28,7 @@ from ddp_runner.train.progress import early_stop_of, stop_reason
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 
-# Keys that affect what a run learns; LENGTH are those that only say how long it trains.
+# Keys that affect what a run learns; those of LENGTH set only how long it trains.
 LEARNING = ("seed", "model", "parallelism", "optimizer", "scheduler", "params", "ema", "train")
 LENGTH = ("train.max_steps", "train.epochs")
 RANKS = {"world_size", "batch.global_size"}
@@ -47,10 +48,9 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     if changes:
         session.log(f"this resume changes {listed(changes)}")
     if resume_step is not None and state.is_done:
-        key = "epochs" if config.train.max_steps is None else "max_steps"
+        key, limit = _limit(config.train)
         done = f"{counted(resume_step, 'step')} and {counted(state.batches.epoch, 'epoch')}"
-        limit = getattr(config.train, key)
-        session.log(f"nothing is left to train: {done} are done, and train.{key} is {limit}")
+        session.log(f"nothing is left to train: {done} are done, and {key} is {limit}")
     if not session.env.is_rank_zero:  # rank 0 logs its process with the facts of the run
         session.log(f"rank {session.env.rank} is process {os.getpid()}")
     state.engine = build_engine(state)
@@ -102,28 +102,42 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     return status
 
 
+def _limit(config: TrainConfig) -> tuple[str, int]:
+    """Return the key that ends the training, and its value."""
+    if config.max_steps is None:
+        return "train.epochs", config.epochs
+    return "train.max_steps", config.max_steps
+
+
 def _changes(session: Session, state: TrainState) -> list[str]:
     """Return what this command changes in the run that it resumes. Collective: every rank.
 
     Raises:
         UserError: no steps are left, so a changed key would have no effect, yet `compare` would
-            show the run's result under it.
+            show the run's result under it; or the run is longer than the command asks for.
     """
     written = session.job.secrets.written(session.config)
     values = from_rank_zero(lambda: changed_values(written, session.run_dir))
+    # Another option of a group changes many keys.
+    groups = [key.removesuffix(".name") for key in values if re.fullmatch(r"\w+\.name", key)]
+    shown = {group: values[f"{group}.name"] for group in groups}
+    shown |= {key: pair for key, pair in values.items() if not is_inside(key, groups)}
     # Under torchrun the number of ranks may change without a key: a restart must not fail.
-    typed = RANKS & set(chosen_keys(session.job.overrides))
-    unused = [key for key in values if is_inside(key, (*LEARNING, *typed)) and key not in LENGTH]
+    of_ranks = RANKS & set(chosen_keys(session.job.overrides))
+    unused = [key for key in shown if is_inside(key, (*LEARNING, *of_ranks)) and key not in LENGTH]
     if unused and state.is_done:
         raise UserError(
             f"{session.run_dir} has already taken its {counted(state.step, 'step')}, so to change "
             f"{listed(unused)} would have no effect",
             "raise train.max_steps or train.epochs as well, or start a new run",
         )
-    # Another option of a group changes many keys.
-    groups = [key.removesuffix(".name") for key in values if re.fullmatch(r"\w+\.name", key)]
-    shown = {group: values[f"{group}.name"] for group in groups}
-    shown |= {key: pair for key, pair in values.items() if not is_inside(key, groups)}
+    if state.is_longer_than_asked and any(key in shown for key in LENGTH):
+        key, limit = _limit(session.config.train)
+        raise UserError(
+            f"{session.run_dir} has already taken {counted(state.step, 'step')}, more than "
+            f"{key}={limit}",
+            "leave it out, or start a new run",
+        )
     return [f"{key}={in_yaml(new)} (was {in_yaml(old)})" for key, (old, new) in shown.items()]
 
 

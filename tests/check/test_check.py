@@ -299,5 +299,5 @@ def test_a_broken_model_ends_the_command_with_its_name(tmp_path: Path) -> None:
 
 def test_a_mode_whose_ranks_differ_is_rejected() -> None:
     """A server computes no gradients."""
-    message = "task=check compares equal ranks, not parallelism=ps; write ddp"
+    message = "task=check compares equal ranks, not parallelism=ps; write parallelism=ddp"
     assert config_error("task=check", "parallelism=ps") == message

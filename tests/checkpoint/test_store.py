@@ -530,7 +530,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, mode: str, best: int) 
     assert best_checkpoints(tmp_path, monitor="eval/missing", mode=mode) == []
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_the_run_goes_on(
+def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next save deletes it."""

@@ -196,7 +196,7 @@ def disk_full_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writer, "save_checkpoint", save)
 
 
-def test_a_failed_save_is_said_at_the_next_one(
+def test_a_failed_save_is_reported_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error has its step; the checkpoint before it is intact, and nothing else is left."""
@@ -210,7 +210,7 @@ def test_a_failed_save_is_said_at_the_next_one(
     assert loaded(tmp_path, 1)["model"].tolist() == [0.0]
 
 
-def test_a_failed_save_is_said_at_the_end_if_there_is_no_next_one(
+def test_a_failed_save_is_reported_at_the_end_if_there_is_no_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error of the last save is raised at the end of the block."""

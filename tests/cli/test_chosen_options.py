@@ -97,7 +97,7 @@ def test_an_option_of_the_command_line_keeps_its_own_keys(
     assert left_out in note
 
 
-def test_of_a_key_that_the_command_line_gives_nothing_is_said(own: str) -> None:
+def test_a_key_that_the_command_line_gives_is_not_reported(own: str) -> None:
     """Its value counts, whatever is left out."""
     words = ("model=own", "optimizer=adam", "optimizer.lr=0.3", "optimizer.amsgrad=false")
     config, notes = planned(own, *words)

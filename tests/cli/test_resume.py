@@ -376,7 +376,9 @@ def test_what_a_resume_changes_is_recorded_and_needs_steps(tmp_path: Path) -> No
     toy = ("model=toy", "train.max_steps=10", "world_size=1", "hydra.run.dir=run")
     assert run_command(*toy, folder=tmp_path).exit_code == 0
     run, more = tmp_path / "run", ("optimizer.lr=0.5", "scheduler=cosine")
-    kept = {path: path.read_bytes() for path in [run / "run.json", *(run / ".hydra").iterdir()]}
+    (run / "logs" / "failure.txt").write_text("of an earlier session")
+    files = [run / "run.json", run / "logs" / "failure.txt", *(run / ".hydra").iterdir()]
+    kept = {path: path.read_bytes() for path in files}
     for keys in (more, ("world_size=2",), ("train.max_steps=2", "train.precision=bf16")):
         rejected = run_command("resume=run", *keys, folder=tmp_path)
         assert rejected.exit_code == 2
@@ -395,13 +397,16 @@ def test_what_a_resume_changes_is_recorded_and_needs_steps(tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_a_resume_with_nothing_left_to_train_says_so(tmp_path: Path) -> None:
-    """The run is longer than it is asked to be, or it is complete."""
+    """A run that is longer than it is asked to be is rejected."""
     toy = ("model=toy", "train.max_steps=7", "train.num_threads=1", "hydra.run.dir=run")
     assert run_command(*toy, folder=tmp_path).exit_code == 0
-    for keys, what in (((), "max_steps is 7"), (("train.max_steps=2",), "max_steps is 2"),
-                       (("train.max_steps=null", "train.epochs=1"), "epochs is 1")):  # fmt: skip
-        again = run_command("resume=run", *keys, folder=tmp_path)
-        assert again.exit_code == 0
-        line = f"nothing is left to train: 7 steps and 1 epoch are done, and train.{what}"
-        assert again.stdout.count(line) == 1
+    for keys in (["train.max_steps=2"], ["train.max_steps=null", "train.epochs=1"]):
+        shorter = run_command("resume=run", *keys, folder=tmp_path)
+        assert shorter.exit_code == 2
+        line = f"run has already taken 7 steps, more than {keys[-1]}; leave it out, or start"
+        assert line in shorter.stderr
+    again = run_command("resume=run", folder=tmp_path)
+    assert again.exit_code == 0
+    line = "nothing is left to train: 7 steps and 1 epoch are done, and train.max_steps is 7"
+    assert again.stdout.count(line) == 1
     assert record(tmp_path / "run")["step"] == 7

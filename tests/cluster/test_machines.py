@@ -145,9 +145,7 @@ def test_a_machine_says_what_it_waits_for_and_answers_ctrl_c(
     assert run_dirs(tmp_path / "outputs") == []
 
 
-def test_machines_that_do_not_come_in_time_are_said_to_be_missing(
-    net: Network, tmp_path: Path
-) -> None:
+def test_machines_that_are_late_are_reported_as_missing(net: Network, tmp_path: Path) -> None:
     """Each side prints one line."""
     expected = ["1 of 2 machines at n1:29400", "n1:29400, where the 2 machines of the run meet"]
     for host, awaited in zip(net.hosts, expected, strict=True):

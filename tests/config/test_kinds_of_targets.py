@@ -52,7 +52,7 @@ def test_null_is_invalid_where_the_annotation_excludes_it(words: tuple[str, str]
 def test_an_evaluation_takes_a_part_of_the_samples(model: str, dataset: str) -> None:
     """Neither all of them nor none."""
     words, key = (f"model={model}", f"dataset={dataset}"), "dataset.eval_fraction"
-    assert "must be between 0 and 1; use 0.1" in config_error(*words, f"{key}=1.0")
+    assert "(1.0) must be less than 1" in config_error(*words, f"{key}=1.0")
     assert "must be greater than 0" in config_error(*words, f"{key}=0")
 
 

@@ -54,7 +54,7 @@ def test_a_trace_has_an_end(asked: object) -> None:
         ),
         (
             ("train.profile=5", "parallelism=ps"),
-            "train.profile traces ranks of one loop, not parallelism=ps; write ddp",
+            "train.profile traces ranks of one loop, not parallelism=ps; write parallelism=ddp",
         ),
     ],
     ids=["number", "range", "server"],

@@ -92,7 +92,7 @@ INVALID = [
      "backend.device=auto"),
     ("parallelism=ps train.precision=fp16",
      "train.precision=fp16 scales the loss by whole gradients, which no rank sees under "
-     "parallelism=ps; write bf16"),
+     "parallelism=ps; write train.precision=bf16"),
     ("batch.global_size=100 world_size=3",
      "batch.global_size (100) is not divisible by world_size (3); use 99 or 102"),
     ("batch.global_size=2 world_size=3",
@@ -112,14 +112,14 @@ INVALID = [
     ("train.compile=perhaps", "train.compile (perhaps) must be true or false"),
     ("backend.timeout_s=soon", "backend.timeout_s (soon) must be a number"),
     ("model=toy scheduler=cosine scheduler.warmup_steps=21 train.max_steps=20",
-     "scheduler.warmup_steps (21) must be from 0 to the total steps (20); shorten the "
-     "warm-up or train longer"),
+     "scheduler.warmup_steps (21) must be from 0 to the total steps (20); use fewer "
+     "warm-up steps, or more total steps"),
     ("model=toy scheduler=cosine scheduler.warmup_steps=51",
-     "scheduler.warmup_steps (51) must be from 0 to the total steps (50); shorten the "
-     "warm-up or train longer"),
+     "scheduler.warmup_steps (51) must be from 0 to the total steps (50); use fewer "
+     "warm-up steps, or more total steps"),
     ("model=toy scheduler=cosine scheduler.warmup_steps=21 scheduler.total_steps=20",
-     "scheduler.warmup_steps (21) must be from 0 to the total steps (20); shorten the "
-     "warm-up or train longer"),
+     "scheduler.warmup_steps (21) must be from 0 to the total steps (20); use fewer "
+     "warm-up steps, or more total steps"),
     ("scheduler=plateau scheduler.monitor=train/loss",
      "scheduler.monitor (train/loss) must be one of eval/accuracy, eval/loss, eval/f1, "
      "eval/precision, eval/recall; did you mean eval/loss?"),
@@ -149,7 +149,8 @@ INVALID = [
      "dataset=fake_images has 3 training samples and world_size is 4; use world_size=3 or less"),
     ("model=toy dataset.num_samples=0", "dataset.num_samples (0) must be greater than 0"),
     ("parallelism=ps train.precision=bf16 task=check",
-     "task=check compares equal ranks, not parallelism=ps; write ddp"),
+     "task=check compares equal ranks, not parallelism=ps; write "
+     "parallelism=ddp"),
     ("train.num_threads=1000000", "train.num_threads (1000000) must be 4096 or less"),
     ("model=toy dataset.num_samples=1e9",
      "dataset.num_samples (1000000000.0) must be a whole number"),
@@ -175,7 +176,8 @@ INVALID = [
      "loop.latent is a key of your own that no YAML gives; write +loop.latent=VALUE"),
     *((f"{MINE} parallelism={mode}",
        "task=mine.train needs samples of its own on each rank, which "
-       f"parallelism={mode} does not give; write ddp or fsdp")
+       f"parallelism={mode} does not give; write parallelism=ddp or "
+       "parallelism=fsdp")
       for mode in ("ps", "tp")),
     (f"{MINE} checkpoint.monitor=d/loss",
      "checkpoint.monitor=d/loss with checkpoint.mode=max keeps the worst value, not the best; "
@@ -228,7 +230,8 @@ INVALID = [
      "parallelism.static_graph=true cannot skip gradient syncs, which train.grad_accum_steps (4) "
      "does; turn one of them off"),
     ("parallelism=dp train.compile=true",
-     "train.compile=true: parallelism=dp copies the model in each step; write ddp"),
+     "train.compile=true: parallelism=dp copies the model in each step; write "
+     "parallelism=ddp"),
     ("dataset.augmentation._target_={}", "dataset.augmentation._target_ ({}) must be a text"),
     *((f"+parallelism.needs{given}",
        f"parallelism.needs ({shown}) must be a mapping with some of the keys devices_per_rank, "
@@ -396,7 +399,7 @@ LAUNCHED = DistEnv(rank=3, local_rank=3, world_size=4, local_world_size=4)
          f"tensors; write backend=auto to use them, {MEANT}"),
     ],
 )  # fmt: skip
-def test_gpus_that_lie_idle_are_said(overrides: str, gpus: int, warning: str) -> None:
+def test_idle_gpus_are_reported(overrides: str, gpus: int, warning: str) -> None:
     """With the reason and both ways out, which work and are silent."""
     machine = Hardware(num_gpus=gpus, num_cores=16)
     config, warnings = resolved(*overrides.split(), hardware=machine)

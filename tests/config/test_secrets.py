@@ -274,7 +274,7 @@ def test_ranks_with_different_secrets_reject_each_other_without_telling_them(
     monkeypatch.setenv("MY_SECRET", "another-one")
     other = planned(tmp_path / "run", *keys)
     for sentence in run_ranks(with_other_secret, 2, job, other, backend=None):
-        assert "ranks were launched differently: the hash of what oc.env gives is " in sentence
+        assert "ranks were launched differently: the hash of values from oc.env is " in sentence
         assert SECRET not in sentence
         assert "another-one" not in sentence
 

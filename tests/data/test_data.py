@@ -381,7 +381,7 @@ def age(folder: Path) -> None:
         (age, f"format_version is {FORMAT_VERSION}, manifest.json has {FORMAT_VERSION - 1}"),
     ],
 )
-def test_damaged_cache_is_rebuilt_and_said(
+def test_a_damaged_cache_is_rebuilt_and_reported(
     damage: object, reason: str, tmp_path: Path, cache: Path
 ) -> None:
     """A damaged cache is replaced, and one logged line has the reason."""

@@ -243,7 +243,7 @@ WRONG = {
         ("saved", {"streaming": True, "eval_split": None}),
         "name a split in dataset",
     ),
-    "no fraction": (("saved", {"eval_split": None, "eval_fraction": 1.5}), "between 0 and 1; use"),
+    "no fraction": (("saved", {"eval_split": None, "eval_fraction": 1.5}), "must be less than 1"),
     "too small": (("saved", {"eval_split": None, "eval_fraction": 0.999}), "leaves a split empty"),
     "not callable": (("saved", {"transform": "pair"}), r"dataset\.transform \(pair\) cannot be"),
 }

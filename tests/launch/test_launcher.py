@@ -490,7 +490,9 @@ def test_why_a_run_failed_comes_before_why_that_is_not_recorded(tmp_path: Path) 
     """A full disk often causes both, and the user needs the first."""
     end = supervised(tmp_path, damage_and_raise)
     assert end.exit_code == 1
-    sentence = r"error: rank [01] raised ZeroDivisionError: cursed; besides, .*run\.json"
+    sentence = (
+        r"error: rank [01] raised ZeroDivisionError: cursed; recording this failed too: .*run\.json"
+    )
     assert re.match(sentence, end.stderr)
 
 

@@ -258,7 +258,7 @@ def seen_by_hub(*states: tuple[str, Failure | None]) -> list[Machine]:
 GROUP = Group(["a", "b"], 0, 2)
 
 
-def test_what_the_user_can_mend_is_said_with_its_machine() -> None:
+def test_what_the_user_can_fix_is_reported_with_its_machine() -> None:
     """If every rank reports the same mistake, the message names no machine."""
     ours = failure("user", rank=0, at=9, sentence="seed differs on rank 2")
     for sentence, expected in [

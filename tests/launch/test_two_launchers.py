@@ -119,7 +119,7 @@ def test_a_machine_may_come_before_the_first_and_a_signal_to_either_saves_both(
         ),
     ],
 )
-def test_a_mistake_is_said_once_by_each_machine_and_starts_nothing_again(
+def test_each_machine_reports_a_mistake_once_and_restarts_nothing(
     tmp_path: Path, keys: Sequence[Sequence[str]], sentence: str
 ) -> None:
     """The exit code is 2, although restarts are left."""

@@ -69,9 +69,9 @@ def reference(model: str) -> dict[torch.dtype, Trace]:
 
 
 def ways() -> list[Any]:
-    """Return mode, ranks, model and micro-steps: of what meshes have in common one way each.
+    """Return mode, ranks, model and micro-steps; what the mesh modes share is tested once.
 
-    By default each mode that two ranks make what it is trains the toy model once.
+    By default, train the toy model once in each mode that needs at most two ranks.
     """
     found = list[tuple[str, int, str, int]]()
     for mode, world_size in GROUPS:

@@ -1,4 +1,4 @@
-"""Each mode on the simulated GPU: the CPU's numbers, no NaN, and the waits that are written here.
+"""Each mode on the simulated GPU has the CPU's numbers, no NaN, and only the waits listed below.
 
 A task of a stream begins 300 us late, so what does not wait for it reads NaN or old numbers.
 """

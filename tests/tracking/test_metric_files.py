@@ -235,7 +235,9 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert math.isnan(curve(read_events(tmp_path), "a")[0][1])
 
 
-def test_a_full_disk_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The line has the run's folder and the reason, in place of a traceback."""
 
     def fail(*args: Any) -> None:

@@ -321,8 +321,8 @@ def figures(trace: Trace, *, after: int) -> list[dict[str, float]]:
     ]
 
 
-# Cases that `all` or MIXED contain, and that go together as they go alone: one process resumes each
-# of them alone, at a fraction of the cost. Elsewhere they show which part of `all` is at fault.
+# Cases that `all` or MIXED cover, and that do not affect each other: one process resumes each of
+# them alone, at a fraction of the cost. Elsewhere they show which part of `all` is at fault.
 CONTAINED = {"accumulation", "augmentation", "bf16", "adam", "warm-up", "plateau"}
 # What several ranks or shards add to these is in `all` and MIXED as well; ddp has them alone.
 RANK_KEYS = {"plain", "dropout", "batch norm"}

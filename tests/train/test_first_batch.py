@@ -280,7 +280,7 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_batch_larger_than_the_training_set_and_a_diverged_loss_are_said(
+def test_a_batch_larger_than_the_training_set_and_a_diverged_loss_are_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As warnings: at the start and among the last words of a run that completes."""

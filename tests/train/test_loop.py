@@ -119,7 +119,7 @@ def test_clipping_scales_the_whole_gradient_to_the_norm() -> None:
     assert torch.equal(update("train.grad_accum_steps=2", "train.clip_norm=1e6"), free)
 
 
-def test_clipping_is_of_the_gradient_as_it_is_without_the_losss_scale() -> None:
+def test_clipping_uses_the_unscaled_gradient() -> None:
     """Else fp16 would clip what is a thousand times as long, and leave next to nothing."""
     config = compose_config(*TOY, "optimizer.lr=1.0", "train.clip_norm=0.01")
     (expected,) = run_ranks(first_update, 1, config)

@@ -186,7 +186,7 @@ WAYS = {
 
 
 def ways() -> list[Any]:
-    """Return the ways: by default one; a mode that does as another does waits for a release.
+    """Return the ways: by default one; a mode that behaves like another is `slow`.
 
     On CPUs dp is one process; hsdp shards as fsdp does, over a mesh of four.
     """

@@ -164,7 +164,8 @@ def sbatch_options(
 
     Slurm requeues a preempted job, and sends SIGUSR1 before the time limit.
     """
-    needs, gpus = mode_needs(config.parallelism), 0
+    needs = mode_needs(config.parallelism)
+    gpus = 0
     if config.backend.device != "cpu":
         gpus = layout.ranks_per_node * needs.devices_per_rank
         gpus = node.num_gpus if needs.data_parallel else gpus
