@@ -184,6 +184,7 @@ def test_the_script_of_the_documentation_goes_on_after_its_time_limit(
     assert sorted(runs) == [1, 2]
 
 
+@pytest.mark.slow
 def test_scancel_saves_and_leaves_no_process(
     cluster: Slurm, tmp_path: Path, slow: SlowModels
 ) -> None:

@@ -106,6 +106,7 @@ def is_running(cluster: Slurm, job: str) -> bool:
     return cluster.fact(job, "JobState") == "RUNNING"
 
 
+@pytest.mark.slow
 def test_a_failure_cancels_the_other_jobs_and_ctrl_c_leaves_them(
     cluster: Slurm, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_both_modes_train_from_one_trainer_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_stood(tmp_path: Path) -> None:
     """Synchronous, with dropout: the resumed run equals the undisturbed one, bit for bit."""
     undisturbed = run_command(
@@ -124,6 +125,7 @@ def test_a_stopped_run_goes_on_where_it_stood(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_a_lost_trainer_is_named_and_the_group_restarts(tmp_path: Path, mode: str) -> None:
     """From the last checkpoint, with all trainers, as in every other mode."""

@@ -53,6 +53,7 @@ ROWS = {  # by fault: rank and kind of the failure, the beginning of its sentenc
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_rank_that_failed_first_is_named_however_it_ended(tmp_path: Path) -> None:
     """A sweep has a job for each fault; its launcher survives all of them.

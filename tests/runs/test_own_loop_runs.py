@@ -119,6 +119,7 @@ def assert_same(run: Path, other: Path) -> None:
     assert [one.read_bytes() for one in pictures[0]] == [one.read_bytes() for one in pictures[1]]
 
 
+@pytest.mark.slow
 def test_a_stopped_gan_goes_on(tmp_path: Path) -> None:
     """SIGTERM: the step is finished and saved; the same command again continues the run."""
     command = (*GAN, "world_size=2", "resume=auto")

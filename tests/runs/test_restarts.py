@@ -166,6 +166,7 @@ def srun(
         return [end.exit_code for end in map(wait_for_end, processes, places)]
 
 
+@pytest.mark.slow
 def test_a_requeued_job_continues_beside_an_equal_one(tmp_path: Path) -> None:
     """Preempted under srun and started by another step, it keeps its folder and repeats no step."""
     command, go = EQUAL, tmp_path / "go"

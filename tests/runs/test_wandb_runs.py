@@ -61,6 +61,7 @@ def offline_folders(result: CommandResult) -> list[Path]:
     return sorted((result.folder / "wandb").glob("offline-run-*"))
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resume_are_in_one_run_of_wandb(tmp_path: Path) -> None:
     """Config, tags, notes, history and files; the resumed part has only the new steps."""
     first = run_command(*TOY, *WANDB, "tags=[baseline]", "notes='why I ran it'", folder=tmp_path)

@@ -168,6 +168,7 @@ def check_lines(end: CommandResult) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.slow
 @needs_two_cores
 def test_a_sweep_in_slots_is_killed_stopped_and_goes_on(tmp_path: Path) -> None:
     """SIGKILL leaves no process; Ctrl-C saves every job that runs; alone the rest comes to an end.

@@ -553,6 +553,7 @@ NUM_KILLED_STEPS = 32
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_a_run_that_was_killed_twice_equals_one_that_was_not(tmp_path: Path, rng: Random) -> None:
     """First a rank, and the launcher starts anew; then the launcher: at random steps."""
     undisturbed = run_command(*KILLED, folder=tmp_path / "undisturbed").run_dir
