@@ -4,12 +4,23 @@ Each combination was tried with torch 2.15: those that fail, or are silently wro
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ddp_runner.config.schema import Config, has_own_loop, mode_needs
+from ddp_runner.config.sections import INFERENCE
 from ddp_runner.errors import UserError, counted
 
 COMM_HOOKS = ("bf16", "fp16")
+# The modes that can add gradients in the order of ``batch.virtual_ranks``.
+WITH_TREE = ("single.Single", "ddp.DDP", "mesh.Mesh")
+ON_ONE_DEVICE = ("dp.DataParallelMode",)  # on the CPU
+# torch's optimizers that compute each element by itself. The fused ones on the CPU round the last
+# elements of a tensor in another way.
+ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop",
+    "ASGD",
+)  # fmt: skip
 
 
 def validate_clashes(config: Config) -> None:
@@ -87,6 +98,63 @@ def validate_mode(config: Config) -> None:
         _validate_hook(config, hook)
     if "tensor_parallel_size" in mode:
         _validate_mesh(config)
+    if config.batch.virtual_ranks is not None and config.task not in (*INFERENCE, "collectives"):
+        _validate_virtual_ranks(config, config.batch.virtual_ranks)
+
+
+def _validate_virtual_ranks(config: Config, count: int) -> None:
+    """Reject what would add numbers in another order than ``batch.virtual_ranks``."""
+    mode, train, optimizer = config.parallelism, config.train, config.optimizer
+    needs, name, ranks = mode_needs(mode), f"parallelism={mode.get('name')}", config.world_size
+    kind, is_cpu = str(optimizer["_target_"]), config.backend.device == "cpu"
+    target = mode["_target_"].removeprefix("ddp_runner.parallelism.")
+    has_tree = target in (*WITH_TREE, *(ON_ONE_DEVICE if is_cpu else ()))
+    groups = [optimizer, *config.params.groups]
+    without, whole = "batch.virtual_ranks=null", "parallelism=ddp"
+    for is_broken, sentence, fix in (
+        (has_own_loop(config.task), f"and task={config.task} adds its own gradients", without),
+        (
+            not has_tree or needs.devices_per_rank > 1 or needs.model_ranks != 1,
+            f"and {name} adds them in an order of its own",
+            f"{whole}, fsdp or hsdp",
+        ),
+        (
+            count % ranks > 0,
+            f"by halves, so the ranks must be a power of two up to {count}, not {ranks}",
+            f"world_size={min(count, 2 ** (ranks.bit_length() - 1))}",
+        ),
+        (
+            mode.get("comm_hook") is not None or mode.get("sync_batchnorm"),
+            "and parallelism.comm_hook and parallelism.sync_batchnorm change them in between",
+            "parallelism.comm_hook=null parallelism.sync_batchnorm=false",
+        ),
+        (
+            needs.splits_parameters and ranks == needs.num_replicas,
+            f"and {name} splits nothing over a single rank",
+            "world_size=2" if needs.num_replicas == 1 else whole,
+        ),
+        (
+            needs.splits_parameters and (train.compile or mode.get("cpu_offload")),
+            f"and train.compile and parallelism.cpu_offload compute other numbers under {name}",
+            f"{whole}, or turn them off",
+        ),
+        (
+            needs.splits_parameters
+            and (kind.removeprefix("torch.optim.") not in ELEMENTWISE or _is_fused(groups)),
+            f"and optimizer={optimizer.get('name')} ({kind}), or optimizer.fused, may compute "
+            f"other numbers for parts of a parameter, as {name} has them",
+            f"{whole}, or optimizer=adamw optimizer.fused=false",
+        ),
+    ):
+        if is_broken:
+            raise UserError(
+                f"batch.virtual_ranks={count} adds all gradients in one order, {sentence}",
+                f"write {fix}",
+            )
+
+
+def _is_fused(groups: Sequence[Mapping[str, Any]]) -> bool:
+    return any(group.get("fused") for group in groups)
 
 
 def _validate_hook(config: Config, hook: object) -> None:

@@ -50,9 +50,12 @@ def resolve(
     validate_ranks(replace(config, world_size=ranks, backend=backend), env)
     model = {"name": config.model["_target_"].rpartition(".")[2].lower()} | config.model
     batch = resolve_batch(config, ranks, chosen)
-    resolved = RunConfig(
-        **vars(config) | {"world_size": ranks, "backend": backend, "batch": batch, "model": model}
-    )
+    train = config.train
+    if batch.virtual_ranks is not None:  # what else would decide the bytes is part of the config
+        is_exact = train.deterministic or backend.device != "cpu"
+        train = replace(train, num_threads=train.num_threads or 1, deterministic=is_exact)
+    derived = {"world_size": ranks, "backend": backend, "batch": batch, "model": model}
+    resolved = RunConfig(**vars(config) | derived | {"train": train})
     validate_steps(resolved)
     warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
     # A resumed run has the device of its frozen config, even if nobody chose it.
@@ -176,7 +179,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> R
             )
         if explicit == {"batch.per_rank"}:
             total = None
-    shares = num_shares(config.parallelism, ranks)
+    shares, virtual = num_shares(config, ranks), config.batch.virtual_ranks
     num_micro_steps = config.train.grad_accum_steps
     parts = shares * num_micro_steps
     if total is None:
@@ -189,6 +192,7 @@ def resolve_batch(config: Config, ranks: int, chosen: Collection[str] = ()) -> R
         below, above = total // parts * parts, (total // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
         factor = "world_size" if shares == ranks else "the ranks with samples of their own"
+        factor = factor if virtual is None else "batch.virtual_ranks"
         divisor = f"{factor} ({shares})"
         if num_micro_steps > 1:
             divisor += f" x train.grad_accum_steps ({num_micro_steps})"

@@ -73,16 +73,19 @@ def validate_ranks(config: Config, env: DistEnv | None) -> None:
     name, samples = config.dataset.get("name"), config.dataset.get("num_samples")
     is_offline = config.dataset["_target_"].startswith(OFFLINE)
     if is_offline and config.task in ("train", "check") and isinstance(samples, int):
-        ranks = num_shares(config.parallelism, config.world_size)
-        validate_num_samples(name, samples, ranks=ranks)
+        ranks = num_shares(config, config.world_size)
+        validate_num_samples(name, samples, ranks=ranks, virtual=config.batch.virtual_ranks)
 
 
-def validate_num_samples(name: str | None, count: int, *, ranks: int) -> None:
-    """Reject a dataset with fewer samples than ranks."""
+def validate_num_samples(
+    name: str | None, count: int, *, ranks: int, virtual: int | None = None
+) -> None:
+    """Reject a dataset with fewer samples than ranks; `virtual` is batch.virtual_ranks."""
     if count < ranks:
+        key = "world_size" if virtual is None else "batch.virtual_ranks"
         raise UserError(
-            f"dataset={name} has {count} training samples and world_size is {ranks}",
-            f"use world_size={count} or less",
+            f"dataset={name} has {count} training samples and {key} is {ranks}",
+            f"use {key}={count} or less",
         )
 
 

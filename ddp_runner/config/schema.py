@@ -120,9 +120,11 @@ def mode_needs(mode: Mapping[str, Any]) -> ModeNeeds:
     return ModeNeeds(**mode.get("needs", {}))
 
 
-def num_shares(mode: Mapping[str, Any], ranks: int) -> int:
-    """Return the number of parts into which the ranks of a mode split a global batch."""
-    needs = mode_needs(mode)
+def num_shares(config: "Config", ranks: int) -> int:
+    """Return the number of parts into which the ranks of a config's mode split a global batch."""
+    if config.batch.virtual_ranks is not None:
+        return config.batch.virtual_ranks
+    mode, needs = config.parallelism, mode_needs(config.parallelism)
     if needs.num_servers > 0 and mode.get("mode") == "async":
         return 1  # each trainer computes whole batches
     return (ranks - needs.num_servers) // (needs.model_ranks or ranks)

@@ -51,12 +51,25 @@ def _validate_step(step: object) -> None:
         )
 
 
+def _validate_virtual_ranks(count: int | None) -> None:
+    if count is not None and (count < 1 or count & (count - 1)):
+        raise UserError(
+            f"batch.virtual_ranks ({count}) must be a power of two", "write batch.virtual_ranks=8"
+        )
+
+
 @dataclass
 class BatchConfig:
     """Set either global_size or per_rank; the other follows from it."""
 
     global_size: int | None = key(None, "samples per step over all ranks: strong scaling", above=0)
     per_rank: int | None = key(100, "samples per micro-step on each rank: weak scaling", above=0)
+    virtual_ranks: int | None = key(
+        None,
+        "parts of every global batch, at any world size, for the same bytes at all; a power of "
+        "two; then per_rank is per part",
+        validate=_validate_virtual_ranks,
+    )
     eval_per_rank: int | None = key(
         None, "samples per evaluation step on each rank; null: per_rank", above=0
     )

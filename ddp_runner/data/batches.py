@@ -42,7 +42,7 @@ class Batches(ABC):
     split: Split
     global_size: int  # most samples of an optimizer step, over all shares
     grad_accum_steps: int  # most micro-batches of a step
-    share: int
+    share: int  # the first that this rank computes
     num_shares: int
     seed: int
     # The position after the last step that was taken, where a resumed run continues.
@@ -115,6 +115,7 @@ class NumberedBatches(Batches):
     """
 
     split: NumberedSplit
+    shares_per_rank: int = 1  # neighbouring shares, whose micro-batches follow each other
     is_computed: bool = True  # False: other ranks compute, so the steps come without data
     num_randoms: int = 0  # random numbers per sample, for the augmentation
     shuffle: bool = True  # use another order in each epoch
@@ -185,25 +186,28 @@ class NumberedBatches(Batches):
         global_batch = order[index * self.global_size : (index + 1) * self.global_size]
         if not self.is_computed:
             return (), len(global_batch)
-        share = slice(self.share, None, self.num_shares)
         largest_share = math.ceil(len(global_batch) / self.num_shares)
         num_pieces = math.ceil(largest_share / self.micro_size)
-        pieces = global_batch[share].tensor_split(num_pieces)
+
+        def pieces_of(rows: Tensor) -> Iterator[Tensor]:
+            for share in range(self.share, self.share + self.shares_per_rank):
+                yield from rows[share :: self.num_shares].tensor_split(num_pieces)
+
         first: Tensor | None = None
-        randoms: Iterable[Tensor | None] = repeat(None, num_pieces)
+        randoms: Iterable[Tensor | None] = repeat(None)
         if self.num_randoms:
             # Drawn for the whole global batch, so they are the same at every world size.
             generator = torch.Generator()
             generator.manual_seed(derive(self.seed, "augmentation", epoch, index))
             drawn = torch.rand(len(global_batch), self.num_randoms, generator=generator)
-            first, randoms = drawn[:1], drawn[share].tensor_split(num_pieces)
+            first, randoms = drawn[:1], pieces_of(drawn)
         plans = tuple(
             # A share with one sample fewer may lack a piece. The other ranks wait for its backward,
             # so it computes a placeholder.
             self._micro_plan(epoch, piece, piece_randoms)
             if len(piece)
             else self._micro_plan(epoch, global_batch[:1], first, weight=0.0)
-            for piece, piece_randoms in zip(pieces, randoms, strict=True)
+            for piece, piece_randoms in zip(pieces_of(global_batch), randoms, strict=False)
         )
         return plans, len(global_batch)
 

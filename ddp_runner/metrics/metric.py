@@ -13,10 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ddp_runner.data.trees import shape_of
-from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError, typed
 
 UNSENT = "cannot be sent to other ranks", "remove lambdas and open files from it"
@@ -113,19 +111,14 @@ class Evaluation:
                 states[name] = packed(metric)
         return states
 
-    def compute(self, *, group: ProcessGroup | None = None) -> dict[str, float]:
-        """Return each metric over the samples of all ranks, as ``eval/NAME``. Call it once.
+    def over(self, by_rank: Sequence[Mapping[str, bytes]]) -> dict[str, float]:
+        """Return each metric over all ranks' samples, as ``eval/NAME``. Call it once.
 
-        A rank may have no batch. Collective: every rank of the group must call; None: all ranks.
+        `by_rank` has each rank's ``packed``; a rank may have no batch.
 
         Raises:
-            UserError: the states of a metric cannot be merged, or it does not compute a number. All
-                ranks raise the same error.
+            UserError: the states of a metric cannot be merged, or it does not compute a number.
         """
-        return self.over(gather_objects(self.packed(), group=group)) if self._metrics else {}
-
-    def over(self, by_rank: Sequence[Mapping[str, bytes]]) -> dict[str, float]:
-        """Return each metric over ranks, given each rank's ``packed``; see ``compute``."""
         results = dict[str, float]()
         for name, metric in self._metrics.items():
             with _named(name, metric, "cannot merge the object of another rank"):

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from ddp_runner.host.memory import return_freed_memory
 from ddp_runner.parallelism.mode import Layout, local_engine, no_wrapper
 from ddp_runner.parallelism.modules import blocks_of, initialise
 from ddp_runner.parallelism.tensor_parallel import split_layers
+from ddp_runner.parallelism.tree import Tree, TreeReduceScatter
 
 
 class GlooReduceScatter:
@@ -84,6 +85,7 @@ class Mesh:
     meta_init: bool
     blocks: Sequence[str]
     plan: Mapping[str, str]
+    tree: Tree | None = None  # of virtual ranks, which add gradients in a fixed order
     wrap = staticmethod(no_wrapper)  # ``place`` splits the model
     engine = staticmethod(local_engine)
 
@@ -133,9 +135,16 @@ class Mesh:
         if is_meta:
             module.to_empty(device="cpu" if self.cpu_offload else devices[0])
             initialise(module)
-        if "shard" in axes:
+        if "shard" in axes and self.tree is None:
             _average_scalars(module, mesh)
         return module
+
+    def adding_in(self, tree: Tree) -> "Mesh":
+        """Return the mode with gradients that are added in a tree.
+
+        Weights are gathered in fp32: autocast rounds them as in a single process.
+        """
+        return replace(self, tree=tree, precision="fp32")
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -166,7 +175,8 @@ class Mesh:
     def _shard(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
         """Shard each block's parameters, then all remaining parameters as a last group."""
         settings: dict[str, Any] = {
-            "mesh": mesh[_data_axes(mesh)],
+            # In a tree, the replicas of HSDP are added after the shards, by the same function.
+            "mesh": mesh[_data_axes(mesh)] if self.tree is None else mesh["shard"],
             "ignored_params": set(filter(_is_scalar, module.parameters())),
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
@@ -186,11 +196,15 @@ class Mesh:
             reshard = self.reshard_after_forward if block is not blocks[-1] else False
             fully_shard(block, mp_policy=policy, reshard_after_forward=reshard, **settings)
         fully_shard(module, reshard_after_forward=False, **settings)
-        if device.type == "cpu" and dist.get_backend(mesh["shard"].get_group()) == "gloo":
-            comm: Any = GlooReduceScatter()  # torch's base class is private
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.set_custom_reduce_scatter(comm)
+        is_gloo = device.type == "cpu" and dist.get_backend(mesh["shard"].get_group()) == "gloo"
+        has_replicas = "replicate" in (mesh.mesh_dim_names or ())
+        replicas = mesh["replicate"].get_group() if has_replicas else None
+        for part in module.modules():
+            if isinstance(part, FSDPModule) and (is_gloo or self.tree is not None):
+                comm: Any = GlooReduceScatter()  # torch's base class is private
+                if self.tree is not None:
+                    comm = TreeReduceScatter(self.tree, replicas)
+                part.set_custom_reduce_scatter(comm)
 
 
 def _validate_ties(module: nn.Module, blocks: Sequence[nn.Module]) -> None:

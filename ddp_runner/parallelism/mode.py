@@ -24,14 +24,16 @@ BatchT = TypeVar("BatchT")  # this rank's ``StepBatch``
 class Layout:
     """The part of a run that one rank has."""
 
-    share: int  # index of its part of each global batch, from 0
+    share: int  # index of its first part of each global batch, from 0
     num_shares: int  # parts of a global batch; their gradients are averaged
     env: DistEnv  # its rank among the loop's ranks; outside the loop, among all ranks
     runs_loop: bool = True  # runs the training loop, evaluates and saves
     computes_batches: bool = True  # runs forward and backward of its share
     model_ranks: int = 1  # neighbouring ranks that compute a share together
+    shares_per_rank: int = 1  # neighbouring parts that it computes; more with virtual ranks
     # A forward waits for the other ranks, so all must evaluate the same number of batches.
     forward_is_collective: bool = False
+    backward_is_collective: bool = True  # with several ranks; False: the engine reduces gradients
 
     @property
     def sends_batch_numbers(self) -> bool:
@@ -39,9 +41,21 @@ class Layout:
         return not (self.runs_loop and self.computes_batches)
 
     @property
+    def exchanges_in_backward(self) -> bool:
+        """Whether a backward waits for the other ranks once, when it averages the gradients."""
+        waits_once = self.backward_is_collective and not self.forward_is_collective
+        return waits_once and self.env.world_size > 1
+
+    @property
     def eval_share(self) -> tuple[int, int]:
         """The index of a rank's share of an evaluation, and the number of shares."""
         return self.env.rank // self.model_ranks, self.env.world_size // self.model_ranks
+
+    @property
+    def eval_parts(self) -> tuple[range, int]:
+        """The parts of the rank's share of an evaluation, and the number of all parts."""
+        size, (share, num_shares) = self.shares_per_rank, self.eval_share
+        return range(share * size, (share + 1) * size), num_shares * size
 
 
 @dataclass

@@ -28,6 +28,7 @@ from ddp_runner.host.hardware import usable_cores
 from ddp_runner.host.memory import keep_freed_memory
 from ddp_runner.job import FailureKind, Job, Status
 from ddp_runner.parallelism.mode import Mode, count_devices, rank_devices
+from ddp_runner.parallelism.virtual_ranks import with_virtual_ranks
 from ddp_runner.rank.adopt import with_config_of_rank_zero
 from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
@@ -127,6 +128,7 @@ def _open_mode(config: RunConfig, env: DistEnv) -> tuple[Mode, tuple[torch.devic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    mode = with_virtual_ranks(mode, config.batch.virtual_ranks)
     per_rank = mode_needs(config.parallelism).devices_per_rank
     devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
     open_devices(devices, precision=config.train.precision)

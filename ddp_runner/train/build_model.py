@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_runner.checkpoint.weights import Weights, load_weights
@@ -106,6 +106,19 @@ def place_model(
 ) -> nn.Module:
     """Return the bare model on its devices; for the arguments see ``model_factory``."""
     module = mode.place(model_factory(config, facts, **arguments), devices)
-    if config.model.get("channels_last") and not has_shards(module):  # shards are contiguous
+    if config.model.get("channels_last") and not has_shards(module):
         module = module.to(memory_format=torch.channels_last)
+    elif config.model.get("channels_last"):
+        # Shards are contiguous, so the inputs decide how a convolution computes.
+        for part in module.modules():
+            if isinstance(part, nn.Conv2d | nn.ConvTranspose2d):
+                part.register_forward_pre_hook(_to_channels_last)
     return module
+
+
+def _to_channels_last(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return a convolution's input in the format channels last, also where it has one pixel."""
+    images, *others = inputs
+    if images.ndim == 4:
+        images = images.to(memory_format=torch.channels_last)
+    return images, *others

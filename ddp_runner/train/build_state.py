@@ -94,6 +94,12 @@ def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None])
         "seed": config.seed,
     }
     if isinstance(split, StreamSplit):
+        if config.batch.virtual_ranks is not None:
+            raise UserError(
+                f"batch.virtual_ranks cuts each global batch by numbers, and "
+                f"dataset={dataset.name} is a stream without numbers",
+                "leave it out, or use a dataset with __len__",
+            )
         if layout.sends_batch_numbers:
             raise UserError(
                 f"parallelism={config.parallelism.get('name')} gives out batches by number, and "
@@ -102,9 +108,11 @@ def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None])
             )
         return StreamBatches(split=split, group=work.data_group, mark=mark, **common)
     assert isinstance(split, NumberedSplit)
-    validate_num_samples(dataset.name, len(split), ranks=layout.num_shares)
+    virtual = config.batch.virtual_ranks
+    validate_num_samples(dataset.name, len(split), ranks=layout.num_shares, virtual=virtual)
     return NumberedBatches(
         split=split,
+        shares_per_rank=layout.shares_per_rank,
         is_computed=layout.computes_batches,
         num_randoms=dataset.num_randoms,
         shuffle=config.dataset.get("shuffle", True),

@@ -1,14 +1,15 @@
 """Scales and clips gradients, whole or split over ranks, and takes the optimizer step."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.parallelism.shards import full_tensor, own_part, redistribute_like
+from ddp_runner.parallelism.shards import full_tensor, is_shard, own_part, redistribute_like
 from ddp_runner.train.state import TrainState
 
 SMALLEST_NORM = 1e-6  # torch's; a norm of 0 would divide by 0
@@ -27,7 +28,7 @@ def scale_and_clip(state: TrainState, factor: Tensor | None) -> Tensor | None:
     parameters = list(state.module.parameters())
     if clips:
         state.scaler.unscale_(state.optimizer)
-        norm = gradient_norm(parameters)
+        norm = gradient_norm(state)
         if factor is not None:
             norm = norm * factor.to(norm.device)
         if config.clip_norm is not None:
@@ -95,13 +96,38 @@ def has_gradient(parameters: Iterable[nn.Parameter]) -> bool:
     return any(bool((part.coalesce().values() if part.is_sparse else part).any()) for part in parts)
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def gradient_norm(state: TrainState) -> Tensor:
     """Return the L2 norm of the whole gradient, a scalar. Collective if gradients are split."""
+    gradients = [p.grad for p in state.module.parameters() if p.grad is not None]
+    if state.work.config.batch.virtual_ranks is not None:
+        return _norm_by_rows(gradients)
     # torch cannot combine tensors of different meshes, nor split and whole tensors.
     by_mesh = defaultdict[object, list[Tensor]](list)
-    for parameter in parameters:
-        if (grad := parameter.grad) is not None:
-            dense = grad.coalesce().values() if grad.is_sparse else grad
-            by_mesh[getattr(grad, "device_mesh", None)].append(dense)
-    norms = [full_tensor(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+    for gradient in gradients:
+        dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+        by_mesh[getattr(gradient, "device_mesh", None)].append(dense)
+    norms = [full_tensor(nn.utils.get_total_norm(part)) for part in by_mesh.values()]
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+
+
+def _norm_by_rows(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of the norms of all rows: equal bits however the rows are split over ranks.
+
+    Only the first dimension may be split, over a mesh of one axis. Collective if one is.
+    """
+    counts = [gradient.shape[0] if gradient.ndim else 1 for gradient in gradients]
+    norms = torch.zeros(sum(counts), device=own_part(gradients[0]).device)
+    group = next((value.device_mesh.get_group() for value in gradients if is_shard(value)), None)
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    for gradient, slot in zip(gradients, norms.split(counts), strict=True):
+        part, first = own_part(gradient), 0
+        if is_shard(gradient):
+            first = min(-(-len(slot) // size) * rank, len(slot))
+        elif rank > 0:
+            continue  # every rank has the whole tensor
+        rows = part.flatten(1) if part.ndim > 1 else part.reshape(-1, 1)
+        slot[first : first + len(rows)] = torch.linalg.vector_norm(rows, dim=1)
+    if group is not None:
+        dist.all_reduce(norms, group=group)  # exact: one rank has a row, and the others have 0
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm

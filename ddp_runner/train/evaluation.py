@@ -1,8 +1,9 @@
 """The evaluation of whole splits, while training and afterwards: sums over batches and ranks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,20 +49,25 @@ def evaluate(
         counts (num_classes, num_classes), a row per true class, or None without classes. A
         prediction outside the classes counts as wrong and is in no column.
     """
-    seed, totals = work.config.seed, EvalTotals(work)
+    seed, size = work.config.seed, work.config.batch.eval_size
+    own_parts, num_parts = work.layout.eval_parts
     broadcast_buffers(module, group=work.group)
     module.eval()
-    for split in splits or (work.dataset.eval,):
-        share, num_shares = work.layout.eval_share
-        batches = split.in_order(EpochShare(work.config.batch.eval_size, share, num_shares, seed))
-        for index, batch in enumerate(together(islice(batches, most_batches), split, work)):
-            # For each batch: loading may draw random numbers in this process.
-            seed_all(seed, "eval", step, share, index)
-            output = forward(work, module, batch)
-            if batch.weight:
-                totals.add(output)
+    confusion, packed = new_confusion(work), list[Packed]()
+    for part in own_parts:
+        # One part at a time: a metric may hold a network.
+        totals = EvalTotals(work, confusion)
+        for split in splits or (work.dataset.eval,):
+            batches = split.in_order(EpochShare(size, part, num_parts, seed))
+            for index, batch in enumerate(together(islice(batches, most_batches), split, work)):
+                # For each batch: loading may draw random numbers in this process.
+                seed_all(seed, "eval", step, part, index)
+                output = forward(work, module, batch)
+                if batch.weight:
+                    totals.add(output)
+        packed.append(totals.packed())
     reshard(module)
-    return totals.compute()
+    return _over_ranks(work, totals.metrics, packed, confusion)
 
 
 def together(batches: Iterable[MicroBatch], split: Split, work: Work) -> Iterator[MicroBatch]:
@@ -87,17 +93,29 @@ def together(batches: Iterable[MicroBatch], split: Split, work: Work) -> Iterato
         yield placeholder
 
 
-class EvalTotals:
-    """Adds up an evaluation set that is split among the ranks, on the device of the outputs."""
+class Packed(NamedTuple):
+    """The sums of a part of an evaluation set, for the other ranks."""
 
-    def __init__(self, work: Work) -> None:
-        device, self._work = work.devices[-1], work
+    loss: float
+    num_counted: float
+    scalars: dict[str, float]  # a part without a batch has none
+    metrics: dict[str, bytes]
+
+
+class EvalTotals:
+    """Adds up a part of an evaluation set on the device of the outputs.
+
+    Args:
+        work: of this rank.
+        confusion: counts to add to; see ``new_confusion``.
+    """
+
+    def __init__(self, work: Work, confusion: Tensor) -> None:
+        device, self._confusion = work.devices[-1], confusion
         self._loss, self._count, self._zero = torch.zeros(3, dtype=sum_dtype(device), device=device)
         self._scalars = dict[str, Tensor]()
-        self._metrics = Evaluation(work.metrics, device=device)
+        self.metrics = Evaluation(work.metrics, device=device)
         self._num_classes = work.dataset.num_classes or 0
-        size = self._num_classes + 1
-        self._confusion = torch.zeros(size, size, dtype=torch.int64, device=device)
 
     def add(self, step: StepOutput) -> None:
         """Add a batch's result of the training step.
@@ -109,41 +127,51 @@ class EvalTotals:
         self._count += step.count
         for name, value in step.scalars.items():
             self._scalars[name] = self._scalars.get(name, self._zero) + value
-        self._metrics.update(step.outputs, step.targets)
+        self.metrics.update(step.outputs, step.targets)
         if self._num_classes and has_classes(step):
             self._confusion += step_confusion(step, num_classes=self._num_classes)
 
-    def compute(self) -> tuple[dict[str, float], list[list[int]] | None]:
-        """Return the metrics and the confusion counts of all ranks; see ``evaluate``. Call it once.
-
-        Collective: every rank of the loop must call.
-
-        Raises:
-            UserError: there was no sample, a target is not a class, or a metric does not compute a
-                number.
-        """
-        group = self._work.data_group
-        loss, count = sum_over_ranks([self._loss.item(), self._count.item()], group=group)
-        if not count:  # an empty stream
-            raise UserError(
-                f"dataset={self._work.dataset.name} has no eval samples", "give at least 1"
-            )
-        results = {"eval/loss": loss / count}
-        # A rank without a batch does not know the names.
+    def packed(self) -> Packed:
+        """Return all sums but the confusion counts."""
         scalars = {name: value.item() for name, value in self._scalars.items()}
-        for rank_scalars in gather_objects(scalars, group=group):
-            for name, part in rank_scalars.items():
-                results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + part / count
-        results |= self._metrics.compute(group=group)
-        confusion, counts = add_over_ranks(self._confusion, group=group), None
-        reject_strays(confusion[-1, 0], num_classes=self._num_classes)
-        confusion = confusion[:-1]
-        if confusion.any():
-            class_metrics = classification_metrics(confusion)
-            results |= {f"eval/{name}": value for name, value in class_metrics.items()}
-            counts = confusion[:, :-1].tolist()
-        # Groups with the same samples may differ in the last digit, but ranks must stop together.
-        return from_rank_zero(lambda: (results, counts), group=self._work.group)
+        return Packed(self._loss.item(), self._count.item(), scalars, self.metrics.packed())
+
+
+def new_confusion(work: Work) -> Tensor:
+    """Return confusion counts of zero, with a row and a column for what is not a class."""
+    size = (work.dataset.num_classes or 0) + 1
+    return torch.zeros(size, size, dtype=torch.int64, device=work.devices[-1])
+
+
+def _over_ranks(
+    work: Work, metrics: Evaluation, own: Sequence[Packed], confusion: Tensor
+) -> tuple[dict[str, float], list[list[int]] | None]:
+    """Return the metrics and the confusion counts of all ranks; see ``evaluate``.
+
+    The parts are added in their order, so ranks that have several of them change no bit.
+    Collective: every rank of the loop must call.
+
+    Raises:
+        UserError: there was no sample, a target is not a class, or a metric does not compute a
+            number.
+    """
+    parts = list(chain.from_iterable(gather_objects(own, group=work.data_group)))
+    if not (count := sum(part.num_counted for part in parts)):  # an empty stream
+        raise UserError(f"dataset={work.dataset.name} has no eval samples", "give at least 1")
+    results = {"eval/loss": sum(part.loss for part in parts) / count}
+    for part in parts:
+        for name, value in part.scalars.items():
+            results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + value / count
+    results |= metrics.over([part.metrics for part in parts])
+    confusion, counts = add_over_ranks(confusion, group=work.data_group), None
+    reject_strays(confusion[-1, 0], num_classes=work.dataset.num_classes or 0)
+    confusion = confusion[:-1]
+    if confusion.any():
+        class_metrics = classification_metrics(confusion)
+        results |= {f"eval/{name}": value for name, value in class_metrics.items()}
+        counts = confusion[:, :-1].tolist()
+    # Groups with the same samples may differ in the last digit, but ranks must stop together.
+    return from_rank_zero(lambda: (results, counts), group=work.group)
 
 
 def has_classes(step: StepOutput) -> bool:

@@ -174,7 +174,7 @@ def accumulate_gradients(state: TrainState, batch: StepBatch) -> Sums:
             # The reduction averages over the shares, but global_count already counts them all.
             scaled = state.scaler.scale(loss * state.batches.num_shares)
             timer.mark(StepPart.FORWARD, ends_on=work.devices[-1])
-            reduces = is_last and work.env.world_size > 1 and not work.layout.forward_is_collective
+            reduces = is_last and work.layout.exchanges_in_backward
             if reduces:
                 timer.mark_end_of_backward(scaled)
             scaled.backward()

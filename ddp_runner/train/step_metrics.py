@@ -54,7 +54,7 @@ def reduce_step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str
     scalars, part_totals = totals[: len(sums.scalars)], totals[len(sums.scalars) :]
     state.memory_gib, times = by_rank[0].tolist(), by_rank[1:]
     if norm is None:
-        norm = gradient_norm(state.module.parameters())
+        norm = gradient_norm(state)
     if state.peaks is None and num_settled == env.world_size and not is_slow:
         state.peaks = measure_peaks(state)
         state.timer.restart()

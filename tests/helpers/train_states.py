@@ -26,6 +26,7 @@ from ddp_runner.files import json_safe
 from ddp_runner.job import Status
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.parallelism.shards import full_tensor
+from ddp_runner.parallelism.virtual_ranks import with_virtual_ranks
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build_state import build_state, build_work
 from ddp_runner.train.evaluation import evaluate
@@ -113,6 +114,7 @@ def build(env: DistEnv, config: Config) -> TrainState:
             dataset, train=_cast(dataset, dataset.train), eval=_cast(dataset, dataset.eval)
         )
     mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    mode = with_virtual_ranks(mode, config.batch.virtual_ranks)
     per_rank = mode_needs(config.parallelism).devices_per_rank
     devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
     return build_state(build_work(config, env, mode, devices=devices, dataset=dataset))

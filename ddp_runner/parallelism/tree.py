@@ -1,0 +1,133 @@
+"""Sums in the order of one binary tree over the parts of a step, on any number of ranks.
+
+The order is ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). A rank has neighbouring parts, so the lower
+levels lie within ranks, the upper levels between them. Numbers of ranks that are powers of two cut
+the tree at another level, and change no bit of the sum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+BUCKET_BYTES = 25 * 2**20  # of the tensors that are sent together
+NOTHING = -0.0  # adding it changes no bit of any number; 0.0 changes -0.0
+Leaf = list[Tensor | None]  # a part's tensors; None counts as nothing
+
+
+@dataclass
+class Tree:
+    """A step's place in the tree."""
+
+    count: int  # parts of all ranks, a power of two
+    index: int = 0  # the part that this rank computes, from 0
+    is_last: bool = True  # it is this rank's last part of the step
+
+
+def add_leaf(stack: list[Leaf], leaf: Leaf, *, index: int) -> None:
+    """Add a part to this rank's partial sums, in place, as a binary counter adds 1.
+
+    `index` counts the leaves from 0. After a power of two the stack has one item, their sum.
+    """
+    while index & 1:
+        left, index = stack.pop(), index >> 1
+        pairs = [(a, b) for a, b in zip(left, leaf, strict=True) if a is not None and b is not None]
+        if pairs:
+            torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+        leaf = [b if a is None else a for a, b in zip(left, leaf, strict=True)]
+    stack.append(leaf)
+
+
+def own_chunk(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return this rank's chunk of a vector that is summed over the group's ranks. Collective.
+
+    The number of ranks is a power of two and divides the length.
+    """
+    parts = torch.empty_like(values)
+    dist.all_to_all_single(parts, values, group=group)
+    rows = parts.view(dist.get_world_size(group), -1)
+    while len(rows) > 1:
+        rows = rows[0::2] + rows[1::2]
+    return rows[0]
+
+
+def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return a vector summed over the group's ranks: the bytes of a ring. Collective."""
+    if (size := dist.get_world_size(group)) == 1:
+        return values
+    padded = pad(values, (0, -len(values) % size))
+    total = torch.empty_like(padded)
+    dist.all_gather_into_tensor(total, own_chunk(padded, group), group=group)
+    return total[: len(values)]
+
+
+def mean_of_parts(sums: Leaf, like: Sequence[Tensor], *, count: int) -> list[Tensor]:
+    """Return the means over all parts. Collective: every rank must call.
+
+    Args:
+        sums: of this rank's parts.
+        like: tensors with the shapes, dtypes, devices and memory formats of the sums.
+        count: the parts of all ranks.
+    """
+    means = list(like)
+    buckets, _ = dist._compute_bucket_assignment_by_size([*like], [BUCKET_BYTES])
+    for numbers in buckets:
+        tensors = [like[number] for number in numbers]
+        flat = tensors[0].new_empty(sum(map(Tensor.numel, tensors)), requires_grad=False)
+        for number, target in zip(numbers, _views(flat, tensors), strict=True):
+            value = sums[number]
+            target.fill_(NOTHING) if value is None else target.copy_(value)
+        total = sum_over_ranks(flat).div_(count)
+        for number, mean in zip(numbers, _views(total, tensors), strict=True):
+            means[number] = mean
+    return means
+
+
+def _views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a vector with the shapes and the memory formats of the tensors."""
+    parts = flat.split([*map(Tensor.numel, tensors)])
+    dense = (torch.empty_like(tensor, device="meta") for tensor in tensors)
+    return [part.as_strided(t.shape, t.stride()) for part, t in zip(parts, dense, strict=True)]
+
+
+class TreeReduceScatter:
+    """Adds the gradients of an FSDP2 group in the tree, and keeps this rank's shard of the mean.
+
+    FSDP2 calls it in the backward of each part. Its parameters get zeros until the last part.
+
+    Args:
+        tree: the place of the step.
+        replicas: the ranks with the same shard (HSDP); None: each shard exists once.
+    """
+
+    def __init__(self, tree: Tree, replicas: dist.ProcessGroup | None) -> None:
+        self._tree, self._replicas, self._stack = tree, replicas, list[Leaf]()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer of the given size."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object = None,
+        async_op: bool = False,
+    ) -> None:
+        """Add a part; after the last, fill the output with this rank's shard. Collective."""
+        if self._tree.index == 0:
+            self._stack.clear()  # an earlier step may have failed
+        add_leaf(self._stack, [input_tensor], index=self._tree.index)
+        if not self._tree.is_last:
+            output_tensor.zero_()
+            return
+        (total,) = self._stack.pop()
+        assert total is not None
+        shard = own_chunk(total, group)
+        if self._replicas is not None:
+            shard = sum_over_ranks(shard, self._replicas)
+        torch.div(shard, self._tree.count, out=output_tensor)
