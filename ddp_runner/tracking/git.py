@@ -6,6 +6,7 @@ does not depend on git.
 
 import hashlib
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,7 +59,8 @@ def code_version(record: Mapping[str, Any]) -> str:
     """Return the code of a run's last session in a few words, from an unchecked run.json."""
     words = {"git_revision": "", "runner_revision": "with ddp_runner ", "code_diff": "with "}
     known = [f"{word}{record[field]}" for field, word in words.items() if record.get(field)]
-    return " ".join(known) or "unknown"
+    text = " ".join(known) or "unknown"
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text)  # short hashes
 
 
 def _git(words: str, *, folder: Path = FOLDERS["git_revision"]) -> str | None:

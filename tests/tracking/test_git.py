@@ -151,8 +151,8 @@ def test_a_run_keeps_the_code_of_each_session(
     (repository / "model.py").write_bytes(f"token = '{TOKEN}' # \xe9\n".encode("latin-1"))
     kept = []
     for keys in ((*RUN, "train.max_steps=2"), ("resume=run", "train.max_steps=4")):
-        keys = (*keys, "++notes='${oc.env:MY_TOKEN}'")
-        result = run_command(*keys, folder=repository, prepare=without_checkout)
+        secret = "++notes='${oc.env:MY_TOKEN}'"
+        result = run_command(*keys, secret, folder=repository, prepare=without_checkout)
         assert result.exit_code == 0, result.stderr
         fields = record(repository / "run")
         kept.append(fields["code_diff"])
@@ -163,7 +163,7 @@ def test_a_run_keeps_the_code_of_each_session(
     assert file.name == f"code-{digest(content.decode(errors='surrogateescape'))}.diff"
     assert b"+token = '${oc.env:MY_TOKEN}' # \xe9\n" in content
     git("apply", "--check", str(file))
-    commit = git("rev-parse", "HEAD")
+    commit = git("rev-parse", "HEAD")[:12]
     change = f"code={commit} (was {commit}+dirty with {file.name}) at step 2"
     assert change in fields["changes"]
 
