@@ -83,8 +83,8 @@ def no_git(folder: Path) -> None:
 
 
 def slow_git(folder: Path) -> None:
-    """A git that hangs, as on a stuck network disk, and leaves its own child behind."""
-    (folder / "git").write_text("#!/bin/sh\n/bin/sleep 60\n")
+    """A git that hangs, as on a stuck network disk."""
+    (folder / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     (folder / "git").chmod(0o755)
 
 
