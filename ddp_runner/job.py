@@ -69,7 +69,8 @@ class Job:
 
     config: RunConfig
     started_at: float  # time.time() when the command, or the sweep's job, began
-    provenance: Mapping[str, Any]  # git_revision and versions
+    provenance: Mapping[str, Any]  # ``git_revisions`` and versions: equal on all ranks
+    uncommitted: str = ""  # changes in the code that no commit has, for rank 0; may hold secrets
     run_dir: Path | None = None  # None: rank 0 claims a folder
     lacks_run: bool = False  # the run to resume, and its config, are on another machine
     # The next two are None under another launcher.

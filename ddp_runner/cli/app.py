@@ -39,8 +39,9 @@ from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Job
 from ddp_runner.launch.launcher import is_over, launch
 from ddp_runner.sweep.planner import SweepCommand
 from ddp_runner.sweep.run_sweep import run_sweep
+from ddp_runner.tracking.git import git_revisions, uncommitted_changes
 from ddp_runner.tracking.run_folder_claim import claim_run, with_run_folder
-from ddp_runner.tracking.run_record import git_revision, versions
+from ddp_runner.tracking.run_record import versions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -101,8 +102,10 @@ def _run(
     env = dist_env()
     if env is not None and starts_our_launchers(env, nnodes=composed.launch.nnodes):
         env = None
-    provenance = {"git_revision": git_revision(), "versions": versions()}
-    invocation = Invocation(command, env, started_at, provenance, tuple(warnings))
+    provenance = {**git_revisions(), "versions": versions()}
+    # Rank 0 writes them.
+    changes = uncommitted_changes(provenance) if env is None or env.is_rank_zero else ""
+    invocation = Invocation(command, env, started_at, provenance, tuple(warnings), changes)
     keys = [item.key_or_group for item in command.overrides]
     if is_sweep(command, composed):
         if "hydra.run.dir" in keys:

@@ -53,8 +53,9 @@ class Invocation:
     command: CommandLine
     env: DistEnv | None  # this rank's facts; None if no launcher started this process
     started_at: float  # time.time()
-    provenance: Mapping[str, Any]  # git_revision and versions
+    provenance: Mapping[str, Any]  # see ``Job``
     warnings: tuple[str, ...] = ()  # about stdout and stderr
+    uncommitted: str = ""  # see ``uncommitted_changes``
 
 
 def compose(command: CommandLine) -> DictConfig:
@@ -179,6 +180,7 @@ def finish(
         started_at=invocation.started_at,
         lacks_run=prepared.lacks_run,
         provenance=invocation.provenance,
+        uncommitted=invocation.uncommitted,
         overrides=overrides,
         own_groups=own_groups if env is None else None,
         resume_arguments=resume_arguments(

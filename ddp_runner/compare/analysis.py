@@ -20,6 +20,7 @@ from ddp_runner.compare.settings import (
 from ddp_runner.compare.speedup import AllReduceFit, Scaling, Stats, fit_all_reduces, speedups
 from ddp_runner.errors import UserError, counted, listed, nearest
 from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
+from ddp_runner.tracking.git import code_version
 
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
 SUPERLINEAR = 1.1  # a higher efficiency has another cause than the additional devices
@@ -236,7 +237,7 @@ def _warnings(rows: Sequence[ComparisonRow], runs: Sequence[RecordedRun]) -> Ite
     origins = {
         "hosts": [run.record.get("host") for run in runs],
         "torch versions": [nested(run.record, "versions", "torch") for run in runs],
-        "git revisions": [run.record.get("git_revision") for run in runs],
+        "versions of the code": [code_version(run.record) for run in runs],
     }
     for name, values in origins.items():
         names = sorted({str(value) for value in values})

@@ -36,6 +36,7 @@ from ddp_runner.compare.table import (
 )
 from ddp_runner.config.identity import leaves
 from ddp_runner.errors import printable
+from ddp_runner.tracking.git import code_version
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -219,7 +220,7 @@ def _machines_table(cards: Sequence[Card]) -> tuple[Table, list[tuple[str, str]]
             "hosts": [record.get("hosts") or record.get("host") for record in records],
             "devices": [_counted(record.get("devices")) for record in records],
             "threads": [record.get("num_threads") for record in records],
-            "git revision": [record.get("git_revision") for record in records],
+            "code": [code_version(record) for record in records],
             **{key.removeprefix("versions."): [run.get(key) for run in nested] for key in names},
         },
         show={key: percent for key in names if "share" in key},

@@ -228,7 +228,8 @@ def _notes(run: RecordedRun, num_damaged: int) -> Iterator[str]:
             "the first"
         )
     if isinstance(changes := run.record.get("changes"), list) and changes:
-        yield f"its config is the last session's: a resume changed {listed([*map(str, changes)])}"
+        changed = listed([*map(str, changes)])
+        yield f"its config and code are the last session's: a resume changed {changed}"
     if len(run.values("perf/samples_per_s")) == 1 and "of_run" not in run.record:
         yield (
             "no samples/s: perf/samples_per_s has only one line, the warm-up; lower "

@@ -23,7 +23,8 @@ from ddp_runner.distributed import (
     from_rank_zero,
     gather_objects,
 )
-from ddp_runner.errors import UserError, one_line
+from ddp_runner.errors import UserError, one_line, os_errors
+from ddp_runner.files import replace_file
 from ddp_runner.host.hardware import usable_cores
 from ddp_runner.host.memory import keep_freed_memory
 from ddp_runner.job import FailureKind, Job, Status
@@ -34,6 +35,7 @@ from ddp_runner.rank.process_group import process_group
 from ddp_runner.rank.rank_log import rank_log
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.alive import Heartbeat
+from ddp_runner.tracking.git import code_version
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_folder_claim import (
     claim_run,
@@ -44,6 +46,7 @@ from ddp_runner.tracking.run_folder_claim import (
 from ddp_runner.tracking.run_record import (
     RunError,
     RunFields,
+    add_changes,
     fail_session,
     has_taken_step,
     read_run_record,
@@ -167,7 +170,11 @@ def report_start(session: Session, *, step: int) -> None:
     if wire is not None:
         wire.send("began", step)
     if session.env.is_rank_zero:
+        run_dir, before = session.run_dir, read_run_record(session.run_dir)
         _record_start(session)
+        old, new = code_version(before), code_version(read_run_record(run_dir))
+        if has_taken_step(before) and old != new:
+            add_changes(run_dir, [f"code={new} (was {old})"], step=step)
     if not earlier:
         return
     count, limit = session.env.restart_count, session.config.launch.max_restarts
@@ -232,6 +239,21 @@ def _init_method(job: Job, env: DistEnv) -> str | None:
     return f"{INIT_FILE}{path}.{job.temp.name}-{env.restart_count}"
 
 
+def _keep_changes(session: Session) -> str | None:
+    """Write the uncommitted changes in the code into the run folder; return the file's name.
+
+    The name follows from the content, so a resume with other code replaces no earlier file.
+    """
+    text = session.job.secrets.hide(session.job.uncommitted)
+    if not text:
+        return None
+    name = f"code-{digest(text)}.diff"
+    path = session.run_dir.path / name
+    with os_errors(f"{path} cannot be written"):
+        replace_file(path, text.encode(errors="surrogateescape"))
+    return name
+
+
 def _record_start(session: Session) -> None:
     config, env, job = session.config, session.env, session.job
     written, slot, share = job.secrets.written(config), job.slot, RunFields()
@@ -258,6 +280,7 @@ def _record_start(session: Session) -> None:
             env, session.devices, data_parallel=mode_needs(config.parallelism).data_parallel
         ),
         num_threads=torch.get_num_threads(),
+        code_diff=_keep_changes(session),
         restarts=env.restart_count,
         warnings=list(job.warnings),
     )

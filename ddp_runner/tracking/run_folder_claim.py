@@ -218,13 +218,16 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
 
 def clear_if_unbegun(run_dir: RunDir) -> None:
     """Empty the folder of a run that a user's mistake ended before its first step."""
+    diffs = [*run_dir.path.glob("code-*.diff")]
     created = {run_dir.config.parent, run_dir.lock, run_dir.holder, run_dir.logs, run_dir.record}
+    created.update(diffs)
     error = intact_record(run_dir).get("error")
     is_mistake = isinstance(error, Mapping) and error.get("kind") == "user"
     if is_mistake and created.issuperset(run_dir.path.iterdir()):
         shutil.rmtree(run_dir.logs, ignore_errors=True)
         shutil.rmtree(run_dir.config.parent, ignore_errors=True)
-        run_dir.record.unlink()
+        for path in (*diffs, run_dir.record):
+            path.unlink()
 
 
 def freeze(job: Job, run_dir: RunDir, *, sync: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""run.json: its fields, the times of a run's sessions, and the versions of its code. Torch-free.
+"""run.json: its fields, the times of a run's sessions, and the versions of packages. Torch-free.
 
 A session lasts from a start of the run to its end. Before the ranks start, the process that claimed
 the folder writes the file; then rank 0; after the ranks, the launcher. On several machines all
@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -22,7 +21,6 @@ from ddp_runner.files import json_safe, read_file, replace_file
 from ddp_runner.job import FailureKind, Status
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
 
-GIT_TIMEOUT_S = 2.0
 RESTORE = "restore it from a copy, or delete it and lose the times of earlier sessions"
 PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard")
 
@@ -58,7 +56,9 @@ class RunFields(TypedDict, total=False):
     own_groups: Sequence[str] | None  # see ``CommandLine``; None: another launcher's ranks
     config_hash: str
     work_hash: str  # hash of the keys that decide the results
-    git_revision: str | None
+    git_revision: str | None  # commit of the current folder; see ``git_revisions``
+    runner_revision: str | None  # commit of ddp_runner; None: it is in the same repository, or none
+    code_diff: str | None  # file with the changes that no commit has; its name follows from them
     versions: Mapping[str, str | None]
     host: str  # host of rank 0
     hosts: Sequence[str]  # distinct hosts of all ranks
@@ -267,27 +267,6 @@ def _sessions(record: Mapping[str, Any]) -> list[SessionTimes]:
 
 def _seconds(session: SessionTimes, until: float) -> float:
     return round(max(0.0, until - session["started_at"]), 3)
-
-
-def git_revision() -> str | None:
-    """Return the commit of the current folder, with ``+dirty`` if tracked files have changed.
-
-    None outside a git repository, without git, or if git takes longer than 2 s.
-    """
-    # With all tags excluded, describe prints the full hash, so one call returns both facts.
-    describe = "git --no-optional-locks describe --always --abbrev=40 --exclude=* --dirty=+dirty"
-    try:
-        result = subprocess.run(
-            describe.split(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=GIT_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):  # no git, or a stuck network disk
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def versions() -> dict[str, str | None]:

@@ -241,7 +241,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "detect", lambda **_: LAPTOP)
     monkeypatch.setattr(ddp_runner.sweep.local, "Slots", InTurn)
     monkeypatch.setattr(ddp_runner.launch.launcher, "run_ranks", launched)
-    monkeypatch.setattr(ddp_runner.cli.app, "git_revision", lambda: None)
+    monkeypatch.setattr(ddp_runner.cli.app, "git_revisions", dict)
 
 
 @contextlib.contextmanager

@@ -421,7 +421,7 @@ def test_a_warning_names_three_of_many(tmp_path: Path) -> None:
     for number in range(5):
         write_run(tmp_path / str(number), record={"git_revision": str(number)})
     (sentence,) = compared(tmp_path).warnings
-    assert sentence == "the runs used 5 git revisions (0, 1, 2 and 2 more)"
+    assert sentence == "the runs used 5 versions of the code (0, 1, 2 and 2 more)"
 
 
 def write_evaluated(folder: Path, errors: list[float], **record: Any) -> None:

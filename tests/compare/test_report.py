@@ -204,7 +204,9 @@ def test_hostile_text_stays_text(tmp_path: Path, what: str) -> None:
     """In every place of a run: no element of its own, and what hides is shown as its escape."""
     outputs = tmp_path / "outputs"
     fields: dict[str, Any] = {
-        **dict.fromkeys(("host", "git_revision", "stopped_early", "notes", "task"), HOSTILE),
+        **dict.fromkeys(
+            ("host", "git_revision", "code_diff", "stopped_early", "notes", "task"), HOSTILE
+        ),
         **{key: [HOSTILE, 5, None] for key in ("tags", "warnings", "hosts", "devices")},
         "versions": {"torch": HOSTILE, HOSTILE: HOSTILE},
         "load": {"end": {HOSTILE: HOSTILE}},

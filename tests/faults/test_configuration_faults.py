@@ -269,9 +269,9 @@ def test_commands_in_the_same_second_get_separate_folders(is_sweep: bool, tmp_pa
 
 def revision_by_rank() -> None:
     """Give this rank a commit of its own."""
-    from ddp_runner.tracking import run_record
+    from ddp_runner.tracking import git
 
-    run_record.git_revision = lambda: f"commit-{os.environ['RANK']}"
+    git.git_revisions = lambda: {"git_revision": f"commit-{os.environ['RANK']}"}
 
 
 def torch_by_rank() -> None:
