@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_runner.checkpoint.manifest import MANIFEST, STATE
 from ddp_runner.distributed import from_rank_zero, gather_objects
+from ddp_runner.parallelism.shards import full_tensor
 
 CHUNK_BYTES = 64 * 2**20  # bytes per broadcast
 
@@ -35,6 +36,19 @@ def digest_of(state: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for leaf in _leaves(state):
         digest.update(leaf)
+    return digest.hexdigest()
+
+
+def weights_sha256(module: nn.Module) -> str:
+    """Return the SHA-256 of a bare model's weights with their names, shapes and dtypes.
+
+    The same on every number of ranks. Collective if the model is split; only rank 0's counts.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        whole = full_tensor(tensor)  # one at a time, for little memory
+        for leaf in _leaves({name: whole}) if dist.get_rank() == 0 else ():
+            digest.update(leaf)
     return digest.hexdigest()
 
 

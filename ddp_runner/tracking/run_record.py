@@ -79,6 +79,7 @@ class RunFields(TypedDict, total=False):
     uses: Sequence[str]  # config groups that a user's own loop builds from
     model_arguments: Mapping[str, Any]  # model arguments that came from the dataset
     export_sha256: str  # checksum of model.safetensors
+    weights_sha256: str  # of the weights after the last step: equal for equal bytes
     of_run: str  # folder of the run whose model was evaluated, exported or used to predict
     weights_step: int  # step of that run's weights
     split: str

@@ -52,6 +52,8 @@ def training_facts(
     batch = config.batch
     ranks = counted(num_shares, "rank" if num_shares == env.world_size else "trainer")
     shares = f"{batch.per_rank} a rank x {ranks}"
+    if config.batch.virtual_ranks is not None:
+        shares = f"{batch.per_rank} a part x {num_shares} virtual ranks"
     if (model_ranks := mode_needs(config.parallelism).model_ranks) != 1:
         groups = counted(num_shares, "group")
         shares = f"{batch.per_rank} a group x {groups} of {model_ranks or env.world_size} ranks"

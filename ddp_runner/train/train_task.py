@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from ddp_runner.checkpoint.between_ranks import weights_sha256
 from ddp_runner.config.identity import is_inside
 from ddp_runner.config.load import chosen_keys
 from ddp_runner.config.training import TrainConfig
@@ -91,13 +92,15 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             session.heartbeat.note(ENDING)  # the last checkpoint may take a while
             records.wait()
         state.engine.close(status)
+        end = RunFields(step=state.step, epoch=state.batches.epoch)
         if status == Status.COMPLETED:
+            end["weights_sha256"] = weights_sha256(state.module)
             export_best(state, run_dir, records, log=session.log)
         early_stop = early_stop_of(config.early_stop, state.work.metrics)
         reason = stop_reason(state.progress, early_stop)
         if reason is not None and session.env.is_rank_zero:
             session.log(reason)
-        end = RunFields(step=state.step, epoch=state.batches.epoch, stopped_early=reason)
+        end["stopped_early"] = reason
         logger.finish(status, **(end | state.measured))
     return status
 
