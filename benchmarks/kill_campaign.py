@@ -42,8 +42,9 @@ RUN = "run"  # a chain's folder
 COMMON = (
     "batch.global_size=8", "scheduler=cosine", "train.log_every_steps=1", "train.num_threads=1",
     "checkpoint.every_steps=2", "checkpoint.keep=2", "checkpoint.monitor=eval/loss",
-    "checkpoint.mode=min", "backend.device=cpu", f"hydra.run.dir={RUN}", "resume=auto",
+    "checkpoint.mode=min", "backend.device=cpu",
 )  # fmt: skip
+FOLDER = (f"hydra.run.dir={RUN}", "resume=auto")
 DIGITS = (
     "dataset=fake_images", "dataset.num_samples=24", "train.epochs=6", "optimizer=momentum",
 )  # fmt: skip
@@ -60,7 +61,9 @@ MODES = {
     "fsdp": (*TEXT, "train.grad_accum_steps=2", "parallelism=fsdp", "world_size=2"),
     "hsdp": (*TEXT, "optimizer=momentum", "parallelism=hsdp", "world_size=4"),
     "tp": (*TEXT, "parallelism=tp", "world_size=2"),
+    "other ranks": (*TEXT, "batch.virtual_ranks=8", "parallelism=ddp", "world_size=4"),
 }
+RESUMED_AS = {"other ranks": ("parallelism=fsdp", "world_size=2")}  # after a kill
 VICTIMS = ("rank", "launcher", "tree")
 PLACES = ("training", "saving", "any instant")
 MOST_KILLS = 8  # of a chain
@@ -163,7 +166,7 @@ def campaign(
             log(f"{sum(result.kills.values())} of {kills} kills, {len(result.failures)} failures")
     # The next start removes what the last kill left.
     temp = base / "temp"
-    _run(MODES[modes[0]], base / "last", environ={"TMPDIR": str(temp)})
+    _run(modes[0], base / "last", environ={"TMPDIR": str(temp)})
     if left := sorted(path.name for path in temp.iterdir()):
         result.failures.append(f"temporary files are left: {left}")
     if left := sorted(set(_shared_memory()) - shared_before):
@@ -175,7 +178,7 @@ def uninterrupted(mode: str, folder: Path) -> Uninterrupted:
     """Run a mode without a kill."""
     calls = folder / "calls"
     started = time.monotonic()
-    if _run(MODES[mode], folder, Fault(partial(append_byte, str(calls)), Call(None))) != 0:
+    if _run(mode, folder, Fault(partial(append_byte, str(calls)), Call(None))) != 0:
         raise WrongError(f"the uninterrupted run failed: {_stderr(folder)}")
     return Uninterrupted(folder / RUN, time.monotonic() - started, calls.stat().st_size)
 
@@ -192,7 +195,7 @@ def chain(
             if not _kill_once(folder, mode, expected, chance, result, temp=temp):
                 break
             assert_whole(folder / RUN)
-        end = _run(MODES[mode], folder, environ={"TMPDIR": str(temp)})
+        end = _run(mode, folder, environ={"TMPDIR": str(temp)})
         if end != 0:
             raise WrongError(f"the resume ended with exit code {end}: {_stderr(folder)}")
         assert_equal(folder / RUN, expected.run_dir, num_steps=NUM_STEPS)
@@ -201,6 +204,15 @@ def chain(
         return result
     shutil.rmtree(folder)
     return result
+
+
+def command_of(mode: str, folder: Path) -> tuple[str, ...]:
+    """Return the command that starts a training, or continues it."""
+    if mode in RESUMED_AS and (folder / RUN / ".hydra" / "config.yaml").exists():
+        # A run without steps left takes no other mode.
+        is_done = max(checkpoint_steps(folder / RUN), default=0) == NUM_STEPS
+        return (*COMMON, f"resume={RUN}", *(() if is_done else RESUMED_AS[mode]))
+    return (*MODES[mode], *COMMON, *FOLDER)
 
 
 def _kill_once(
@@ -215,7 +227,9 @@ def _kill_once(
     """Continue a training until a kill; return False if it ended before the kill."""
     victim, place = chance.choice(VICTIMS), chance.choice(PLACES)
     restarts = chance.choice((0, 2)) if victim == "rank" else 0
-    world_size = int(MODES[mode][-1].partition("=")[2])
+    command = command_of(mode, folder)
+    sizes = [key for key in (*MODES[mode], *command) if key.startswith("world_size=")]
+    world_size = min(int(key.partition("=")[2]) for key in sizes)
     left = NUM_STEPS - max(checkpoint_steps(folder / RUN), default=0)
     what = {
         "rank": partial(send_signal, signal.SIGKILL),
@@ -231,8 +245,7 @@ def _kill_once(
         at_call = Call(chance.randint(1, calls), half=chance.random() < 0.5)
         faults = [Fault(what, at_call)]
     with background(
-        *MODES[mode],
-        *COMMON,
+        *command,
         f"launch.max_restarts={restarts}",
         folder=folder,
         environ={"TMPDIR": str(temp)},
@@ -273,8 +286,9 @@ def _kill_at(seconds: float, process: Any, victim: str, chance: random.Random) -
     return True
 
 
-def _run(mode: Sequence[str], folder: Path, *faults: Fault, environ: Any = None) -> int:
-    with background(*mode, *COMMON, folder=folder, prepare=inject(*faults), environ=environ) as run:
+def _run(mode: str, folder: Path, *faults: Fault, environ: Any = None) -> int:
+    command = command_of(mode, folder)
+    with background(*command, folder=folder, prepare=inject(*faults), environ=environ) as run:
         return run.wait(LONGEST_S)
 
 

@@ -4,8 +4,7 @@ Each combination was tried with torch 2.15: those that fail, or are silently wro
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from ddp_runner.config.schema import Config, has_own_loop, mode_needs
 from ddp_runner.config.sections import INFERENCE
@@ -13,8 +12,8 @@ from ddp_runner.errors import UserError, counted
 
 COMM_HOOKS = ("bf16", "fp16")
 # The modes that can add gradients in the order of ``batch.virtual_ranks``.
-WITH_TREE = ("single.Single", "ddp.DDP", "mesh.Mesh")
-ON_ONE_DEVICE = ("dp.DataParallelMode",)  # on the CPU
+IN_TREE = ("single.Single", "ddp.DDP", "mesh.Mesh")
+ON_CPU = ("dp.DataParallelMode",)  # with GPUs it splits a batch over them
 # torch's optimizers that compute each element by itself. The fused ones on the CPU round the last
 # elements of a tensor in another way.
 ELEMENTWISE = (
@@ -103,58 +102,55 @@ def validate_mode(config: Config) -> None:
 
 
 def _validate_virtual_ranks(config: Config, count: int) -> None:
-    """Reject what would add numbers in another order than ``batch.virtual_ranks``."""
-    mode, train, optimizer = config.parallelism, config.train, config.optimizer
-    needs, name, ranks = mode_needs(mode), f"parallelism={mode.get('name')}", config.world_size
-    kind, is_cpu = str(optimizer["_target_"]), config.backend.device == "cpu"
-    target = mode["_target_"].removeprefix("ddp_runner.parallelism.")
-    has_tree = target in (*WITH_TREE, *(ON_ONE_DEVICE if is_cpu else ()))
-    groups = [optimizer, *config.params.groups]
-    without, whole = "batch.virtual_ranks=null", "parallelism=ddp"
-    for is_broken, sentence, fix in (
-        (has_own_loop(config.task), f"and task={config.task} adds its own gradients", without),
-        (
-            not has_tree or needs.devices_per_rank > 1 or needs.model_ranks != 1,
-            f"and {name} adds them in an order of its own",
-            f"{whole}, fsdp or hsdp",
+    """Reject what would compute other bytes at another world size, or in another mode."""
+    mode, optimizer, ranks = config.parallelism, config.optimizer, config.world_size
+    needs, name = mode_needs(mode), f"parallelism={mode.get('name')}"
+    devices = ON_CPU if config.backend.device == "cpu" else ()
+    in_tree = mode["_target_"].removeprefix("ddp_runner.parallelism.") in (*IN_TREE, *devices)
+    is_elementwise = optimizer["_target_"].removeprefix("torch.optim.") in ELEMENTWISE
+    is_fused = any(group.get("fused") for group in (optimizer, *config.params.groups))
+    broken = {  # reason -> fix
+        f"task={config.task} adds its own gradients": (
+            has_own_loop(config.task) and "batch.virtual_ranks=null"
         ),
-        (
-            count % ranks > 0,
-            f"by halves, so the ranks must be a power of two up to {count}, not {ranks}",
-            f"world_size={min(count, 2 ** (ranks.bit_length() - 1))}",
+        f"{name} has an order of its own": (
+            not (in_tree and needs.devices_per_rank == needs.model_ranks == 1) and "parallelism=ddp"
         ),
-        (
-            mode.get("comm_hook") is not None or mode.get("sync_batchnorm"),
-            "and parallelism.comm_hook and parallelism.sync_batchnorm change them in between",
-            "parallelism.comm_hook=null parallelism.sync_batchnorm=false",
+        f"world_size ({ranks}) does not divide it": (
+            count % ranks and f"world_size={min(count, 2 ** (ranks.bit_length() - 1))}"
         ),
-        (
-            needs.splits_parameters and ranks == needs.num_replicas,
-            f"and {name} splits nothing over a single rank",
-            "world_size=2" if needs.num_replicas == 1 else whole,
+        "a parallelism.comm_hook changes what is sent": (
+            mode.get("comm_hook") and "parallelism.comm_hook=null"
         ),
-        (
-            needs.splits_parameters and (train.compile or mode.get("cpu_offload")),
-            f"and train.compile and parallelism.cpu_offload compute other numbers under {name}",
-            f"{whole}, or turn them off",
+        "parallelism.sync_batchnorm=true adds over ranks in each layer": (
+            mode.get("sync_batchnorm") and "parallelism.sync_batchnorm=false"
         ),
-        (
-            needs.splits_parameters
-            and (kind.removeprefix("torch.optim.") not in ELEMENTWISE or _is_fused(groups)),
-            f"and optimizer={optimizer.get('name')} ({kind}), or optimizer.fused, may compute "
-            f"other numbers for parts of a parameter, as {name} has them",
-            f"{whole}, or optimizer=adamw optimizer.fused=false",
-        ),
-    ):
-        if is_broken:
+    }
+    if needs.splits_parameters:
+        broken |= {
+            # FSDP2 adds in its own order in a group of one rank.
+            f"{name} on {counted(ranks, 'rank')} splits nothing": (
+                ranks == needs.num_replicas and "parallelism=ddp"
+            ),
+            f"train.compile=true compiles other code for {name}": (
+                config.train.compile and "train.compile=false"
+            ),
+            f"parallelism.cpu_offload=true computes norms elsewhere than {name} without it": (
+                mode.get("cpu_offload") and "parallelism.cpu_offload=false"
+            ),
+            f"optimizer={optimizer.get('name')} needs whole parameters, which {name} splits": (
+                not is_elementwise and "parallelism=ddp"
+            ),
+            f"optimizer.fused=true rounds parts of a parameter differently, and {name} splits it": (
+                is_fused and "optimizer.fused=false"
+            ),
+        }
+    for reason, fix in broken.items():
+        if fix:
             raise UserError(
-                f"batch.virtual_ranks={count} adds all gradients in one order, {sentence}",
+                f"batch.virtual_ranks={count} adds everything in one order, and {reason}",
                 f"write {fix}",
             )
-
-
-def _is_fused(groups: Sequence[Mapping[str, Any]]) -> bool:
-    return any(group.get("fused") for group in groups)
 
 
 def _validate_hook(config: Config, hook: object) -> None:

@@ -82,10 +82,12 @@ def validate_num_samples(
 ) -> None:
     """Reject a dataset with fewer samples than ranks; `virtual` is batch.virtual_ranks."""
     if count < ranks:
-        key = "world_size" if virtual is None else "batch.virtual_ranks"
+        key, most = "world_size", count
+        if virtual is not None:
+            key, most = "batch.virtual_ranks", 2 ** (count.bit_length() - 1)
         raise UserError(
             f"dataset={name} has {count} training samples and {key} is {ranks}",
-            f"use {key}={count} or less",
+            f"use {key}={most} or less",
         )
 
 

@@ -73,7 +73,8 @@ def mean_of_parts(sums: Leaf, like: Sequence[Tensor], *, count: int) -> list[Ten
         count: the parts of all ranks.
     """
     if dist.get_world_size() == 1:
-        return [t if value is None else value.div_(count) for value, t in zip(sums, like)]
+        pairs = zip(sums, like, strict=True)
+        return [other if value is None else value.div_(count) for value, other in pairs]
     means = list(like)
     buckets, _ = dist._compute_bucket_assignment_by_size([*like], [BUCKET_BYTES])
     for numbers in buckets:

@@ -129,6 +129,37 @@ INVALID = [
     ("scheduler=plateau train.eval_every_epochs=0",
      "scheduler.monitor=eval/loss needs evaluations and train.eval_every_epochs is 0; write "
      "train.eval_every_epochs=1"),
+    *((f"batch.virtual_ranks={count}",
+       f"batch.virtual_ranks ({count}) must be a power of two; write batch.virtual_ranks=8")
+      for count in (0, 3, -4)),
+    *((f"batch.virtual_ranks=8 {keys}",
+       f"batch.virtual_ranks=8 adds everything in one order, and {reason}; write {fix}")
+      for keys, reason, fix in (
+          ("model=gpt parallelism=tp", "parallelism=tp has an order of its own", "parallelism=ddp"),
+          ("parallelism=ps world_size=3", "parallelism=ps has an order of its own",
+           "parallelism=ddp"),
+          ("model=toy_mp parallelism=ddp_mp", "parallelism=ddp_mp has an order of its own",
+           "parallelism=ddp"),
+          ("world_size=3", "world_size (3) does not divide it", "world_size=2"),
+          ("world_size=16", "world_size (16) does not divide it", "world_size=8"),
+          ("parallelism.comm_hook=bf16", "a parallelism.comm_hook changes what is sent",
+           "parallelism.comm_hook=null"),
+          ("parallelism=fsdp world_size=1", "parallelism=fsdp on 1 rank splits nothing",
+           "parallelism=ddp"),
+          ("parallelism=hsdp parallelism.num_replicas=4 world_size=4",
+           "parallelism=hsdp on 4 ranks splits nothing", "parallelism=ddp"),
+          ("parallelism=fsdp train.compile=true",
+           "train.compile=true compiles other code for parallelism=fsdp", "train.compile=false"),
+          ("parallelism=fsdp optimizer=muon",
+           "optimizer=muon needs whole parameters, which parallelism=fsdp splits",
+           "parallelism=ddp"),
+          ("parallelism=fsdp optimizer=adamw +optimizer.fused=true",
+           "optimizer.fused=true rounds parts of a parameter differently, and parallelism=fsdp "
+           "splits it", "optimizer.fused=false"),
+      )),
+    ("model=toy dataset.num_samples=50 batch.virtual_ranks=64",
+     "dataset=random has 50 training samples and batch.virtual_ranks is 64; use "
+     "batch.virtual_ranks=32 or less"),
     ("optimizer.lr=inf", "optimizer.lr (inf) must be a finite number"),
     ("optimizer.lr=nan", "optimizer.lr (nan) must be a finite number"),
     ("train.clip_norm=inf", "train.clip_norm (inf) must be a finite number"),
