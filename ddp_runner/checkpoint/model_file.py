@@ -75,7 +75,7 @@ def export_weights(
     facts = {
         name: str(value)
         for name, value in metrics.items()
-        if value is not None and not name.startswith("perf/")  # equal trainings, equal files
+        if value is not None and not name.startswith("perf/")  # they differ between equal runs
     }
     facts |= {"weights": "ema"} if is_average else {}
     try:

@@ -30,7 +30,10 @@ from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 
 # Keys that affect what a run learns; those of LENGTH set only how long it trains.
-LEARNING = ("seed", "model", "parallelism", "optimizer", "scheduler", "params", "ema", "train")
+LEARNING = (
+    *("seed", "model", "parallelism", "optimizer", "scheduler", "params", "ema", "train"),
+    "batch.virtual_ranks",
+)
 LENGTH = ("train.max_steps", "train.epochs")
 RANKS = {"world_size", "batch.global_size"}
 

@@ -38,6 +38,7 @@ RANKS = {
     "ps": [2, 4],
 }
 AVERAGED = "ema.decay=0.9"
+VIRTUAL = "batch.virtual_ranks=4"
 OFFLOADED = "parallelism.cpu_offload=true"
 SHARDED = ("fsdp", "hsdp", "tp", "fsdp_tp")
 USUAL = {mode: 2 if 2 in sizes else sizes[-1] for mode, sizes in RANKS.items()}
@@ -48,6 +49,8 @@ MORE = [
     Row("ddp", 2, more=(ACCUMULATED, "train.clip_norm=1.0")),
     Row("ddp", 2, source="loader", more=(AVERAGED,)),
     Row("ddp", 2, source="padded"),
+    Row("ddp", 2, more=(VIRTUAL, "train.clip_norm=1.0")),
+    Row("fsdp", 2, more=(VIRTUAL, "train.clip_norm=1.0")),
 ]
 HALF = [
     *(Row(mode, size, "bf16") for mode, size in USUAL.items()),
@@ -61,6 +64,7 @@ FULL = {
     *(Row("ddp", 2, "fp16"), Row("fsdp", 2, "bf16")),
     *(Row("ddp", 2, source="workers"), Row("ddp", 2, source="padded")),
     Row("ddp", 2, source="loader", more=(AVERAGED,)),
+    Row("fsdp", 2, more=(VIRTUAL, "train.clip_norm=1.0")),
 }
 ROUNDING = 3e-7 if IS_SIMULATED else 1e-3  # relative
 SAME = {"rtol": 1e-4, "atol": 1e-5}  # AdamW's first steps divide by small gradients
@@ -127,7 +131,7 @@ def wait_as_written(row: Row, path: Path, *, num_steps: int) -> None:
     """Compare how often the host of rank 0 has waited."""
     if not IS_SIMULATED:  # nothing else counts them
         return
-    number = row.micro_batches
+    number = row.micro_batches * (2 if VIRTUAL in row.more else 1)  # parts of a rank
     waits = host_waits(path, rank=0, num_steps=num_steps, micro_batches=number)
     devices, is_scaled = 2 if row.mode == "ddp_mp" else 1, row.precision == "fp16"
     assert waits.evaluation == {}
