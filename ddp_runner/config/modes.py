@@ -14,8 +14,8 @@ COMM_HOOKS = ("bf16", "fp16")
 # The modes that can add gradients in the order of ``batch.virtual_ranks``.
 IN_TREE = ("single.Single", "ddp.DDP", "mesh.Mesh")
 ON_CPU = ("dp.DataParallelMode",)  # with GPUs it splits a batch over them
-# torch's optimizers that compute each element by itself. The fused ones on the CPU round the last
-# elements of a tensor in another way.
+# torch's optimizers in which no element of a parameter affects another. Fused on the CPU, they
+# round the last elements of a tensor in another way.
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop",
     "ASGD",

@@ -24,13 +24,13 @@ BatchT = TypeVar("BatchT")  # this rank's ``StepBatch``
 class Layout:
     """The part of a run that one rank has."""
 
-    share: int  # index of its first part of each global batch, from 0
+    share: int  # index of its part of each global batch, from 0; of the first, if it has several
     num_shares: int  # parts of a global batch; their gradients are averaged
     env: DistEnv  # its rank among the loop's ranks; outside the loop, among all ranks
     runs_loop: bool = True  # runs the training loop, evaluates and saves
     computes_batches: bool = True  # runs forward and backward of its share
     model_ranks: int = 1  # neighbouring ranks that compute a share together
-    shares_per_rank: int = 1  # neighbouring parts that it computes; more with virtual ranks
+    shares_per_rank: int = 1  # neighbouring shares; several with virtual ranks
     # A forward waits for the other ranks, so all must evaluate the same number of batches.
     forward_is_collective: bool = False
     backward_is_collective: bool = True  # with several ranks; False: the engine reduces gradients
@@ -52,8 +52,8 @@ class Layout:
         return self.env.rank // self.model_ranks, self.env.world_size // self.model_ranks
 
     @property
-    def eval_parts(self) -> tuple[range, int]:
-        """The parts of the rank's share of an evaluation, and the number of all parts."""
+    def eval_shares(self) -> tuple[range, int]:
+        """The shares of a rank that evaluates as many as it trains, and the number of shares."""
         size, (share, num_shares) = self.shares_per_rank, self.eval_share
         return range(share * size, (share + 1) * size), num_shares * size
 

@@ -50,18 +50,18 @@ def evaluate(
         prediction outside the classes counts as wrong and is in no column.
     """
     seed, size = work.config.seed, work.config.batch.eval_size
-    own_parts, num_parts = work.layout.eval_parts
+    own_shares, num_shares = work.layout.eval_shares
     broadcast_buffers(module, group=work.group)
     module.eval()
     confusion, packed = new_confusion(work), list[Packed]()
-    for part in own_parts:
-        # One part at a time: a metric may hold a network.
+    for share in own_shares:
+        # One share at a time: a metric may hold a network.
         totals = EvalTotals(work, confusion)
         for split in splits or (work.dataset.eval,):
-            batches = split.in_order(EpochShare(size, part, num_parts, seed))
+            batches = split.in_order(EpochShare(size, share, num_shares, seed))
             for index, batch in enumerate(together(islice(batches, most_batches), split, work)):
                 # For each batch: loading may draw random numbers in this process.
-                seed_all(seed, "eval", step, part, index)
+                seed_all(seed, "eval", step, share, index)
                 output = forward(work, module, batch)
                 if batch.weight:
                     totals.add(output)
@@ -94,16 +94,16 @@ def together(batches: Iterable[MicroBatch], split: Split, work: Work) -> Iterato
 
 
 class Packed(NamedTuple):
-    """The sums of a part of an evaluation set, for the other ranks."""
+    """The sums of a share of an evaluation set, for the other ranks."""
 
     loss: float
     num_counted: float
-    scalars: dict[str, float]  # a part without a batch has none
+    scalars: dict[str, float]  # a share without a batch has none
     metrics: dict[str, bytes]
 
 
 class EvalTotals:
-    """Adds up a part of an evaluation set on the device of the outputs.
+    """Adds up a share of an evaluation set on the device of the outputs.
 
     Args:
         work: of this rank.
@@ -148,21 +148,21 @@ def _over_ranks(
 ) -> tuple[dict[str, float], list[list[int]] | None]:
     """Return the metrics and the confusion counts of all ranks; see ``evaluate``.
 
-    The parts are added in their order, so ranks that have several of them change no bit.
+    The shares are added in their order, so it does not matter how many of them a rank has.
     Collective: every rank of the loop must call.
 
     Raises:
         UserError: there was no sample, a target is not a class, or a metric does not compute a
             number.
     """
-    parts = list(chain.from_iterable(gather_objects(own, group=work.data_group)))
-    if not (count := sum(part.num_counted for part in parts)):  # an empty stream
+    shares = list(chain.from_iterable(gather_objects(own, group=work.data_group)))
+    if not (count := sum(share.num_counted for share in shares)):  # an empty stream
         raise UserError(f"dataset={work.dataset.name} has no eval samples", "give at least 1")
-    results = {"eval/loss": sum(part.loss for part in parts) / count}
-    for part in parts:
-        for name, value in part.scalars.items():
+    results = {"eval/loss": sum(share.loss for share in shares) / count}
+    for share in shares:
+        for name, value in share.scalars.items():
             results[f"eval/{name}"] = results.get(f"eval/{name}", 0.0) + value / count
-    results |= metrics.over([part.metrics for part in parts])
+    results |= metrics.over([share.metrics for share in shares])
     confusion, counts = add_over_ranks(confusion, group=work.data_group), None
     reject_strays(confusion[-1, 0], num_classes=work.dataset.num_classes or 0)
     confusion = confusion[:-1]

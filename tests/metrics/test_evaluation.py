@@ -26,6 +26,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import Evaluation, Metric, directions, summed
 from ddp_runner.metrics.metric_trial import try_metrics
@@ -46,7 +47,7 @@ def evaluated(env: DistEnv, metrics: dict[str, Metric], num_batches: list[int]) 
         evaluation = Evaluation(metrics, device=CPU)
         for outputs, targets in some_ignored(23)[first : first + num_batches[env.rank]]:
             evaluation.update(outputs, targets)
-        results.append(evaluation.compute())
+        results.append(evaluation.over(gather_objects(evaluation.packed())))
     return results
 
 
@@ -93,7 +94,7 @@ def errors(env: DistEnv) -> list[str]:
         if env.is_rank_zero:
             evaluation.update(OUTPUTS, TARGETS)
         with pytest.raises(UserError) as error:
-            evaluation.compute()
+            evaluation.over(gather_objects(evaluation.packed()))
         found.append(str(error.value))
     return found
 
@@ -160,7 +161,7 @@ def test_an_object_that_cannot_be_sent_is_rejected() -> None:
     evaluation = Evaluation({"mine": Last()}, device=CPU)
     evaluation.update(OUTPUTS, lambda: TARGETS)
     with pytest.raises(UserError, match=line.replace("Largest", "Last")):
-        evaluation.compute()
+        evaluation.packed()
 
 
 class Deep(nn.Module):

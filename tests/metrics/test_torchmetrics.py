@@ -22,6 +22,7 @@ from tiers import first_of
 from torch import Tensor
 
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.metrics.metric import Evaluation, directions
 from ddp_runner.metrics.metric_trial import try_metrics
@@ -163,7 +164,7 @@ def evaluated(env: DistEnv) -> list[dict[str, float]]:
         evaluation = Evaluation(metrics, device=torch.device("cpu"))
         for outputs, targets in classified(23) if env.is_rank_zero else ():
             evaluation.update(outputs, targets)
-        results.append(evaluation.compute())
+        results.append(evaluation.over(gather_objects(evaluation.packed())))
     return results
 
 
