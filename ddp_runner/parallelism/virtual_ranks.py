@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ddp_runner.device import sum_dtype
+from ddp_runner.device import sum_dtype, upload
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
@@ -126,10 +126,11 @@ def _numbers(sums: Sums, gradients: Sequence[Tensor | None]) -> Tensor:
             "batch.virtual_ranks adds dense gradients, and this model has sparse ones",
             "leave out sparse=True in the model, or write batch.virtual_ranks=null",
         )
-    device, tokens = sums.loss.device, 0.0 if sums.tokens is None else sums.tokens
-    values = [sums.loss, tokens, *sums.scalars.values(), *(g is not None for g in gradients)]
-    dtype = sum_dtype(device)
-    return torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
+    loss, dtype = sums.loss, sum_dtype(sums.loss.device)
+    tokens = torch.zeros_like(loss) if sums.tokens is None else sums.tokens
+    values = [value.to(loss.device, dtype) for value in (loss, tokens, *sums.scalars.values())]
+    is_used = torch.tensor([gradient is not None for gradient in gradients], dtype=dtype)
+    return torch.cat([torch.stack(values), upload(is_used, loss.device)])
 
 
 class _Buffers:
