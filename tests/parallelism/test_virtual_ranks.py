@@ -48,6 +48,7 @@ PLACES = (
     *(("single", 1), ("dp", 1), ("ddp", 2), ("ddp", 4), ("ddp", 8)),
     *(("fsdp", 2), ("fsdp", 4), ("fsdp", 8), ("hsdp", 4), ("hsdp", 8)),
 )
+FEW = (("single", 1), ("ddp", 4), ("fsdp", 2), ("hsdp", 4))
 QUICK = (("single", 1), ("ddp", 2), ("fsdp", 2))
 
 
@@ -110,7 +111,7 @@ def trained(
     [
         ("convnet, clipped, in micro-batches, on a plateau", "fp32", 7, QUICK),
         *(
-            pytest.param(row, precision, 12, PLACES, marks=pytest.mark.full)
+            pytest.param(row, precision, 12, FEW, marks=pytest.mark.full)
             for row in ROWS
             for precision in ("fp32", "bf16")
         ),
