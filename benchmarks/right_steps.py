@@ -40,7 +40,7 @@ def main() -> None:
         os.chdir(folder)
         rows = [f"{'good' if row % 2 else 'bad'} text number {row},{row % 2}" for row in range(60)]
         Path("data").mkdir()
-        Path("data/own.csv").write_text("\n".join(["text,label", *rows]) + "\n", encoding="utf-8")
+        Path("data/own.csv").write_text("\n".join(["review,label", *rows]) + "\n", encoding="utf-8")
         for world_size in sorted(set(WORLD.values())):
             steps = [step for step in chosen if world_of(step) == world_size]
             for first in range(0, len(steps), AT_ONCE):

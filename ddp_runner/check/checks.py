@@ -29,7 +29,7 @@ from ddp_runner.train.step_metrics import global_loss
 MAX_BYTES = 16 * 2**20  # of a split's inputs to compare over ranks
 MAX_LOADED = 64  # samples to compare in a split that loads each sample separately
 WITHOUT_NUMBERS = "not checked: the samples of a stream have no numbers"
-NUM_STEPS = 3  # optimizer steps; the parameters are compared after each
+NUM_STEPS = 2  # after the step that is compared with one process's; see ``equal_parameters``
 EVAL_STEPS = 2  # evaluation batches per rank
 
 
@@ -125,17 +125,17 @@ def equal_start(state: TrainState) -> Verdict:
 
 
 def equal_parameters(state: TrainState) -> Verdict:
-    """Check that the parameters are equal after each of a few optimizer steps."""
+    """Check that the parameters are equal after each of a few more optimizer steps."""
     name, losses, batches = "parameters stay equal", list[str](), replace(state.batches)
     state.model.train()
     for batch in islice(batches, NUM_STEPS):
         losses.append(f"{global_loss(state, take_step(state, batch)):.4f}")
         verdict = equality(name, dict(state.module.named_parameters()), "")
         if not verdict.ok:
-            return Verdict(name, False, f"after step {len(losses)} {verdict.detail}")
+            return Verdict(name, False, f"after step {1 + len(losses)} {verdict.detail}")
         if batch.is_last and batches.steps_per_epoch is None:  # a stream may have only one epoch
             break
-    return Verdict(name, True, f"after each of {len(losses)} steps (loss {', '.join(losses)})")
+    return Verdict(name, True, f"after each of {len(losses)} more steps (loss {', '.join(losses)})")
 
 
 def equal_buffers(state: TrainState) -> Verdict:

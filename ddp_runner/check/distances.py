@@ -26,7 +26,8 @@ WHAT = {  # by kind; a parameter is named by the last part of its name
 
 def norm(*tensors: Tensor) -> float:
     """Return the L2 norm of all elements."""
-    floats = (x.detach() if x.is_floating_point() else x.double() for x in tensors)
+    dense = (one.detach().to_dense() for one in tensors)
+    floats = (one if one.is_floating_point() else one.double() for one in dense)
     norms = (torch.linalg.vector_norm(one, dtype=sum_dtype(one.device)) for one in floats)
     return hypot(*map(float, norms))
 
@@ -46,7 +47,7 @@ class Distance:
     apart: float = 0.0  # norm of the difference
     product: float = 0.0  # of both
     num_calls: int = 0
-    first: float = inf  # position in the step of the first call that is wrong by itself
+    first: float = inf  # position in the step of the first call beyond the bound
     problem: str = ""  # what a number does not tell
 
     def add(
@@ -79,14 +80,9 @@ class Distance:
             self.first = min(self.first, position)
             return
         apart = 0.0 if torch.equal(got, right) else norm(got - right)  # most are equal
-        self.size, self.found = (
-            hypot(self.size, norm(right)),
-            hypot(self.found, norm(got)),
-        )
-        self.apart, self.product = (
-            hypot(self.apart, apart),
-            self.product + float(got.mul(right).sum()),
-        )
+        self.apart, self.size = hypot(self.apart, apart), hypot(self.size, norm(right))
+        self.found = hypot(self.found, norm(got))
+        self.product += float((got * right).sum())
         if not apart <= self.bound:
             self.first = min(self.first, position)
             if own is not None and norm(got - wide(own)) <= self.bound:

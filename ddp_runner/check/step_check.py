@@ -90,7 +90,7 @@ class StepCheck:
         self._found_norm = None if sums.grad_norm is None else float(sums.grad_norm)
 
     def _add(self, key: Key, found: Tensor) -> None:
-        distance, results = self.distances.get(key), self.expected.results[key]
+        distance, results = self.distances.get(key), self.expected.results.get(key, ())
         if distance is not None and distance.num_calls < len(results):
             expected, part = results[distance.num_calls], own_part(found)
             is_cast = key[0] == OUTPUT and not has_shards(self._state.module)
@@ -192,7 +192,10 @@ class StepCheck:
                 wrong[key] = distance
             part = distance.apart / (distance.bound or 1.0)
             farthest[key[0]] = max(farthest[key[0]], part)
-            log_to_file(f"{' '.join(key)}: off by {part:.2g} of its bound {distance.bound:.2g}")
+            log_to_file(
+                f"{key[0]} {key[1] or 'of the model'}: off by {distance.apart:.2g} of "
+                f"{distance.size:.2g}, {part:.2g} of its bound"
+            )
         unused = [
             name
             for name, parameter in model.named_parameters()

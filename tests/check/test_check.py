@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
         of_class("Wandering"),
         untouched,
         "parameters stay equal",
-        "after step 1 net1.bias on ranks 1, 2 is not rank 0's (largest difference ",
+        "after step 2 net1.bias on ranks 1, 2 is not rank 0's (largest difference ",
     ),
     "buffer": (
         of_class("Counting"),

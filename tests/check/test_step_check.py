@@ -4,13 +4,24 @@ The table of faults is in ``step_faults``; benchmarks/right_steps.py makes hundr
 """
 
 from collections import Counter
+from dataclasses import dataclass, fields, replace
 from itertools import islice
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from ranks import run_ranks
 from right_steps import GPT, MODELS, RightStep, parts_of_bounds, right_steps, world_of
 from step_faults import FAULTS, WORLD, first_faults
 from tiers import first_of, selected
+from train_states import TOY, build, compose_config, with_work
+
+from ddp_runner.check.check_task import run_checks
+from ddp_runner.data.batches import StepBatch
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.ddp import DDP
+from ddp_runner.parallelism.mode import Engine, Sums
+from ddp_runner.train.state import TrainState
 
 QUICK = [
     ("sum for mean", "ddp"),
@@ -87,3 +98,53 @@ def test_random_steps_raise_no_alarm(seed: int) -> None:
         some = [step for step in steps if world_of(step) == world_size]
         for results in run_ranks(parts_of_bounds, world_size, some, timeout_s=600):
             assert [fault for fault, _ in results if fault] == []
+
+
+@dataclass(frozen=True)
+class Reducing(DDP):
+    """A mode whose engine adds up the gradients, and whose backward does not."""
+
+    divides: bool = True
+
+    def engine(self, state: Any, local: Any) -> Any:
+        """Return the engine."""
+        return ReducingEngine(local, self.divides)
+
+
+class ReducingEngine(Engine[TrainState, StepBatch]):
+    """Reduces after the backward."""
+
+    def __init__(self, local: Engine[TrainState, StepBatch], divides: bool) -> None:
+        self.local, self.divides = local, divides
+
+    def backward(self, state: TrainState, batch: StepBatch) -> Sums:
+        """Leave the mean, or the sum, of the gradients."""
+        sums = self.local.backward(replace_model(state), batch)
+        for parameter in state.module.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            if self.divides:
+                parameter.grad /= dist.get_world_size()
+        return sums
+
+
+def replace_model(state: TrainState) -> TrainState:
+    """Return the state without the wrapper that reduces."""
+    return replace(state, model=state.module)
+
+
+def of_engine(env: DistEnv, divides: bool) -> list[str]:
+    """Return what is wrong with an engine that reduces."""
+    state = build(env, compose_config(*TOY, world_size=env.world_size))
+    mode: Any = state.work.mode
+    own = Reducing(**{one.name: getattr(mode, one.name) for one in fields(mode)}, divides=divides)
+    verdicts = run_checks(with_work(state, mode=own))
+    return [verdict.detail for verdict in verdicts if not verdict.ok]
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_the_engine_of_a_mode_is_checked(divides: bool) -> None:
+    """The check takes the step of a run, so that it sees what an engine leaves out."""
+    for wrong in run_ranks(of_engine, 2, divides):
+        assert len(wrong) == (0 if divides else 1)
+        assert divides or "is off by 2x (a sum where a mean belongs?); the same factor" in wrong[0]
