@@ -54,12 +54,12 @@ def main() -> None:
     print("; ".join(f"{name}: {number}" for name, number in sorted(counts.items())))
     print("| part of its bound | tensors | " + " | ".join(f"{part:.0%}" for part in PARTS) + " |")
     print("| --- |" + " --- |" * (1 + len(PARTS)))
-    for kind, values in parts.items():
+    for stage, values in parts.items():
         ordered = sorted(values)
         cells = [
             f"{ordered[min(int(part * len(ordered)), len(ordered) - 1)]:.2g}" for part in PARTS
         ]
-        print(f"| {kind} | {len(ordered):,} | {' | '.join(cells)} |")
+        print(f"| {stage} | {len(ordered):,} | {' | '.join(cells)} |")
     print("\n".join(sorted(set(alarms))))
     sys.exit(bool(alarms))
 
@@ -71,11 +71,11 @@ def add(
     parts: dict[str, list[float]],
 ) -> None:
     """Add a rank's results."""
-    for step, (fault, by_kind) in zip(steps, results, strict=True):
+    for step, (fault, by_stage) in zip(steps, results, strict=True):
         if fault:
             alarms.append(f"alarm: {' '.join(step.keys)}: {fault}")
-        for kind, values in by_kind.items():
-            parts[kind] += values
+        for stage, values in by_stage.items():
+            parts[stage] += values
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from math import hypot, inf, sqrt
 
 import torch
@@ -9,18 +10,29 @@ from torch import Tensor
 
 from ddp_runner.device import sum_dtype
 
-START, OUTPUT, GRADIENT, SCALED, UPDATE, BUFFER, LOSS = KINDS = (
-    *("starting parameter", "output", "gradient", "scaled gradient", "update", "buffer", "loss"),
-)
-Key = tuple[str, str]  # one of KINDS, and the name of a module, parameter or buffer
 SAME = 1e-2  # relative difference of factors that count as one
-WHAT = {  # by kind; a parameter is named by the last part of its name
-    "starting parameter": "its {} at the start",
-    "output": "its output",
-    "gradient": "the gradient of its {}",
-    "scaled gradient": "right after the backward, the gradient of its {} as the optimizer gets it",
-    "update": "given its gradient, the update of its {}",
-    "buffer": "its buffer {}",
+
+
+class Stage(StrEnum):
+    """What is compared, in the order of a step."""
+
+    START = "starting parameter"
+    OUTPUT = "output"
+    GRADIENT = "gradient"
+    SCALED = "scaled gradient"
+    UPDATE = "update"
+    BUFFER = "buffer"
+    LOSS = "loss"
+
+
+Key = tuple[Stage, str]  # and the name of a module, parameter or buffer
+WHAT = {  # a parameter is named by the last part of its name
+    Stage.START: "its {} at the start",
+    Stage.OUTPUT: "its output",
+    Stage.GRADIENT: "the gradient of its {}",
+    Stage.SCALED: "right after the backward, the gradient of its {} as the optimizer gets it",
+    Stage.UPDATE: "given its gradient, the update of its {}",
+    Stage.BUFFER: "its buffer {}",
 }
 
 
@@ -124,40 +136,40 @@ class Distance:
 
 def module_of(key: Key) -> str:
     """Return the module that an output, a parameter or a buffer belongs to."""
-    kind, name = key
-    return (name if kind == OUTPUT else name.rpartition(".")[0]) or "the model"
+    stage, name = key
+    return (name if stage == Stage.OUTPUT else name.rpartition(".")[0]) or "the model"
 
 
 def first_fault(
     by_rank: Sequence[Mapping[Key, Distance]], order: Sequence[Key], *, num_shares: int
-) -> tuple[str, str] | None:
-    """Return the kind of what is first wrong, and a sentence about it; None if nothing is.
+) -> tuple[Stage, str] | None:
+    """Return the stage of what is first wrong, and a sentence about it; None if nothing is.
 
     Args:
         by_rank: what is wrong on each rank.
-        order: of all that was compared. In each kind modules come in the order of the forward;
+        order: of all that was compared. In each stage modules come in the order of the forward;
             gradients are searched from the end, as the backward computes them.
         num_shares: parts of the global batch.
     """
-    for kind in KINDS:
-        keys = [key for key in order if key[0] == kind]
-        if kind == GRADIENT:
+    for stage in Stage:
+        keys = [key for key in order if key[0] == stage]
+        if stage == Stage.GRADIENT:
             keys.reverse()
         wrong = {key: [found[key] for found in by_rank if key in found] for key in keys}
         wrong = {key: distances for key, distances in wrong.items() if distances}
         if not wrong:
             continue
-        if kind == OUTPUT:  # a module may be called again after the first that is wrong
+        if stage == Stage.OUTPUT:  # a module may be called again after the first that is wrong
             first = min(wrong, key=lambda key: min(one.first for one in wrong[key]))
         else:  # DDP reduces no gradient if one is missing
             first = next((key for key in wrong if wrong[key][0].is_missing), next(iter(wrong)))
-        sentence = wrong[first][0].sentence(num_shares if kind == GRADIENT else 1)
-        if kind == LOSS:
-            return kind, f"the modules are right, and the loss {sentence}"
+        sentence = wrong[first][0].sentence(num_shares if stage == Stage.GRADIENT else 1)
+        if stage == Stage.LOSS:
+            return stage, f"the modules are right, and the loss {sentence}"
         ranks = [rank for rank, found in enumerate(by_rank) if first in found]
         where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         where = where if len(ranks) < len(by_rank) else ""
-        what = WHAT[kind].format(first[1].rpartition(".")[2])
+        what = WHAT[stage].format(first[1].rpartition(".")[2])
         number, total = (len({*map(module_of, some)}) for some in (wrong, keys))
         factors = [distances[0].factor for distances in wrong.values()]
         known = [factor for factor in factors if factor is not None]
@@ -167,5 +179,5 @@ def first_fault(
         if number == total > 1 and factors == known and are_equal:
             how_many = f"the same factor in all {total} modules"
         module = f"the first wrong module is {module_of(first)}{where}"
-        return kind, f"{module}: {what} {sentence}; {how_many}"
+        return stage, f"{module}: {what} {sentence}; {how_many}"
     return None

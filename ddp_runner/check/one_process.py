@@ -19,17 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.check.distances import (
-    BUFFER,
-    GRADIENT,
-    LOSS,
-    OUTPUT,
-    START,
-    Distance,
-    Key,
-    norm,
-    wide,
-)
+from ddp_runner.check.distances import Distance, Key, Stage, norm, wide
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import sum_over_ranks
@@ -87,7 +77,7 @@ def watched(
         result = result if change is None else change(result)
         for tensor in dict(tensors_of(result)).values():
             if tensor.is_floating_point():
-                visit((OUTPUT, name), tensor.detach())
+                visit((Stage.OUTPUT, name), tensor.detach())
         return result
 
     hooks = [
@@ -140,14 +130,14 @@ class OneProcess:
         if has_shards(state.module) and state.work.config.model.get("weights") is None:
             held = dict(state.module.named_parameters())
             for name, value in self.model.named_parameters():
-                self.start[START, name] = distance = Distance(0.0)
+                self.start[Stage.START, name] = distance = Distance(0.0)
                 distance.add(full_tensor(held[name].detach()), value)
         # The next module may change a result in place.
         self._compute(lambda key, value: self.results[key].append(value.clone()))
         parameters = dict(self.model.named_parameters())
         self.own = {name: value.grad for name, value in parameters.items()}  # of this share
         for key, values in self.results.items():
-            dtype = parameters[key[1]].dtype if key[0] == GRADIENT else values[0].dtype
+            dtype = parameters[key[1]].dtype if key[0] == Stage.GRADIENT else values[0].dtype
             self.bounds[key] = rounding(dtype) * norm(*values)
         noise = Noise(state)
         for _ in range(NUM_NOISY):
@@ -164,7 +154,7 @@ class OneProcess:
             if own is not None:
                 sent = own.to(DTYPES[hook]).div_(work.env.world_size)
                 dist.all_reduce(sent, group=work.data_group)
-                key = GRADIENT, name
+                key = Stage.GRADIENT, name
                 distance = norm(wide(sent) - self.results[key][0])
                 self.bounds[key] = max(self.bounds[key], FACTOR * distance)
 
@@ -209,14 +199,14 @@ class OneProcess:
                 loss += step.loss_sum.item() * share
                 num_tokens += float(step.count) * micro_batch.weight
         for name, buffer in model.named_buffers():
-            visit((BUFFER, name), buffer)
+            visit((Stage.BUFFER, name), buffer)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 own = parameter if parameter.grad is None else parameter.grad
                 total = wide(own).clone() if own is parameter.grad else torch.zeros_like(wide(own))
                 dist.all_reduce(total, group=work.data_group)
-                visit((GRADIENT, name), total / num_shares)
+                visit((Stage.GRADIENT, name), total / num_shares)
         loss, num_tokens = sum_over_ranks([loss, num_tokens], group=work.data_group)
         counts_tokens = work.config.batch.count == "tokens"
         self.token_factor = batch.global_count / (num_tokens or 1.0) if counts_tokens else 1.0
-        visit((LOSS, ""), torch.tensor(loss * self.token_factor))
+        visit((Stage.LOSS, ""), torch.tensor(loss * self.token_factor))

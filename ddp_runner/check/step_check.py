@@ -15,21 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.check.distances import (
-    BUFFER,
-    GRADIENT,
-    KINDS,
-    LOSS,
-    OUTPUT,
-    SCALED,
-    UPDATE,
-    Distance,
-    Key,
-    first_fault,
-    module_of,
-    norm,
-    wide,
-)
+from ddp_runner.check.distances import Distance, Key, Stage, first_fault, module_of, norm, wide
 from ddp_runner.check.one_process import FACTOR, Noise, OneProcess, rounding, watched
 from ddp_runner.check.rank_differences import Verdict, split_everywhere
 from ddp_runner.data.batches import StepBatch
@@ -80,12 +66,12 @@ class StepCheck:
         hook.remove()
         self._compare_update()
         for name, buffer in state.module.named_buffers():
-            self._add((BUFFER, name), full_tensor(buffer))
-        self._add((LOSS, ""), torch.tensor(global_loss(state, sums)))
+            self._add((Stage.BUFFER, name), full_tensor(buffer))
+        self._add((Stage.LOSS, ""), torch.tensor(global_loss(state, sums)))
         # Relative differences of the loss, and of the model's outputs, that rounding explains.
         self.rounding, self.output_rounding = (
             expected.bounds[key] / (norm(*expected.results[key]) or 1.0)
-            for key in ((LOSS, ""), (OUTPUT, ""))
+            for key in ((Stage.LOSS, ""), (Stage.OUTPUT, ""))
         )
         self._found_norm = None if sums.grad_norm is None else float(sums.grad_norm)
 
@@ -93,7 +79,7 @@ class StepCheck:
         distance, results = self.distances.get(key), self.expected.results.get(key, ())
         if distance is not None and distance.num_calls < len(results):
             expected, part = results[distance.num_calls], own_part(found)
-            is_cast = key[0] == OUTPUT and not has_shards(self._state.module)
+            is_cast = key[0] == Stage.OUTPUT and not has_shards(self._state.module)
             distance.add(
                 part,
                 self._own_part(expected, part.shape),
@@ -129,8 +115,8 @@ class StepCheck:
         """Compare the gradients, and let one process scale and clip these very gradients."""
         config, expected = self._state.work.config.train, self.expected
         for name, found, parameter in self._whole(gradients=True):
-            total = expected.results[GRADIENT, name][0]
-            self.distances[GRADIENT, name].add(found, total, own=expected.own[name])
+            total = expected.results[Stage.GRADIENT, name][0]
+            self.distances[Stage.GRADIENT, name].add(found, total, own=expected.own[name])
             parameter.grad = None if found is None else found.to(parameter.device, copy=True)
         parameters = [value for value in expected.model.parameters() if value.grad is not None]
         for parameter in parameters:
@@ -148,7 +134,7 @@ class StepCheck:
         for name, found, parameter in self._whole(gradients=True):
             if (right := parameter.grad) is not None:
                 bound = rounding(right.dtype) + FACTOR * self._norm_error
-                self.distances[SCALED, name] = distance = Distance(bound * norm(right))
+                self.distances[Stage.SCALED, name] = distance = Distance(bound * norm(right))
                 distance.add(found, right)
             parameter.grad = None if found is None else found.to(parameter.device, copy=True)
         for name, found, parameter in self._whole(gradients=False):
@@ -169,7 +155,7 @@ class StepCheck:
             assert found is not None
             least = rounding(parameter.dtype) * norm(parameter)
             error = norm(wide(with_errors[name]) - wide(parameter))
-            self.distances[UPDATE, name] = distance = Distance(max(least, error))
+            self.distances[Stage.UPDATE, name] = distance = Distance(max(least, error))
             distance.add(wide(found) - wide(before[name]), wide(parameter) - wide(before[name]))
 
     def _update(self, model: nn.Module) -> None:
@@ -184,9 +170,9 @@ class StepCheck:
     def verdict(self) -> Verdict:
         """Return what is first wrong, the same on all ranks. Collective: every rank must call."""
         results, model = self.expected.results, self.expected.model
-        wrong, farthest = dict[Key, Distance](), dict.fromkeys(KINDS, 0.0)
+        wrong, farthest = dict[Key, Distance](), dict.fromkeys(Stage, 0.0)
         for key, distance in self.distances.items():
-            if key[0] == OUTPUT and distance.num_calls < len(results[key]):
+            if key[0] == Stage.OUTPUT and distance.num_calls < len(results[key]):
                 distance.problem = "is missing: it was computed less often than in one process"
             if not distance.is_right:
                 wrong[key] = distance
@@ -201,24 +187,26 @@ class StepCheck:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and self.expected.own[name] is None
         ]
-        number = {key[1]: index for index, key in enumerate(results) if key[0] == OUTPUT}
+        number = {key[1]: index for index, key in enumerate(results) if key[0] == Stage.OUTPUT}
         order = sorted(self.distances, key=lambda key: number.get(module_of(key), len(number)))
         by_rank = gather_objects((wrong, farthest, unused, self._found_norm, self.rounding))
         found, num_shares = [one[0] for one in by_rank], self._state.batches.num_shares
-        kind, fault = first_fault(found, order, num_shares=num_shares) or ("", "")
-        if kind == GRADIENT and (unused := by_rank[0][2]):
+        stage, fault = first_fault(found, order, num_shares=num_shares) or ("", "")
+        if stage == Stage.GRADIENT and (unused := by_rank[0][2]):
             fault += f"; the loss does not depend on {listed(unused)}"
             fault += "; write parallelism.find_unused_parameters=true"
-        elif kind == GRADIENT and isinstance(
+        elif stage == Stage.GRADIENT and isinstance(
             hook := self._state.work.config.parallelism.get("comm_hook"), Mapping
         ):
             fault += f"; the comm_hook {hook['_target_']} sent them"
-        elif kind == SCALED and (found_norm := by_rank[0][3]) is not None:
+        elif stage == Stage.SCALED and (found_norm := by_rank[0][3]) is not None:
             fault += f"; the norm is {found_norm:.4g}, one process has {self._norm:.4g}"
         if fault:
             return Verdict(NAME, False, fault)
         sizes = Counter(key[0] for key in self.distances)
-        worst = {kind: max(one[1][kind] for one in by_rank) for kind in KINDS}
-        parts = [f"{counted(sizes[kind], kind)} {worst[kind]:.2g}" for kind in KINDS if sizes[kind]]
+        worst = {stage: max(one[1][stage] for one in by_rank) for stage in Stage}
+        parts = [
+            f"{counted(sizes[stage], stage)} {worst[stage]:.2g}" for stage in Stage if sizes[stage]
+        ]
         detail = f"off by these parts of their bounds at most: {', '.join(parts)}"
         return Verdict(NAME, True, detail, rounding=by_rank[0][4])
