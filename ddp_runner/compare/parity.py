@@ -43,18 +43,12 @@ def parities(
     A relative difference up to `tolerance` counts as parity. The `checks` may contain runs of
     task=check: these have computed what rounding explains at the first step of the same setting.
     """
-    computed = dict[str, float]()
-    for check in checks:
-        for entry in check.record.get("checks") or () if "world_size" in check.record else ():
-            if is_finite(found := nested(entry, "rounding")):
-                key = _group_of(check)
-                computed[key] = max(found, computed.get(key, 0.0))
     groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
         has_losses = run.setting.get("batch.global_size") is not None and run.values(LOSS)
         if has_losses and promises_parity(run):
             groups.setdefault(_group_of(run), []).append(run)
-    results = []
+    results, computed = [], _computed(checks)
     for key, group in groups.items():
         reference = min(group, key=_simplicity)
         same = identity(reference.setting, without=("parallel_jobs",))
@@ -63,6 +57,20 @@ def parities(
                 bound = computed.get(key)
                 results.append(_compare(run, reference, tolerance=tolerance, computed=bound))
     return [parity for parity in results if parity.num_steps]
+
+
+def _computed(checks: Sequence[RecordedRun]) -> dict[str, float]:
+    """Return what runs of task=check have computed for the loss, by ``_group_of``."""
+    computed = dict[str, float]()
+    for check in checks:  # their fields may be damaged
+        entries = check.record.get("checks")
+        sizes = [check.record.get(name) for name in ("world_size", "num_devices")]
+        is_whole = all(isinstance(size, int) for size in sizes)
+        for entry in entries if is_whole and isinstance(entries, list) else ():
+            if is_finite(rounding := nested(entry, "rounding")):
+                key = _group_of(check)
+                computed[key] = max(rounding, computed.get(key, 0.0))
+    return computed
 
 
 def _group_of(run: RecordedRun) -> str:
