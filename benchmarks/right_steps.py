@@ -47,7 +47,8 @@ def main() -> None:
                 some = steps[first : first + AT_ONCE]
                 for rank in run_ranks(parts_of_bounds, world_size, some, timeout_s=LONGEST_S):
                     add(rank, some, alarms, parts)
-                print(f"{world_size} ranks: {first + len(some)} of {len(steps)}", flush=True)
+                done = f"{world_size} ranks: {first + len(some)} of {len(steps)}"
+                print(f"{done}, {len(alarms)} alarms so far", flush=True)
         end_ranks()
     print(f"\n{len(chosen)} steps in {time.monotonic() - started:.0f} s, {len(alarms)} alarms")
     counts = Counter(f"{step.model}, {step.mode}" for step in chosen)
