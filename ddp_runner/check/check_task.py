@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -12,22 +13,15 @@ from ddp_runner.check.checks import (
     equal_parameters,
     equal_start,
     eval_samples,
-    one_process_start,
     same_data,
     train_samples,
 )
-from ddp_runner.check.gradients import (
-    equal_gradients,
-    mean_gradients,
-    own_gradients,
-    synced_gradients,
-    wait_for_mean,
-)
 from ddp_runner.check.rank_differences import Verdict
+from ddp_runner.check.step_check import StepCheck
+from ddp_runner.check.waiting import wait_for_mean
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.tracking.run_record import end_session, forget_earlier_sessions, write_run_record
 from ddp_runner.train.buffers import find_changing
@@ -67,7 +61,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
             break
     failed = [verdict for verdict in verdicts if not verdict.ok]
     if env.is_rank_zero:
-        write_run_record(session.run_dir, checks=[asdict(verdict) for verdict in verdicts])
+        write_run_record(session.run_dir, checks=[_fields(verdict) for verdict in verdicts])
     if failed:
         raise UserError(
             f"task=check ({len(failed)} of {len(verdicts)} failed): {failed[0].name}: "
@@ -97,23 +91,23 @@ def run_checks(state: TrainState) -> Iterator[Verdict]:
     trials = gather_objects(try_first_batch(state))
     trial = next((trial for trial in trials if trial.kind != "sum"), trials[0])
     yield Verdict("the loss is a sum over the samples", trial.kind == "sum", trial.detail)
-    if state.work.env.world_size == 1:
-        yield Verdict("what ranks have in common", True, "nothing to compare: one rank")
-        return
     find_changing(state)
-    yield same_data(state)
-    yield equal_start(state)
-    if has_shards(state.module):
-        yield one_process_start(state)
-    batch = next(iter(replace(state.batches)))
-    before_sync = own_gradients(state, batch)
-    synced = synced_gradients(state, batch)
-    verdicts = equal_gradients(synced), mean_gradients(state, before_sync, synced)
-    yield from verdicts
-    if not all(verdict.ok for verdict in verdicts):
-        return  # DDP raises in the next forward after an unfinished reduction
-    del before_sync, synced
-    yield wait_for_mean(state, batch)
-    yield equal_parameters(state)
-    yield equal_buffers(state)
-    yield equal_outputs(state)
+    has_peers = state.work.env.world_size > 1
+    if has_peers:
+        yield same_data(state)
+        yield equal_start(state)
+    step = StepCheck(state)
+    yield (verdict := step.verdict())
+    if not has_peers:
+        yield Verdict("what ranks have in common", True, "nothing to compare: one rank")
+    elif verdict.ok:  # else DDP may raise in the next forward, after an unfinished reduction
+        rounding = step.output_rounding
+        del step
+        yield wait_for_mean(state, next(iter(replace(state.batches))))
+        yield equal_parameters(state)
+        yield equal_buffers(state)
+        yield equal_outputs(state, rounding=rounding)
+
+
+def _fields(verdict: Verdict) -> dict[str, Any]:
+    return {name: value for name, value in asdict(verdict).items() if value is not None}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.check.gradients import one_process, tolerance
+from ddp_runner.check.one_process import registered_tensors
 from ddp_runner.check.rank_differences import Verdict, differences, equality, largest_difference
 from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.batches import NumberedBatches
@@ -29,7 +29,7 @@ from ddp_runner.train.step_metrics import global_loss
 MAX_BYTES = 16 * 2**20  # of a split's inputs to compare over ranks
 MAX_LOADED = 64  # samples to compare in a split that loads each sample separately
 WITHOUT_NUMBERS = "not checked: the samples of a stream have no numbers"
-NUM_STEPS = 3  # optimizer steps; the parameters are compared after each
+NUM_STEPS = 2  # after the step that is compared with one process's; see ``equal_parameters``
 EVAL_STEPS = 2  # evaluation batches per rank
 
 
@@ -119,33 +119,23 @@ def same_data(state: TrainState) -> Verdict:
 
 def equal_start(state: TrainState) -> Verdict:
     """Check that the parameters and buffers are equal after the mode has wrapped the model."""
-    tensors = _registered_tensors(state.module)
+    tensors = registered_tensors(state.module)
     detail = f"{len(tensors)} parameters and buffers, bit for bit"
     return equality("all ranks begin with rank 0's weights", tensors, detail)
 
 
-def one_process_start(state: TrainState) -> Verdict:
-    """Check that each rank's shards are parts of the weights with which one process begins."""
-    name = "the shards are parts of the weights that one process begins with"
-    if state.work.config.model.get("weights") is not None:
-        return Verdict(name, True, "not compared: model.weights has replaced them")
-    shards = dict(state.module.named_parameters())
-    expected = dict(one_process(state).named_parameters())
-    return equality(name, shards, f"{len(shards)} parameters, bit for bit", expected=expected)
-
-
 def equal_parameters(state: TrainState) -> Verdict:
-    """Check that the parameters are equal after each of a few optimizer steps."""
+    """Check that the parameters are equal after each of a few more optimizer steps."""
     name, losses, batches = "parameters stay equal", list[str](), replace(state.batches)
     state.model.train()
     for batch in islice(batches, NUM_STEPS):
         losses.append(f"{global_loss(state, take_step(state, batch)):.4f}")
         verdict = equality(name, dict(state.module.named_parameters()), "")
         if not verdict.ok:
-            return Verdict(name, False, f"after step {len(losses)} {verdict.detail}")
+            return Verdict(name, False, f"after step {1 + len(losses)} {verdict.detail}")
         if batch.is_last and batches.steps_per_epoch is None:  # a stream may have only one epoch
             break
-    return Verdict(name, True, f"after each of {len(losses)} steps (loss {', '.join(losses)})")
+    return Verdict(name, True, f"after each of {len(losses)} more steps (loss {', '.join(losses)})")
 
 
 def equal_buffers(state: TrainState) -> Verdict:
@@ -162,8 +152,8 @@ def equal_buffers(state: TrainState) -> Verdict:
 
 
 @torch.no_grad()
-def equal_outputs(state: TrainState) -> Verdict:
-    """Check that all ranks compute the same outputs for the same samples."""
+def equal_outputs(state: TrainState, *, rounding: float) -> Verdict:
+    """Check that all ranks evaluate the same outputs, up to this part of the largest."""
     name, work = "all ranks compute the same outputs", state.work
     split, size = work.dataset.eval, work.config.batch.eval_size
     state.module.eval()
@@ -175,19 +165,14 @@ def equal_outputs(state: TrainState) -> Verdict:
     same = f"outputs of {batch.num_samples} samples, bit for bit"
     if (verdict := equality(name, {"outputs": outputs}, same)).ok:
         return verdict
-    held = {**_registered_tensors(state.module), **_unregistered_values(state.module)}
+    held = {**registered_tensors(state.module), **_unregistered_values(state.module)}
     random = "no tensor of the model differs: evaluation draws random numbers"
     cause, difference = equality(name, held, random), largest_difference(outputs)
     largest = max(gather_objects(float(outputs.abs().max())))
     detail = f"outputs of up to {largest:.3g} differ from rank 0's by up to {difference:.3g}"
-    if cause.ok and difference <= tolerance(state, tensors[0].dtype) * largest:
+    if cause.ok and difference <= rounding * largest:
         return Verdict(name, True, detail)
     return Verdict(name, False, f"{detail}; {cause.detail}")
-
-
-def _registered_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and buffers, including those that are not saved."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _unregistered_values(module: nn.Module) -> dict[str, Tensor]:

@@ -45,23 +45,22 @@ def other_samples(state: TrainState, env: DistEnv) -> TrainState:
 # The mode, what is broken, the check that fails first (None: none does), what it says.
 Case = tuple[str, Break, str | None, str]
 START = "all ranks begin with rank 0's weights"
-PARTS = "the shards are parts of the weights that one process begins with"
-MEAN = "gradients are the mean of the ranks' own, not the sum"
+STEP = "a step is one process's, within rounding"
 ON_TWO: dict[str, Case] = {
-    "fsdp": ("fsdp", untouched, None, "4 parameters, bit for bit"),
-    "tp": ("tp", untouched, None, "4 parameters, bit for bit"),
+    "fsdp": ("fsdp", untouched, None, "4 starting parameters 0, "),
+    "tp": ("tp", untouched, None, "4 starting parameters 0, "),
     "a shard": (
         "fsdp",
         altered,
-        PARTS,
-        "net2.bias on rank 1 is not one process's (largest difference 0.5)",
+        STEP,
+        "the first wrong module is net2: its bias at the start is off by ",
     ),
     "a replica": ("tp", altered, START, "net2.bias on rank 1 is not rank 0's (largest differ"),
     "no reduction": (
         "fsdp",
         unreduced,
-        MEAN,
-        "not net1.bias, net1.weight, net2.bias and 1 more; the farthest of 4 is ",
+        STEP,
+        "the gradient of its bias is missing: not reduced, or not computed?",
     ),
     "samples": (
         "tp",
@@ -71,8 +70,8 @@ ON_TWO: dict[str, Case] = {
     ),
 }
 ON_FOUR: dict[str, Case] = {
-    "hsdp": ("hsdp", untouched, None, "4 parameters, bit for bit"),
-    "fsdp_tp": ("fsdp_tp", untouched, None, "4 parameters, bit for bit"),
+    "hsdp": ("hsdp", untouched, None, "4 starting parameters 0, "),
+    "fsdp_tp": ("fsdp_tp", untouched, None, "4 starting parameters 0, "),
     "a shard of a replica": ("hsdp", altered, START, "net2.bias on ranks 2, 3 is not rank 0's ("),
 }
 
@@ -95,8 +94,8 @@ def test_what_is_split_over_ranks_is_checked(cases: dict[str, Case]) -> None:
     for name, (_, _, check, detail) in cases.items():
         failed = [finding for finding in first[name] if not finding.ok]
         if check is None:
-            assert (name, failed, len(first[name])) == (name, [], 12)
-            (found,) = [one for one in first[name] if one.name == PARTS]
+            assert (name, failed, len(first[name])) == (name, [], 10)
+            (found,) = [one for one in first[name] if one.name == STEP]
         else:
             found = failed[0]
             assert (name, found.name) == (name, check)

@@ -1,0 +1,214 @@
+"""One process's step: the reference, and the bounds of the rounding errors that it may have.
+
+Each rank computes its share on a whole copy of the model, in a plain loop, and the check itself
+adds up the shares in float64. Then it recomputes the step with random rounding errors: what they
+change is how far a right step may be off. Other orders of summation, or float64, would tell less:
+dropout would draw other numbers, BatchNorm needs its batches, and some constants follow the dtype.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_runner.check.distances import Distance, Key, Stage, norm, wide
+from ddp_runner.data.batches import StepBatch
+from ddp_runner.data.trees import tensors_of
+from ddp_runner.distributed import sum_over_ranks
+from ddp_runner.parallelism.shards import full_tensor, has_shards
+from ddp_runner.seeds import derive, seed_all
+from ddp_runner.train.build_model import one_process_model
+from ddp_runner.train.state import DTYPES, TrainState, Work, forward, restored_after
+from ddp_runner.train.step import StepOutput
+
+# Rounding errors of each result and gradient. Right steps used at most 0.2 of the bounds that
+# follow from it: see docs/proof.md. The rest is a margin for GPUs and more ranks.
+FACTOR = 8.0
+NUM_NOISY = 3  # recomputations with random rounding errors
+NUM_DRAWS = 1_000_003  # different random errors; a prime, so that no two rows get equal ones
+Visit = Callable[[Key, Tensor], object]
+
+
+def one_process(state: TrainState) -> nn.Module:
+    """Return the whole model as a single process builds it."""
+    work = state.work
+    seed_all(work.config.seed)
+    model = one_process_model(work.config, work.dataset.model_arguments, work.devices[0])
+    if has_shards(state.module):  # other kernels compute channels_last, which shards are not
+        model = model.to(memory_format=torch.contiguous_format)
+    if any(isinstance(part, nn.SyncBatchNorm) for part in state.module.modules()):
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model
+
+
+def registered_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers, including those that are not saved."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@contextmanager
+def watched(
+    work: Work, module: nn.Module, visit: Visit, change: Callable[[Any], Any] | None = None
+) -> Iterator[Work]:
+    """Yield work whose training step shows the results of all modules, in the order of their ends.
+
+    `change` replaces results. A forward that is repeated in the backward, for
+    ``train.activation_checkpointing``, is not shown.
+    """
+    is_forward = False
+
+    def step_fn(model: nn.Module, data: Any) -> StepOutput:
+        nonlocal is_forward
+        is_forward = True
+        try:
+            return work.step_fn(model, data)
+        finally:
+            is_forward = False
+
+    def show(_: nn.Module, inputs: Any, result: Any, *, name: str) -> Any:
+        if not is_forward:
+            return result
+        result = result if change is None else change(result)
+        for tensor in dict(tensors_of(result)).values():
+            if tensor.is_floating_point():
+                visit((Stage.OUTPUT, name), tensor.detach())
+        return result
+
+    hooks = [
+        part.register_forward_hook(partial(show, name=path))
+        for path, part in module.named_modules()
+    ]
+    try:
+        yield replace(work, step_fn=step_fn)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return the relative error that rounding may cause in a number of this dtype."""
+    return FACTOR * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
+class Noise:
+    """Adds random rounding errors. It draws no numbers that a model could draw."""
+
+    def __init__(self, state: TrainState) -> None:
+        seed = derive(state.work.config.seed, "rounding", state.work.env.rank)
+        generator = torch.Generator().manual_seed(seed)
+        self._draws = 2 * torch.rand(NUM_DRAWS, generator=generator) - 1
+        self._shifts = Random(seed)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with an error of up to FACTOR rounding errors in each element."""
+        if not tensor.is_floating_point() or tensor.is_sparse:
+            return tensor
+        # To draw each error would take longer than to compute most of the tensors.
+        draws = self._draws.roll(self._shifts.randrange(NUM_DRAWS))
+        draws = draws.repeat(-(-tensor.numel() // NUM_DRAWS))[: tensor.numel()].view(tensor.shape)
+        return tensor.addcmul(tensor, draws.to(tensor), value=rounding(tensor.dtype))
+
+
+class OneProcess:
+    """One process's results of a step, and how far from them rounding may lead.
+
+    Collective: every rank must build it.
+    """
+
+    def __init__(self, state: TrainState, batch: StepBatch) -> None:
+        self._state, self._batch = state, batch
+        self.model = one_process(state)
+        self.results = defaultdict[Key, list[Tensor]](list)  # of the calls of a module
+        self.bounds = dict[Key, float]()  # L2 norm of the difference
+        self.start = dict[Key, Distance]()  # of the whole parameters; replicas are compared before
+        if has_shards(state.module) and state.work.config.model.get("weights") is None:
+            held = dict(state.module.named_parameters())
+            for name, value in self.model.named_parameters():
+                self.start[Stage.START, name] = distance = Distance(0.0)
+                distance.add(full_tensor(held[name].detach()), value)
+        # The next module may change a result in place.
+        self._compute(lambda key, value: self.results[key].append(value.clone()))
+        parameters = dict(self.model.named_parameters())
+        self.own = {name: value.grad for name, value in parameters.items()}  # of this share
+        for key, values in self.results.items():
+            dtype = parameters[key[1]].dtype if key[0] == Stage.GRADIENT else values[0].dtype
+            self.bounds[key] = rounding(dtype) * norm(*values)
+        noise = Noise(state)
+        for _ in range(NUM_NOISY):
+            self._recompute(noise)
+        self._add_sent()
+
+    def _add_sent(self) -> None:
+        """Widen the bounds by what a hook of DDP rounds that sends gradients in fewer digits."""
+        work = self._state.work
+        hook = work.config.parallelism.get("comm_hook")
+        if not isinstance(hook, str):
+            return
+        for name, own in self.own.items():
+            if own is not None:
+                sent = own.to(DTYPES[hook]).div_(work.env.world_size)
+                dist.all_reduce(sent, group=work.data_group)
+                key = Stage.GRADIENT, name
+                distance = norm(wide(sent) - self.results[key][0])
+                self.bounds[key] = max(self.bounds[key], FACTOR * distance)
+
+    def _recompute(self, noise: Noise) -> None:
+        """Compute the step with rounding errors, and widen the bounds to what they change."""
+        num_calls, distances = defaultdict[Key, int](int), defaultdict[Key, float](float)
+
+        def measure(key: Key, value: Tensor) -> None:
+            expected = self.results[key][num_calls[key]]
+            distances[key] = math.hypot(distances[key], norm(value - expected))
+            num_calls[key] += 1
+
+        def change(result: Any) -> Any:
+            if isinstance(result, Tensor):
+                result = noise(result)
+                if result.requires_grad:
+                    result.register_hook(noise)
+            return result
+
+        self._compute(measure, change)
+        for key, distance in distances.items():
+            self.bounds[key] = max(self.bounds[key], distance)
+
+    def _compute(self, visit: Visit, change: Callable[[Any], Any] | None = None) -> None:
+        """Compute the step from the state's weights, and show `visit` its results."""
+        state, batch, model, work = self._state, self._batch, self.model, self._state.work
+        held = registered_tensors(state.module)
+        with torch.no_grad():
+            for name, tensor in registered_tensors(model).items():
+                tensor.copy_(full_tensor(held[name].detach()))
+        # A rank with a part of a layer draws fewer numbers for dropout than one process.
+        model.train(work.layout.model_ranks == 1)
+        model.zero_grad(set_to_none=True)
+        loss, num_tokens = 0.0, 0.0
+        num_shares = state.batches.num_shares
+        seed_all(work.config.seed, "step", state.step, work.layout.share)
+        with restored_after(state), watched(work, model, visit, change) as watching:
+            for micro_batch in batch.micro_batches:
+                step = forward(watching, model, micro_batch)
+                share = micro_batch.weight / batch.global_count
+                (step.loss_sum * (share * num_shares)).backward()
+                loss += step.loss_sum.item() * share
+                num_tokens += float(step.count) * micro_batch.weight
+        for name, buffer in model.named_buffers():
+            visit((Stage.BUFFER, name), buffer)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                own = parameter if parameter.grad is None else parameter.grad
+                total = wide(own).clone() if own is parameter.grad else torch.zeros_like(wide(own))
+                dist.all_reduce(total, group=work.data_group)
+                visit((Stage.GRADIENT, name), total / num_shares)
+        loss, num_tokens = sum_over_ranks([loss, num_tokens], group=work.data_group)
+        counts_tokens = work.config.batch.count == "tokens"
+        self.token_factor = batch.global_count / (num_tokens or 1.0) if counts_tokens else 1.0
+        visit((Stage.LOSS, ""), torch.tensor(loss * self.token_factor))

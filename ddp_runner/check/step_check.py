@@ -1,0 +1,212 @@
+"""Compares an optimizer step of the run's mode with one process's, and names what is first wrong.
+
+The real step is watched: the outputs of modules, gradients after the backward and as the optimizer
+gets them, the update, the buffers and the loss. What one process does with the gradients begins
+with the real ones, so that a fault shows at its own place alone.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.check.distances import Distance, Key, Stage, first_fault, module_of, norm, wide
+from ddp_runner.check.one_process import FACTOR, Noise, OneProcess, rounding, watched
+from ddp_runner.check.rank_differences import Verdict, split_everywhere
+from ddp_runner.data.batches import StepBatch
+from ddp_runner.distributed import gather_objects
+from ddp_runner.errors import counted, listed
+from ddp_runner.parallelism.mode import Engine, Sums
+from ddp_runner.parallelism.shards import full_tensor, has_shards, own_part
+from ddp_runner.rank.rank_log import log_to_file
+from ddp_runner.train.loop import build_engine, take_step
+from ddp_runner.train.optimizers import build_optimizer
+from ddp_runner.train.schedules import build_schedule
+from ddp_runner.train.state import TrainState
+from ddp_runner.train.step_metrics import global_loss
+
+NAME = "a step is one process's, within rounding"
+
+
+class _Watched(Engine[TrainState, StepBatch]):
+    """Shows the gradients after an engine's backward."""
+
+    def __init__(self, engine: Engine[TrainState, StepBatch], show: Callable[[], None]) -> None:
+        self._engine, self._show = engine, show
+
+    def backward(self, state: TrainState, batch: StepBatch) -> Sums:
+        """See ``Engine``."""
+        sums = self._engine.backward(state, batch)
+        self._show()
+        return sums
+
+
+class StepCheck:
+    """A step of the run's mode beside one process's. Collective: every rank must build it."""
+
+    def __init__(self, state: TrainState) -> None:
+        work, batch = state.work, next(iter(replace(state.batches)))
+        self._state, self.expected = state, (expected := OneProcess(state, batch))
+        self.distances = {key: Distance(bound) for key, bound in expected.bounds.items()}
+        self.distances |= expected.start
+        self._norm, self._norm_error, self._positions = 0.0, 0.0, count()
+        # A mode's engine may hide gradients in a hook of its own, so this one comes first.
+        hook = state.optimizer.register_step_pre_hook(self._before_update)
+        engine = build_engine(state)
+        state.engine = _Watched(engine, self._after_backward)
+        state.module.train(work.layout.model_ranks == 1)
+        with watched(work, state.module, self._add) as state.work:
+            sums = take_step(state, batch)
+        state.work, state.engine = work, engine
+        hook.remove()
+        self._compare_update()
+        for name, buffer in state.module.named_buffers():
+            self._add((Stage.BUFFER, name), full_tensor(buffer))
+        self._add((Stage.LOSS, ""), torch.tensor(global_loss(state, sums)))
+        # Relative differences of the loss, and of the model's outputs, that rounding explains.
+        self.rounding, self.output_rounding = (
+            expected.bounds[key] / (norm(*expected.results[key]) or 1.0)
+            for key in ((Stage.LOSS, ""), (Stage.OUTPUT, ""))
+        )
+        self._found_norm = None if sums.grad_norm is None else float(sums.grad_norm)
+
+    def _add(self, key: Key, found: Tensor) -> None:
+        distance, results = self.distances.get(key), self.expected.results.get(key, ())
+        if distance is not None and distance.num_calls < len(results):
+            expected, part = results[distance.num_calls], own_part(found)
+            is_cast = key[0] == Stage.OUTPUT and not has_shards(self._state.module)
+            distance.add(
+                part,
+                self._own_part(expected, part.shape),
+                position=next(self._positions),
+                dtypes=(part.dtype, expected.dtype) if is_cast else (),
+            )
+
+    def _own_part(self, whole: Tensor, shape: torch.Size) -> Tensor:
+        """Return this rank's part of an output of a layer that several ranks compute together."""
+        layout = self._state.work.layout
+        sizes = zip(whole.shape, shape, strict=False)
+        split = [dim for dim, (size, part) in enumerate(sizes) if size == part * layout.model_ranks]
+        if layout.model_ranks == 1 or len(split) != 1 or whole.shape == shape:
+            return whole
+        return whole.chunk(layout.model_ranks, split[0])[layout.env.rank % layout.model_ranks]
+
+    def _whole(self, *, gradients: bool) -> Iterator[tuple[str, Tensor | None, nn.Parameter]]:
+        """Yield the whole parameters, or their gradients, beside one process's parameters."""
+        named = dict(self._state.module.named_parameters())
+        tensors = {
+            name: parameter.grad if gradients else parameter.detach()
+            for name, parameter in named.items()
+            if parameter.requires_grad
+        }
+        split = split_everywhere(tensors)
+        for name, parameter in self.expected.model.named_parameters():
+            tensor = tensors.get(name)
+            if parameter.requires_grad:
+                whole = full_tensor(tensor) if tensor is not None and name in split else tensor
+                yield name, whole, parameter
+
+    def _after_backward(self) -> None:
+        """Compare the gradients, and let one process scale and clip these very gradients."""
+        config, expected = self._state.work.config.train, self.expected
+        for name, found, parameter in self._whole(gradients=True):
+            total = expected.results[Stage.GRADIENT, name][0]
+            self.distances[Stage.GRADIENT, name].add(found, total, own=expected.own[name])
+            parameter.grad = None if found is None else found.to(parameter.device, copy=True)
+        parameters = [value for value in expected.model.parameters() if value.grad is not None]
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad *= expected.token_factor
+        if config.clip_norm is not None:
+            exact = norm(*(value.grad for value in parameters if value.grad is not None))
+            self._norm = float(nn.utils.clip_grad_norm_(parameters, config.clip_norm))
+            self._norm_error = abs(self._norm / (exact or 1.0) - 1)
+        if config.clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, config.clip_value)
+
+    def _before_update(self, *_: Any) -> None:
+        """Compare the scaled gradients, and give one process these very gradients and weights."""
+        for name, found, parameter in self._whole(gradients=True):
+            if (right := parameter.grad) is not None:
+                bound = rounding(right.dtype) + FACTOR * self._norm_error
+                self.distances[Stage.SCALED, name] = distance = Distance(bound * norm(right))
+                distance.add(found, right)
+            parameter.grad = None if found is None else found.to(parameter.device, copy=True)
+        for name, found, parameter in self._whole(gradients=False):
+            assert found is not None, name
+            parameter.data.copy_(found)
+
+    def _compare_update(self) -> None:
+        """Compare the update with one process's, from the same gradients and weights."""
+        model, noise = self.expected.model, Noise(self._state)
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        noisy = copy.deepcopy(model)
+        for parameter, source in zip(noisy.parameters(), model.parameters(), strict=True):
+            parameter.grad = None if source.grad is None else noise(source.grad)
+        for one in (model, noisy):
+            self._update(one)
+        with_errors = dict(noisy.named_parameters())
+        for name, found, parameter in self._whole(gradients=False):
+            assert found is not None
+            least = rounding(parameter.dtype) * norm(parameter)
+            error = norm(wide(with_errors[name]) - wide(parameter))
+            self.distances[Stage.UPDATE, name] = distance = Distance(max(least, error))
+            distance.add(wide(found) - wide(before[name]), wide(parameter) - wide(before[name]))
+
+    def _update(self, model: nn.Module) -> None:
+        state, config = self._state, self._state.work.config
+        optimizer = build_optimizer(config, model)
+        steps_per_epoch = state.batches.steps_per_epoch
+        build_schedule(  # it sets the learning rate of the first step
+            config, optimizer, total_steps=state.final_step, steps_per_epoch=steps_per_epoch
+        )
+        optimizer.step()
+
+    def verdict(self) -> Verdict:
+        """Return what is first wrong, the same on all ranks. Collective: every rank must call."""
+        results, model = self.expected.results, self.expected.model
+        wrong, farthest = dict[Key, Distance](), dict.fromkeys(Stage, 0.0)
+        for key, distance in self.distances.items():
+            if key[0] == Stage.OUTPUT and distance.num_calls < len(results[key]):
+                distance.problem = "is missing: it was computed less often than in one process"
+            if not distance.is_right:
+                wrong[key] = distance
+            part = distance.apart / (distance.bound or 1.0)
+            farthest[key[0]] = max(farthest[key[0]], part)
+            log_to_file(
+                f"{key[0]} {key[1] or 'of the model'}: off by {distance.apart:.2g} of "
+                f"{distance.size:.2g}, {part:.2g} of its bound"
+            )
+        unused = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and self.expected.own[name] is None
+        ]
+        number = {key[1]: index for index, key in enumerate(results) if key[0] == Stage.OUTPUT}
+        order = sorted(self.distances, key=lambda key: number.get(module_of(key), len(number)))
+        by_rank = gather_objects((wrong, farthest, unused, self._found_norm, self.rounding))
+        found, num_shares = [one[0] for one in by_rank], self._state.batches.num_shares
+        stage, fault = first_fault(found, order, num_shares=num_shares) or ("", "")
+        if stage == Stage.GRADIENT and (unused := by_rank[0][2]):
+            fault += f"; the loss does not depend on {listed(unused)}"
+            fault += "; write parallelism.find_unused_parameters=true"
+        elif stage == Stage.GRADIENT and isinstance(
+            hook := self._state.work.config.parallelism.get("comm_hook"), Mapping
+        ):
+            fault += f"; the comm_hook {hook['_target_']} sent them"
+        elif stage == Stage.SCALED and (found_norm := by_rank[0][3]) is not None:
+            fault += f"; the norm is {found_norm:.4g}, one process has {self._norm:.4g}"
+        if fault:
+            return Verdict(NAME, False, fault)
+        sizes = Counter(key[0] for key in self.distances)
+        worst = {stage: max(one[1][stage] for one in by_rank) for stage in Stage}
+        parts = [
+            f"{counted(sizes[stage], stage)} {worst[stage]:.2g}" for stage in Stage if sizes[stage]
+        ]
+        detail = f"off by these parts of their bounds at most: {', '.join(parts)}"
+        return Verdict(NAME, True, detail, rounding=by_rank[0][4])
