@@ -50,8 +50,10 @@ def eval_samples(state: TrainState) -> Verdict:
     count, name = state.work.dataset.eval.num_samples, "each evaluation sample counts once"
     if count is None:
         return Verdict(name, True, WITHOUT_NUMBERS)
-    size, (share, num_shares) = state.work.config.batch.eval_size, state.work.layout.eval_share
-    batches = _numbered(count).in_order(EpochShare(size, share, num_shares, seed=0))
+    size, (own, num_shares) = state.work.config.batch.eval_size, state.work.layout.eval_shares
+    batches = chain.from_iterable(
+        _numbered(count).in_order(EpochShare(size, share, num_shares, seed=0)) for share in own
+    )
     how = f"in batches of up to {size} on {_shares(state, num_shares)}"
     return _used_once(name, count, batches, how, state)
 
@@ -65,7 +67,8 @@ def _numbered(num_samples: int) -> TensorSplit:
 def _shares(state: TrainState, num_shares: int) -> str:
     model_ranks = state.work.layout.model_ranks
     if model_ranks == 1:
-        return f"{num_shares} ranks"
+        kind = "ranks" if state.work.config.batch.virtual_ranks is None else "virtual ranks"
+        return f"{num_shares} {kind}"
     return f"{counted(num_shares, 'share')} of {model_ranks} ranks each"
 
 

@@ -42,8 +42,6 @@ def one_process(state: TrainState) -> nn.Module:
     work = state.work
     seed_all(work.config.seed)
     model = one_process_model(work.config, work.dataset.model_arguments, work.devices[0])
-    if has_shards(state.module):  # other kernels compute channels_last, which shards are not
-        model = model.to(memory_format=torch.contiguous_format)
     if any(isinstance(part, nn.SyncBatchNorm) for part in state.module.modules()):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
@@ -191,17 +189,23 @@ class OneProcess:
         model.train(work.layout.model_ranks == 1)
         model.zero_grad(set_to_none=True)
         loss, num_tokens = 0.0, 0.0
-        num_shares = state.batches.num_shares
-        seed_all(work.config.seed, "step", state.step, work.layout.share)
+        num_shares, layout = state.batches.num_shares, work.layout
+        size = len(batch.micro_batches) // layout.shares_per_rank
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         with restored_after(state), watched(work, model, visit, change) as watching:
-            for micro_batch in batch.micro_batches:
+            for number, micro_batch in enumerate(batch.micro_batches):
+                if number % size == 0:  # the first of a share
+                    seed_all(work.config.seed, "step", state.step, layout.share + number // size)
+                    for buffer, value in buffers:
+                        buffer.copy_(value)
                 step = forward(watching, model, micro_batch)
                 share = micro_batch.weight / batch.global_count
                 (step.loss_sum * (share * num_shares)).backward()
                 loss += step.loss_sum.item() * share
                 num_tokens += float(step.count) * micro_batch.weight
-        for name, buffer in model.named_buffers():
-            visit((Stage.BUFFER, name), buffer)
+        if work.config.batch.virtual_ranks is None:  # else they are averaged over the shares
+            for name, buffer in model.named_buffers():
+                visit((Stage.BUFFER, name), buffer)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 own = parameter if parameter.grad is None else parameter.grad

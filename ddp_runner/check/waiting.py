@@ -37,9 +37,11 @@ def wait_for_mean(state: TrainState, batch: StepBatch) -> Verdict:
         return step
 
     state.work = replace(work, step_fn=late_step)
-    # Only the last micro-batch reduces. No other collective may follow: it would wait.
+    if layout.shares_per_rank == 1:
+        # Only the last micro-batch reduces. No other collective may follow: it would wait.
+        batch = replace(batch, micro_batches=batch.micro_batches[-1:])
     state.module.zero_grad(set_to_none=True)
-    state.engine.backward(state, replace(batch, micro_batches=batch.micro_batches[-1:]))
+    state.engine.backward(state, batch)
     synchronize(work.devices)
     state.work, times = work, gather_objects((began, time.monotonic_ns()))
     # The ranks that take a mean with the late rank; other ranks hold other parts of layers.

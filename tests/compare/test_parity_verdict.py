@@ -35,8 +35,12 @@ def verdict(
     every: int = 1,
     precision: str = "fp32",
     record: Mapping[str, Any] | None = None,
+    reference: Mapping[str, Any] | None = None,
 ) -> Parity:
-    """Compare two runs that log every n-th loss; `record` is for run.json of the second."""
+    """Compare two runs that log every n-th loss.
+
+    `record` is for run.json of the second, `reference` for that of the first.
+    """
     two = {"world_size": 2, "batch.per_rank": 32}
     for name, losses, keys in (("single", theirs, SINGLE), ("ddp", ours, two)):
         lines = lines_of([1.0] * len(losses), losses=losses)
@@ -46,10 +50,19 @@ def verdict(
             folder / name,
             config={**keys, "train.precision": precision},
             lines=lines[every - 1 :: every],
-            record=record if name == "ddp" else None,
+            record=record if name == "ddp" else reference,
         )
     (parity,) = compare(read_runs([folder])).parity
     return parity
+
+
+def test_equal_weights_are_equal_bytes(tmp_path: Path) -> None:
+    """Before any tolerance. A run that has not ended has no hash, and equals no other."""
+    same, other = {"weights_sha256": "a" * 64}, {"weights_sha256": "b" * 64}
+    equal = verdict(tmp_path / "equal", LOSSES, record=same, reference=same)
+    assert (equal.verdict, equal.first_break) == ("equal bytes", None)
+    assert verdict(tmp_path / "other", LOSSES, record=other, reference=same).verdict == "ok"
+    assert verdict(tmp_path / "none", LOSSES).verdict == "ok"
 
 
 def changed(difference: Callable[[int], float]) -> list[float]:

@@ -116,8 +116,8 @@ def scaled(state: TrainState, factor: float, *, name: str = "") -> None:
 def local_norm(state: TrainState, stack: ExitStack) -> None:
     """Clip by the norm of this rank's shards."""
 
-    def norm_of(parameters: Any) -> Tensor:
-        grads = [own_part(one.grad) for one in parameters if one.grad is not None]
+    def norm_of(its: TrainState) -> Tensor:
+        grads = [own_part(one.grad) for one in its.module.parameters() if one.grad is not None]
         return nn.utils.get_total_norm(grads)
 
     stack.enter_context(patch.object(clipping, "gradient_norm", norm_of))
