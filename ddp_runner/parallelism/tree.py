@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-BUCKET_BYTES = 25 * 2**20  # of the tensors that are sent together
+BUCKET_BYTES = 25 * 2**20  # tensors that are sent together
 NOTHING = -0.0  # adding it changes no bit of any number; 0.0 changes -0.0
 Leaf = list[Tensor | None]  # a part's tensors; None counts as nothing
 
@@ -41,6 +41,13 @@ def add_leaf(stack: list[Leaf], leaf: Leaf, *, index: int) -> None:
     stack.append(leaf)
 
 
+def fold(rows: Tensor) -> Tensor:
+    """Return the sum of the rows (ranks, n), a power of two of them, in the tree: a vector (n,)."""
+    while len(rows) > 1:
+        rows = rows[0::2] + rows[1::2]
+    return rows[0]
+
+
 def own_chunk(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return this rank's chunk of a vector that is summed over the group's ranks. Collective.
 
@@ -48,52 +55,71 @@ def own_chunk(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     parts = torch.empty_like(values)
     dist.all_to_all_single(parts, values, group=group)
-    rows = parts.view(dist.get_world_size(group), -1)
-    while len(rows) > 1:
-        rows = rows[0::2] + rows[1::2]
-    return rows[0]
+    return fold(parts.view(dist.get_world_size(group), -1))
 
 
-def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return a vector summed over the group's ranks: the bytes of a ring. Collective."""
-    if (size := dist.get_world_size(group)) == 1:
-        return values
-    padded = pad(values, (0, -len(values) % size))
-    total = torch.empty_like(padded)
-    dist.all_gather_into_tensor(total, own_chunk(padded, group), group=group)
-    return total[: len(values)]
+class TreeReducer:
+    """Adds tensors over all ranks in the tree, in the bytes of a ring all-reduce.
 
-
-def mean_of_parts(sums: Leaf, like: Sequence[Tensor], *, count: int) -> list[Tensor]:
-    """Return the means over all parts. Collective: every rank must call.
-
-    Args:
-        sums: of this rank's parts.
-        like: tensors with the shapes, dtypes, devices and memory formats of the sums.
-        count: the parts of all ranks.
+    It keeps its buffers from step to step: new memory costs more time than adding.
     """
-    if dist.get_world_size() == 1:
-        pairs = zip(sums, like, strict=True)
-        return [other if value is None else value.div_(count) for value, other in pairs]
-    means = list(like)
-    buckets, _ = dist._compute_bucket_assignment_by_size([*like], [BUCKET_BYTES])
-    for numbers in buckets:
-        tensors = [like[number] for number in numbers]
-        flat = tensors[0].new_empty(sum(map(Tensor.numel, tensors)), requires_grad=False)
-        for number, target in zip(numbers, _views(flat, tensors), strict=True):
-            value = sums[number]
-            target.fill_(NOTHING) if value is None else target.copy_(value)
-        total = sum_over_ranks(flat).div_(count)
-        for number, mean in zip(numbers, _views(total, tensors), strict=True):
-            means[number] = mean
-    return means
+
+    def __init__(self) -> None:
+        self._buffers = dict[object, Tensor]()
+
+    def mean(self, sums: Leaf, like: Sequence[Tensor], *, count: int) -> list[Tensor]:
+        """Return the means over all parts, until the next call. Collective: every rank must call.
+
+        Args:
+            sums: of this rank's parts.
+            like: tensors with the shapes, dtypes, devices and memory formats of the sums.
+            count: the parts of all ranks.
+        """
+        size = dist.get_world_size()
+        if size == 1:
+            pairs = zip(sums, like, strict=True)
+            return [other if value is None else value.div_(count) for value, other in pairs]
+        means = list(like)
+        buckets, _ = dist._compute_bucket_assignment_by_size([*like], [BUCKET_BYTES])
+        for index, numbers in enumerate(buckets):
+            tensors = [like[number] for number in numbers]
+            length = -(-sum(map(Tensor.numel, tensors)) // size) * size
+            sent, received, total = (
+                self._buffer(key, tensors[0], length) for key in ("sent", "received", index)
+            )
+            for number, target in zip(numbers, _views(sent, tensors), strict=True):
+                value = sums[number]
+                target.fill_(NOTHING) if value is None else target.copy_(value)
+            dist.all_to_all_single(received, sent)
+            chunk = fold(received.view(size, -1)).div_(count)
+            # Twice as fast as gloo's all-gather.
+            sent.view(size, -1).copy_(chunk)
+            dist.all_to_all_single(total, sent)
+            for number, mean in zip(numbers, _views(total, tensors), strict=True):
+                means[number] = mean
+        return means
+
+    def _buffer(self, name: str | int, like: Tensor, length: int) -> Tensor:
+        key = name, like.dtype, like.device
+        if key not in self._buffers or len(self._buffers[key]) < length:
+            self._buffers[key] = torch.zeros(length, dtype=like.dtype, device=like.device)
+        return self._buffers[key][:length]
 
 
 def _views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return views of a vector with the shapes and the memory formats of the tensors."""
-    parts = flat.split([*map(Tensor.numel, tensors)])
+    sizes = [*map(Tensor.numel, tensors)]
+    parts = flat[: sum(sizes)].split(sizes)
     dense = (torch.empty_like(tensor, device="meta") for tensor in tensors)
     return [part.as_strided(t.shape, t.stride()) for part, t in zip(parts, dense, strict=True)]
+
+
+def _sum_over(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a vector summed over the group's ranks. Collective."""
+    padded = pad(values, (0, -len(values) % group.size()))
+    total = torch.empty_like(padded)
+    dist.all_gather_into_tensor(total, own_chunk(padded, group), group=group)
+    return total[: len(values)]
 
 
 class TreeReduceScatter:
@@ -132,5 +158,5 @@ class TreeReduceScatter:
         assert total is not None
         shard = own_chunk(total, group)
         if self._replicas is not None:
-            shard = sum_over_ranks(shard, self._replicas)
+            shard = _sum_over(shard, self._replicas)
         torch.div(shard, self._tree.count, out=output_tensor)

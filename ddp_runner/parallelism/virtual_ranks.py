@@ -19,7 +19,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.mode import Engine, Layout, Mode, Sums, no_wrapper
 from ddp_runner.parallelism.shards import is_shard
-from ddp_runner.parallelism.tree import Leaf, Tree, add_leaf, mean_of_parts
+from ddp_runner.parallelism.tree import Leaf, Tree, TreeReducer, add_leaf
 from ddp_runner.seeds import seed_all
 
 Owner = tuple[nn.Module, str]  # a buffer's module, and its name there
@@ -72,7 +72,7 @@ class TreeEngine(Engine[Any, Any]):
     """Computes this rank's parts of a step, and adds the parts of all ranks in the tree."""
 
     def __init__(self, local: Engine[Any, Any], tree: Tree) -> None:
-        self._local, self._tree = local, tree
+        self._local, self._tree, self._reducer = local, tree, TreeReducer()
 
     def backward(self, state: Any, batch: Any) -> Sums:
         """Leave the mean gradients in the module. Collective: every rank must call.
@@ -99,7 +99,8 @@ class TreeEngine(Engine[Any, Any]):
             add_leaf(stack, leaf, index=index)
         (total,), last = stack, leaf[-1]
         assert last is not None
-        means = mean_of_parts(total, [*whole, *buffers.statistics, last], count=tree.count)
+        like = [*whole, *buffers.statistics, last]
+        means = self._reducer.mean(total, like, count=tree.count)
         if not layout.forward_is_collective:
             state.timer.mark(StepPart.COMM)
         buffers.finish(means[len(whole) : -1])
