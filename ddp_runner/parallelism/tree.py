@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ddp_runner.device import has_streams
+
 BUCKET_BYTES = 25 * 2**20  # tensors that are sent together
 NOTHING = -0.0  # adding it changes no bit of any number; 0.0 changes -0.0
 Leaf = list[Tensor | None]  # a part's tensors; None counts as nothing
@@ -156,6 +158,8 @@ class TreeReduceScatter:
             return
         (total,) = self._stack.pop()
         assert total is not None
+        if has_streams(total.device):  # FSDP2 allocates on another stream than it reduces on
+            total.record_stream(torch.accelerator.current_stream(total.device))
         shard = own_chunk(total, group)
         if self._replicas is not None:
             shard = _sum_over(shard, self._replicas)
