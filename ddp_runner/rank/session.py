@@ -170,7 +170,7 @@ def report_start(session: Session, *, step: int) -> None:
     if wire is not None:
         wire.send("began", step)
     if session.env.is_rank_zero:
-        run_dir, before = session.run_dir, read_run_record(session.run_dir)
+        run_dir, before = session.run_dir, read_run_record(session.run_dir, missing_ok=True)
         _record_start(session)
         old, new = code_version(before), code_version(read_run_record(run_dir))
         if has_taken_step(before) and old != new:
