@@ -42,7 +42,7 @@ def digest_of(state: Any) -> str:
 def weights_sha256(module: nn.Module) -> str:
     """Return the SHA-256 of a bare model's weights with their names, shapes and dtypes.
 
-    The same on every number of ranks. Collective if the model is split; only rank 0's counts.
+    The same on every number of ranks. Collective if the model is split; use rank 0's result.
     """
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():

@@ -119,8 +119,8 @@ def _compare(
     if computed is not None and verdict != "ok":
         verdict += f"; task=check computed {computed:.1g} for step 1"
     hashes = [one.record.get("weights_sha256") for one in (run, reference)]
-    if hashes[0] is not None and hashes[0] == hashes[1]:  # then no tolerance matters
-        first_break, verdict = None, "equal bytes"
+    if hashes[0] is not None and hashes[0] == hashes[1] and not largest:
+        verdict = "equal bytes"
     return Parity(run, reference, len(differences), largest, first_break, verdict)
 
 

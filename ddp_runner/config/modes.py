@@ -11,6 +11,7 @@ from ddp_runner.config.sections import INFERENCE
 from ddp_runner.errors import UserError, counted
 
 COMM_HOOKS = ("bf16", "fp16")
+UNSUMMED = {*INFERENCE, "collectives"} - {"evaluate"}  # tasks that add nothing over virtual ranks
 # The modes that can add gradients in the order of ``batch.virtual_ranks``.
 IN_TREE = ("single.Single", "ddp.DDP", "mesh.Mesh")
 ON_CPU = ("dp.DataParallelMode",)  # with GPUs it splits a batch over them
@@ -97,7 +98,7 @@ def validate_mode(config: Config) -> None:
         _validate_hook(config, hook)
     if "tensor_parallel_size" in mode:
         _validate_mesh(config)
-    if config.batch.virtual_ranks is not None and config.task not in (*INFERENCE, "collectives"):
+    if config.batch.virtual_ranks is not None and config.task not in UNSUMMED:
         _validate_virtual_ranks(config, config.batch.virtual_ranks)
 
 
@@ -109,46 +110,63 @@ def _validate_virtual_ranks(config: Config, count: int) -> None:
     in_tree = mode["_target_"].removeprefix("ddp_runner.parallelism.") in (*IN_TREE, *devices)
     is_elementwise = optimizer["_target_"].removeprefix("torch.optim.") in ELEMENTWISE
     is_fused = any(group.get("fused") for group in (optimizer, *config.params.groups))
-    broken = {  # reason -> fix
-        f"task={config.task} adds its own gradients": (
-            has_own_loop(config.task) and "batch.virtual_ranks=null"
+    splits = needs.splits_parameters
+    for is_broken, reason, fix in (
+        (
+            has_own_loop(config.task),
+            f"and task={config.task} adds gradients itself",
+            "batch.virtual_ranks=null",
         ),
-        f"{name} has an order of its own": (
-            not (in_tree and needs.devices_per_rank == needs.model_ranks == 1) and "parallelism=ddp"
+        (
+            not in_tree or needs.devices_per_rank > 1 or needs.model_ranks != 1,
+            f"and {name} has its own order",
+            "parallelism=ddp",
         ),
-        f"world_size ({ranks}) does not divide it": (
-            count % ranks and f"world_size={min(count, 2 ** (ranks.bit_length() - 1))}"
+        (
+            count % ranks > 0,
+            f"in halves, so it must be divisible by world_size ({ranks})",
+            f"world_size={min(count, 2 ** (ranks.bit_length() - 1))}",
         ),
-        "a parallelism.comm_hook changes what is sent": (
-            mode.get("comm_hook") and "parallelism.comm_hook=null"
+        (
+            mode.get("comm_hook") is not None,
+            "and a parallelism.comm_hook changes what is sent",
+            "parallelism.comm_hook=null",
         ),
-        "parallelism.sync_batchnorm=true adds over ranks in each layer": (
-            mode.get("sync_batchnorm") and "parallelism.sync_batchnorm=false"
+        (
+            bool(mode.get("sync_batchnorm")),
+            "and parallelism.sync_batchnorm=true adds over ranks in each layer",
+            "parallelism.sync_batchnorm=false",
         ),
-    }
-    if needs.splits_parameters:
-        broken |= {
-            # FSDP2 adds in its own order in a group of one rank.
-            f"{name} on {counted(ranks, 'rank')} splits nothing": (
-                ranks == needs.num_replicas and "parallelism=ddp"
-            ),
-            f"train.compile=true compiles other code for {name}": (
-                config.train.compile and "train.compile=false"
-            ),
-            f"parallelism.cpu_offload=true computes norms elsewhere than {name} without it": (
-                mode.get("cpu_offload") and "parallelism.cpu_offload=false"
-            ),
-            f"optimizer={optimizer.get('name')} needs whole parameters, which {name} splits": (
-                not is_elementwise and "parallelism=ddp"
-            ),
-            f"optimizer.fused=true rounds parts of a parameter differently, and {name} splits it": (
-                is_fused and "optimizer.fused=false"
-            ),
-        }
-    for reason, fix in broken.items():
-        if fix:
+        (
+            config.train.compile,
+            "and train.compile=true chooses kernels by the sizes that a rank has seen",
+            "train.compile=false",
+        ),
+        # FSDP2 adds in its own order in a group of one rank.
+        (
+            splits and ranks == needs.num_replicas,
+            f"and {name} on {counted(ranks, 'rank')} splits nothing",
+            "parallelism=ddp",
+        ),
+        (
+            splits and bool(mode.get("cpu_offload")),
+            "and parallelism.cpu_offload=true computes norms on another device",
+            "parallelism.cpu_offload=false",
+        ),
+        (
+            splits and not is_elementwise,
+            f"and optimizer={optimizer.get('name')} needs whole parameters, which {name} splits",
+            "parallelism=ddp",
+        ),
+        (
+            splits and is_fused,
+            f"and optimizer.fused=true rounds the parts of {name} in another way",
+            "optimizer.fused=false",
+        ),
+    ):
+        if is_broken:
             raise UserError(
-                f"batch.virtual_ranks={count} adds everything in one order, and {reason}",
+                f"batch.virtual_ranks={count} adds everything in one order, {reason}",
                 f"write {fix}",
             )
 

@@ -66,8 +66,8 @@ class BatchConfig:
     per_rank: int | None = key(100, "samples per micro-step on each rank: weak scaling", above=0)
     virtual_ranks: int | None = key(
         None,
-        "parts of every global batch, at any world size, for the same bytes at all; a power of "
-        "two; then per_rank is per part",
+        "split every global batch into this many parts, a power of two, so that every world size "
+        "computes the same bytes; per_rank is then the size of a part",
         validate=_validate_virtual_ranks,
     )
     eval_per_rank: int | None = key(

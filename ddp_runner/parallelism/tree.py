@@ -63,7 +63,8 @@ def own_chunk(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class TreeReducer:
     """Adds tensors over all ranks in the tree, in the bytes of a ring all-reduce.
 
-    It keeps its buffers from step to step: new memory costs more time than adding.
+    It keeps its buffers from step to step, since new memory costs more time than adding. So the
+    gradients are views of them until the next call.
     """
 
     def __init__(self) -> None:
@@ -150,6 +151,9 @@ class TreeReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Add a part; after the last, fill the output with this rank's shard. Collective."""
+        if has_streams(input_tensor.device):  # FSDP2 allocates on another stream than this one
+            stream = torch.accelerator.current_stream(input_tensor.device)
+            input_tensor.record_stream(stream)
         if self._tree.index == 0:
             self._stack.clear()  # an earlier step may have failed
         add_leaf(self._stack, [input_tensor], index=self._tree.index)
@@ -158,8 +162,6 @@ class TreeReduceScatter:
             return
         (total,) = self._stack.pop()
         assert total is not None
-        if has_streams(total.device):  # FSDP2 allocates on another stream than it reduces on
-            total.record_stream(torch.accelerator.current_stream(total.device))
         shard = own_chunk(total, group)
         if self._replicas is not None:
             shard = _sum_over(shard, self._replicas)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -17,7 +18,7 @@ from ddp_runner.device import sum_dtype, upload
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
-from ddp_runner.parallelism.mode import Engine, Layout, Mode, Sums, no_wrapper
+from ddp_runner.parallelism.mode import Engine, Layout, Mode, Sums
 from ddp_runner.parallelism.shards import is_shard
 from ddp_runner.parallelism.tree import Leaf, Tree, TreeReducer, add_leaf
 from ddp_runner.seeds import seed_all
@@ -31,7 +32,6 @@ class VirtualRanks:
 
     mode: Mode
     tree: Tree
-    wrap = staticmethod(no_wrapper)  # the engine reduces what FSDP2 does not
 
     def layout(self, env: DistEnv) -> Layout:
         """Return a rank's part: neighbouring shares."""
@@ -47,6 +47,18 @@ class VirtualRanks:
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
         """Build the model as the mode does. Collective: every rank must call."""
         return self.mode.place(build, devices)
+
+    @torch.no_grad()
+    def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
+        """Return the model with rank 0's weights. Collective: every rank must call.
+
+        Without shards no other object sends them, and the engine reduces the gradients.
+        """
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not is_shard(tensor):
+                dist.broadcast(value := tensor.detach().contiguous(), src=0)
+                tensor.copy_(value)
+        return module
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the mode's context under FSDP2; no other mode reduces in a backward here."""
@@ -138,7 +150,7 @@ class _Buffers:
     """The buffers that a step changes: each part begins with the same values.
 
     After the step, BatchNorm's running statistics have changed by the mean of the parts' changes.
-    Any other buffer has the value of the rank's first part; rank 0's counts, as under DDP.
+    Any other buffer has the value of the rank's first part; rank 0's value is used, as under DDP.
     """
 
     def __init__(self, module: nn.Module, changing: Sequence[Owner]) -> None:
@@ -147,7 +159,8 @@ class _Buffers:
             if isinstance(part, _NormBase) and part.training and part.running_mean is not None:
                 self._averaged += [(part, "running_mean"), (part, "running_var")]
                 counters.append((part, "num_batches_tracked"))
-        self._owners = [*dict.fromkeys([*self._averaged, *counters, *changing])]
+        present = [owner for owner in changing if getattr(*owner) is not None]
+        self._owners = [*dict.fromkeys([*self._averaged, *counters, *present])]
         self._before = self._copies()
         self._first: list[Tensor] | None = None  # after the first part, if others follow
 

@@ -173,7 +173,8 @@ def report_start(session: Session, *, step: int) -> None:
         run_dir, before = session.run_dir, read_run_record(session.run_dir, missing_ok=True)
         _record_start(session)
         old, new = code_version(before), code_version(read_run_record(run_dir))
-        if has_taken_step(before) and old != new:
+        is_known = "unknown" not in (old, new)
+        if has_taken_step(before) and is_known and old != new:
             add_changes(run_dir, [f"code={new} (was {old})"], step=step)
     if not earlier:
         return

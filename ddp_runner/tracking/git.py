@@ -17,7 +17,8 @@ from ddp_runner.config.schema import PACKAGE
 
 GIT_TIMEOUT_S = 2.0
 MOST_BYTES = 2**20  # of the changes in one repository
-# A repository's own config may name commands for git to run; these options skip them.
+# A repository's own config may name commands for git to run. These options skip them, except clean
+# filters, which Git LFS needs.
 GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 # With all tags excluded, describe prints the full hash, so one call returns both facts.
 DESCRIBE = "describe --always --abbrev=40 --exclude=* --dirty=+dirty"

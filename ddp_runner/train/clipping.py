@@ -125,7 +125,8 @@ def _norm_by_rows(gradients: Sequence[Tensor]) -> Tensor:
             first = min(-(-len(slot) // size) * rank, len(slot))
         elif rank > 0:
             continue  # every rank has the whole tensor
-        rows = part.flatten(1) if part.ndim > 1 else part.reshape(-1, 1)
+        # Contiguous, as shards are: another memory format adds in another order.
+        rows = part.contiguous().flatten(1) if part.ndim > 1 else part.reshape(-1, 1)
         slot[first : first + len(rows)] = torch.linalg.vector_norm(rows, dim=1)
     if group is not None:
         dist.all_reduce(norms, group=group)  # exact: one rank has a row, and the others have 0

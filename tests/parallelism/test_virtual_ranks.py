@@ -1,5 +1,6 @@
 """With batch.virtual_ranks, a run has the same bytes in every mode and at every world size."""
 
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +68,14 @@ class Codebook(nn.Module):
         if self.training:
             self.code.lerp_(outputs.detach().mean(dim=0), 0.3)
         return outputs
+
+
+class Unseeded(Codebook):
+    """A model with weights that follow from no seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.net1.weight, time.monotonic_ns() % 997 / 997)
 
 
 class End(NamedTuple):
@@ -151,6 +160,20 @@ def test_a_resume_in_another_mode_gives_the_same_bytes(row: str, tmp_path: Path)
     assert begun.sha256 != whole.sha256
     assert ended.sha256 == whole.sha256
     assert [*begun.lines, *ended.lines] == whole.lines
+
+
+def weights_of_all(env: DistEnv, config: Config) -> Tensor:
+    """Return the weights after some steps."""
+    return take_steps(env, config, 3).weights
+
+
+def test_all_ranks_begin_with_the_weights_of_rank_zero() -> None:
+    """As under DDP, which does not wrap the model here."""
+    model = (f"model._target_={__name__}.Unseeded", f"allowed_targets=[{__name__}]")
+    keys = ("batch.virtual_ranks=2", "parallelism=ddp", "dataset.num_samples=20")
+    config = compose_config("model=toy", *model, *keys, world_size=2)
+    first, second = run_ranks(weights_of_all, 2, config)
+    assert torch.equal(first, second)
 
 
 def without_tree(env: DistEnv, config: Config) -> Tensor:
