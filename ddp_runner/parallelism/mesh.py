@@ -26,7 +26,7 @@ from ddp_runner.host.memory import return_freed_memory
 from ddp_runner.parallelism.mode import Layout, local_engine, no_wrapper
 from ddp_runner.parallelism.modules import blocks_of, initialise
 from ddp_runner.parallelism.tensor_parallel import split_layers
-from ddp_runner.parallelism.tree import Tree, TreeReduceScatter
+from ddp_runner.parallelism.tree import Tree, TreeReduceScatter, new_buffer
 
 
 class GlooReduceScatter:
@@ -35,9 +35,7 @@ class GlooReduceScatter:
     It computes FSDP2's sums and means; other operations use torch's reduce-scatter.
     """
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer of the given size."""
-        return torch.empty(size, dtype=dtype, device=device)
+    allocate = staticmethod(new_buffer)
 
     def __call__(
         self,

@@ -43,6 +43,11 @@ def add_leaf(stack: list[Leaf], leaf: Leaf, *, index: int) -> None:
     stack.append(leaf)
 
 
+def new_buffer(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an empty buffer, as FSDP2 asks of what reduces its gradients."""
+    return torch.empty(size, dtype=dtype, device=device)
+
+
 def fold(rows: Tensor) -> Tensor:
     """Return the sum of the rows (ranks, n), a power of two of them, in the tree: a vector (n,)."""
     while len(rows) > 1:
@@ -135,12 +140,10 @@ class TreeReduceScatter:
         replicas: the ranks with the same shard (HSDP); None: each shard exists once.
     """
 
+    allocate = staticmethod(new_buffer)
+
     def __init__(self, tree: Tree, replicas: dist.ProcessGroup | None) -> None:
         self._tree, self._replicas, self._stack = tree, replicas, list[Leaf]()
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer of the given size."""
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
