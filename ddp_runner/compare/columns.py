@@ -149,7 +149,8 @@ def _costs(results: _Results) -> Iterator[Column]:
 
 def _parity(comparison: Comparison) -> Column:
     hint = (
-        "losses compared with the reference at equal steps; ok: equal to "
+        "losses compared with the reference at equal steps; equal bytes: the weights after the "
+        "last step are equal bit for bit; ok: equal to "
         f"{comparison.tolerance:g} of the loss; rounding grows: rounding grew slowly to this size, "
         "as in any training; breaks: from this step on, rounding does not explain the difference"
     )
