@@ -27,7 +27,6 @@ class Verdict:
     name: str  # the guarantee
     ok: bool
     detail: str  # the compared tensors, and the numbers
-    rounding: float | None = None  # relative difference of the loss that rounding explains
 
 
 def equality(name: str, tensors: Mapping[str, Tensor | None], detail: str) -> Verdict:

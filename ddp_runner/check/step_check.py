@@ -9,7 +9,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -68,11 +68,9 @@ class StepCheck:
         for name, buffer in state.module.named_buffers():
             self._add((Stage.BUFFER, name), full_tensor(buffer))
         self._add((Stage.LOSS, ""), torch.tensor(global_loss(state, sums)))
-        # Relative differences of the loss, and of the model's outputs, that rounding explains.
-        self.rounding, self.output_rounding = (
-            expected.bounds[key] / (norm(*expected.results[key]) or 1.0)
-            for key in ((Stage.LOSS, ""), (Stage.OUTPUT, ""))
-        )
+        whole = Stage.OUTPUT, ""
+        # Relative difference of the model's outputs that rounding explains.
+        self.output_rounding = expected.bounds[whole] / (norm(*expected.results[whole]) or 1.0)
         self._found_norm = None if sums.grad_norm is None else float(sums.grad_norm)
 
     def _add(self, key: Key, found: Tensor) -> None:
@@ -189,10 +187,11 @@ class StepCheck:
         ]
         number = {key[1]: index for index, key in enumerate(results) if key[0] == Stage.OUTPUT}
         order = sorted(self.distances, key=lambda key: number.get(module_of(key), len(number)))
-        by_rank = gather_objects((wrong, farthest, unused, self._found_norm, self.rounding))
+        by_rank = gather_objects((wrong, farthest, unused, self._found_norm))
         found, num_shares = [one[0] for one in by_rank], self._state.batches.num_shares
         stage, fault = first_fault(found, order, num_shares=num_shares) or ("", "")
-        if stage == Stage.GRADIENT and (unused := by_rank[0][2]):
+        unused = [*dict.fromkeys(chain.from_iterable(one[2] for one in by_rank))]
+        if stage == Stage.GRADIENT and unused:
             fault += f"; the loss does not depend on {listed(unused)}"
             fault += "; write parallelism.find_unused_parameters=true"
         elif stage == Stage.GRADIENT and isinstance(
@@ -209,4 +208,4 @@ class StepCheck:
             f"{counted(sizes[stage], stage)} {worst[stage]:.2g}" for stage in Stage if sizes[stage]
         ]
         detail = f"off by these parts of their bounds at most: {', '.join(parts)}"
-        return Verdict(NAME, True, detail, rounding=by_rank[0][4])
+        return Verdict(NAME, True, detail)

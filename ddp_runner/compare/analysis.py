@@ -140,7 +140,7 @@ def compare(
     for run in shown:
         name = str(run.folder) if each else identity(run.setting, without=averaged)
         named_groups.setdefault(f"{run.ran_out}\n{name}", []).append(run)
-    parity = parities(compared, tolerance=tolerance, checks=runs)
+    parity = parities(compared, tolerance=tolerance)
     rows = _rows([*named_groups.values()], keys, target=target, fits=fits, parity=parity)
     completed = tuple(row for row in rows if not row.runs[0].ran_out)
     skipped = [RunNote(run, run.reason) for run in runs if run.reason is not None]

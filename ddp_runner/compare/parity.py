@@ -7,14 +7,13 @@ apart. Parity is judged by how the difference starts and how fast it grows.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_runner.compare.recorded_run import RecordedRun, is_finite, nested
+from ddp_runner.compare.recorded_run import RecordedRun
 from ddp_runner.compare.settings import identity
 
 LOSS = "train/loss"
 # Keys that may differ between runs with equal losses.
 MAY_DIFFER = ("world_size", "num_devices", "batch.per_rank", "parallel_jobs", "parallelism.")
-# Relative difference that rounding may cause with equal weights, unless task=check has computed it
-# for the first step. What later steps make of it is not computed. float32 gets a large margin for
+# Relative difference that rounding may cause with equal weights. float32 gets a large margin for
 # sums over deep networks; half precisions accumulate in float32 and get a unit or two.
 ROUNDING = {"fp32": 1e-5, "tf32": 1e-4, "fp16": 1e-3, "bf16": 8e-3}
 GROWTH = 1.5  # factor per step by which rounding may grow
@@ -35,47 +34,25 @@ class Parity:
     verdict: str  # in words: equal bytes; ok; ok, rounding grows to 1.1%; breaks at step 45; …
 
 
-def parities(
-    runs: Sequence[RecordedRun], *, tolerance: float, checks: Sequence[RecordedRun] = ()
-) -> list[Parity]:
+def parities(runs: Sequence[RecordedRun], *, tolerance: float) -> list[Parity]:
     """Compare the losses of runs that differ only in mode, devices and world size.
 
-    A relative difference up to `tolerance` counts as parity. The `checks` may contain runs of
-    task=check: these have computed what rounding explains at the first step of the same setting.
+    A relative difference up to `tolerance` counts as parity.
     """
     groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
         has_losses = run.setting.get("batch.global_size") is not None and run.values(LOSS)
         if has_losses and promises_parity(run):
-            groups.setdefault(_group_of(run), []).append(run)
-    results, computed = [], _computed(checks)
-    for key, group in groups.items():
+            key = f"{run.seed!r}\n{identity(run.setting, without=MAY_DIFFER)}"
+            groups.setdefault(key, []).append(run)
+    results = []
+    for group in groups.values():
         reference = min(group, key=_simplicity)
         same = identity(reference.setting, without=("parallel_jobs",))
         for run in group:
             if identity(run.setting, without=("parallel_jobs",)) != same:
-                bound = computed.get(key)
-                results.append(_compare(run, reference, tolerance=tolerance, computed=bound))
+                results.append(_compare(run, reference, tolerance=tolerance))
     return [parity for parity in results if parity.num_steps]
-
-
-def _computed(checks: Sequence[RecordedRun]) -> dict[str, float]:
-    """Return what runs of task=check have computed for the loss, by ``_group_of``."""
-    computed = dict[str, float]()
-    for check in checks:  # their fields may be damaged
-        entries = check.record.get("checks")
-        sizes = [check.record.get(name) for name in ("world_size", "num_devices")]
-        is_whole = all(isinstance(size, int) for size in sizes)
-        for entry in entries if is_whole and isinstance(entries, list) else ():
-            if is_finite(rounding := nested(entry, "rounding")):
-                key = _group_of(check)
-                computed[key] = max(rounding, computed.get(key, 0.0))
-    return computed
-
-
-def _group_of(run: RecordedRun) -> str:
-    """Return a text that is equal for runs that should take the same steps."""
-    return f"{run.seed!r}\n{identity(run.setting, without=(*MAY_DIFFER, 'task'))}"
 
 
 def promises_parity(run: RecordedRun) -> bool:
@@ -95,9 +72,7 @@ def _simplicity(run: RecordedRun) -> tuple[int, int, str]:
     return run.world_size, len(options), str(run.setting.get("parallelism.name"))
 
 
-def _compare(
-    run: RecordedRun, reference: RecordedRun, *, tolerance: float, computed: float | None
-) -> Parity:
+def _compare(run: RecordedRun, reference: RecordedRun, *, tolerance: float) -> Parity:
     losses, expected = (
         {line["step"]: line[LOSS] for line in lines if LOSS in line}
         for lines in (run.lines, reference.lines)
@@ -110,30 +85,25 @@ def _compare(
     if largest > tolerance:
         precision = str(run.config.get("train.precision"))
         rounding = ROUNDING.get(precision, ROUNDING["fp32"])
-        first_break = _first_break(differences, rounding=rounding, at_start=computed)
+        first_break = _first_break(differences, rounding=rounding)
         verdict = f"ok, rounding grows to {largest:.1%}"
     if first_break is not None:
         verdict = f"breaks at step {first_break}"
         if first_break == min(differences):
             verdict = f"differs from the first line on (step {first_break})"
-    if computed is not None and verdict != "ok":
-        verdict += f"; task=check computed {computed:.1g} for step 1"
     hashes = [one.record.get("weights_sha256") for one in (run, reference)]
     if hashes[0] is not None and hashes[0] == hashes[1] and not largest:
         verdict = "equal bytes"
     return Parity(run, reference, len(differences), largest, first_break, verdict)
 
 
-def _first_break(
-    differences: Mapping[int, float], *, rounding: float, at_start: float | None
-) -> int | None:
+def _first_break(differences: Mapping[int, float], *, rounding: float) -> int | None:
     """Return the first step whose difference rounding does not explain; None if it explains all.
 
     Rounding explains a difference within two bounds: `rounding` times ``GROWTH`` to the power of
     the steps since the start, and ``SPIKE`` times the largest difference so far times ``GROWTH`` to
     the power of the steps since the line before. So a difference that exists from the start, or
     appears suddenly, is a break; a fault that is smaller than the rounding so far goes unnoticed.
-    At the first step the computed bound `at_start` counts, if there is one.
 
     Measured with SGD, momentum and Adam, with and without BatchNorm, weights perturbed by 1e-7:
     rounding reached 0.8 of the first bound and 0.7 of the second, except in diverging trainings.
@@ -142,8 +112,6 @@ def _first_break(
     for step, difference in differences.items():
         since_line = min(step - previous, MAX_STEPS_PER_LINE)
         since_start = min(step - 1, MAX_STEPS)
-        if step == 1 and at_start is not None and difference > at_start:
-            return step
         if difference > min(largest * spike * GROWTH**since_line, rounding * GROWTH**since_start):
             return step
         largest, previous, spike = max(largest, difference), step, SPIKE

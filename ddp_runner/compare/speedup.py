@@ -156,9 +156,11 @@ def _by_mode(
     groups: dict[str, dict[str, list[int]]] = {}
     for index, run in enumerate(runs):
         setting, stat = run.setting, stats[index].get("perf/samples_per_s")
-        # Not weak scaling: the work per rank shrinks with the ranks that share a sample.
+        # Not weak scaling: the work per rank shrinks with the ranks that share a sample, or a
+        # number of virtual ranks.
         size = setting.get("parallelism.tensor_parallel_size", 1)
-        is_left_out = run.is_parallel_job or (batch_key == BATCH_PER_RANK and size != 1)
+        shrinks = size != 1 or setting.get("batch.virtual_ranks") is not None
+        is_left_out = run.is_parallel_job or (batch_key == BATCH_PER_RANK and shrinks)
         if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
             same = f"{identity(setting, without=[*free, 'parallelism.'])}\n{setting[batch_key]!r}"
             modes = groups.setdefault(same, {})

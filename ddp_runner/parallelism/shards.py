@@ -62,8 +62,17 @@ def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: st
                 f"under parallelism={parallelism}, which splits only some",
                 "leave it out",
             )
+    step_one_by_one(optimizer)
+
+
+def step_one_by_one(optimizer: Optimizer) -> None:
+    """Step each parameter in calls of its own, unless a key asks for ``foreach``.
+
+    Torch's default on a GPU is one call for all, but not for sharded parameters. In NAdam, RAdam
+    and ASGD the two round in different ways.
+    """
     for group in optimizer.param_groups:
-        if group.get("foreach", False) is None:  # torch's default, which is true on a GPU
+        if group.get("foreach", False) is None:
             group["foreach"] = False
 
 

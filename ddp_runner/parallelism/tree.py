@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ddp_runner.device import has_streams
 
 BUCKET_BYTES = 25 * 2**20  # tensors that are sent together
-NOTHING = -0.0  # adding it changes no bit of any number; 0.0 changes -0.0
+NEGATIVE_ZERO = -0.0  # adding it changes no bit of any number; 0.0 changes -0.0
 Leaf = list[Tensor | None]  # a part's tensors; None counts as nothing
 
 
@@ -97,7 +97,7 @@ class TreeReducer:
             )
             for number, target in zip(numbers, _views(sent, tensors), strict=True):
                 value = sums[number]
-                target.fill_(NOTHING) if value is None else target.copy_(value)
+                target.fill_(NEGATIVE_ZERO) if value is None else target.copy_(value)
             dist.all_to_all_single(received, sent)
             chunk = fold(received.view(size, -1)).div_(count)
             # Twice as fast as gloo's all-gather.

@@ -4,7 +4,7 @@ A rank computes its parts one after the other, each with the random numbers of i
 Everything that is summed over parts has the order of one tree: see ``tree``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +53,17 @@ class VirtualRanks:
         """Return the model with rank 0's weights. Collective: every rank must call.
 
         Without shards no other object sends them, and the engine reduces the gradients.
+
+        Raises:
+            UserError: a layer of the model adds over ranks itself.
         """
+        for name, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                raise UserError(
+                    f"batch.virtual_ranks adds everything in one order, and {name} of the model is "
+                    "a SyncBatchNorm, which adds over ranks itself",
+                    "use BatchNorm in the model, or write batch.virtual_ranks=null",
+                )
         for tensor in (*module.parameters(), *module.buffers()):
             if not is_shard(tensor):
                 dist.broadcast(value := tensor.detach().contiguous(), src=0)
@@ -92,13 +102,10 @@ class TreeEngine(Engine[Any, Any]):
         Raises:
             UserError: a gradient is sparse.
         """
-        layout, module, tree = state.work.layout, state.module, self._tree
+        layout, module, count = state.work.layout, state.module, self._tree.count
         whole = [p for p in module.parameters() if p.requires_grad and not is_shard(p)]
         buffers, stack = _Buffers(module, state.changing), list[Leaf]()
-        size = len(batch.micro_batches) // layout.shares_per_rank
-        for index in range(layout.shares_per_rank):
-            tree.index, tree.is_last = index, index == layout.shares_per_rank - 1
-            part = replace(batch, micro_batches=batch.micro_batches[index * size :][:size])
+        for index, part in enumerate(self._parts(state, batch)):
             if index:
                 buffers.rewind()
             module.zero_grad(set_to_none=True)
@@ -106,13 +113,12 @@ class TreeEngine(Engine[Any, Any]):
             sums = self._local.backward(state, part)
             gradients = [parameter.grad for parameter in whole]
             num_samples = sum(micro.num_samples * micro.weight for micro in part.micro_batches)
-            changes = buffers.changes(weight=num_samples * tree.count / batch.global_count)
-            leaf = [*gradients, *changes, _numbers(sums, gradients).mul_(tree.count)]
-            add_leaf(stack, leaf, index=index)
-        (total,), last = stack, leaf[-1]
-        assert last is not None
-        like = [*whole, *buffers.statistics, last]
-        means = self._reducer.mean(total, like, count=tree.count)
+            changes = buffers.changes(weight=num_samples * count / batch.global_count)
+            numbers = _numbers(sums, gradients).mul_(count)
+            add_leaf(stack, [*gradients, *changes, numbers], index=index)
+        (total,) = stack
+        like = [*whole, *buffers.statistics, numbers]
+        means = self._reducer.mean(total, like, count=count)
         if not layout.forward_is_collective:
             state.timer.mark(StepPart.COMM)
         buffers.finish(means[len(whole) : -1])
@@ -126,6 +132,14 @@ class TreeEngine(Engine[Any, Any]):
             loss, tokens, *others = torch.zeros_like(means[-1])
         scalars = dict(zip(sums.scalars, others, strict=False))
         return Sums(loss, None if sums.tokens is None else tokens.float(), scalars)
+
+    def _parts(self, state: Any, batch: Any) -> Iterator[Any]:
+        """Yield this rank's parts of a batch, each at its place in the tree."""
+        num_parts = state.work.layout.shares_per_rank
+        size = len(batch.micro_batches) // num_parts
+        for index in range(num_parts):
+            self._tree.index, self._tree.is_last = index, index == num_parts - 1
+            yield replace(batch, micro_batches=batch.micro_batches[index * size :][:size])
 
 
 def _numbers(sums: Sums, gradients: Sequence[Tensor | None]) -> Tensor:

@@ -17,7 +17,7 @@ from ddp_runner.config.instantiate import find, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import ParamsConfig
 from ddp_runner.errors import UserError, nearest
-from ddp_runner.parallelism.shards import fit_optimizer
+from ddp_runner.parallelism.shards import fit_optimizer, step_one_by_one
 
 MODULE = "module"  # the first parameter of a factory that takes the model, not its parameters
 
@@ -68,6 +68,8 @@ def optimizer_of(config: RunConfig, argument: nn.Module | Iterable[Any]) -> Opti
     keys, allowed = config.optimizer, config.allowed_targets
     optimizer: Optimizer = make("optimizer", keys, argument, kind=Optimizer, allowed=allowed)
     fit_optimizer(optimizer, keys, config.parallelism["name"])
+    if config.batch.virtual_ranks is not None:  # the same bytes in every mode
+        step_one_by_one(optimizer)
     return optimizer
 
 

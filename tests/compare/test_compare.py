@@ -78,6 +78,16 @@ def test_tensor_parallelism_has_no_weak_scaling(tmp_path: Path) -> None:
     assert row.scalings["strong"].speedup == pytest.approx(1.5)
 
 
+def test_virtual_ranks_have_no_weak_scaling(tmp_path: Path) -> None:
+    """The batch per virtual rank is constant, and each rank has fewer of them."""
+    batches = dict.fromkeys((1, 2), (64, 8))
+    write_scaling(
+        tmp_path, {1: 200.0, 2: 300.0}, batches=batches, config={"batch.virtual_ranks": 8}
+    )
+    row = at(compared(tmp_path), 2)
+    assert row.scalings.keys() == {"strong"}
+
+
 def test_strong_and_weak_scaling_share_the_run_with_one_rank(tmp_path: Path) -> None:
     """With two ranks, one run has its global batch and the other its batch per rank."""
     write_scaling(tmp_path / "strong", {1: 200.0, 2: 300.0}, batches=STRONG)

@@ -153,28 +153,6 @@ def test_a_parallel_job_takes_the_same_steps(tmp_path: Path) -> None:
     assert verdict(tmp_path, LOSSES, record={"parallel_jobs": True}).verdict == "ok"
 
 
-@pytest.mark.parametrize(
-    ("computed", "words"),
-    [
-        (None, "ok, rounding grows to 1.1%"),
-        ("damaged", "ok, rounding grows to 1.1%"),
-        (3e-6, "ok, rounding grows to 1.1%; task=check computed 3e-06 for step 1"),
-        (2e-8, "differs from the first line on (step 1); task=check computed 2e-08 for step 1"),
-    ],
-)
-def test_a_check_computes_what_rounding_explains(
-    tmp_path: Path, computed: float | str | None, words: str
-) -> None:
-    """At the first step, for runs of its setting in all modes; a check itself has no verdict."""
-    losses = changed(lambda step: min(0.011, 1e-6 * 1.3**step))
-    if computed is not None:
-        checks = [{"name": "a step", "ok": True, "detail": "", "rounding": computed}, {"name": "b"}]
-        record = {"task": "check", "checks": 3 if computed == "damaged" else checks}
-        config = {"task": "check", "world_size": 4, "batch.per_rank": 16, "train.precision": "fp32"}
-        write_run(tmp_path / "check", config=config, lines=[], record=record)
-    assert verdict(tmp_path, losses).verdict == words
-
-
 @pytest.mark.parametrize(("ours", "theirs"), [(1.0, 2.0), (2.0, 1.0), (0.0, 0.5), (-1.0, -0.5)])
 def test_a_difference_is_relative_to_the_larger_loss(
     tmp_path: Path, ours: float, theirs: float

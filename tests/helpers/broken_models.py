@@ -98,6 +98,19 @@ class SparseBag(nn.Module):
         return outputs
 
 
+class Synchronised(nn.Module):
+    """A layer that adds over ranks in its forward, on GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(10, 5), nn.SyncBatchNorm(5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        outputs: Tensor = self.norm(self.linear(inputs))
+        return outputs
+
+
 class Tied(nn.Module):
     """Has blocks, of which the first and the last share a weight."""
 

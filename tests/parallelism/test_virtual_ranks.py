@@ -211,8 +211,8 @@ def test_partial_sums_have_the_order_of_the_tree(count: int) -> None:
     assert total[2] is None if num_present == 0 else total[2].item() == num_present
 
 
-def sparse(env: DistEnv, config: Config) -> str:
-    """Return the error of a step with sparse gradients."""
+def rejection(env: DistEnv, config: Config) -> str:
+    """Return why no step can be taken."""
     try:
         take_steps(env, config, 1)
     except UserError as error:
@@ -220,11 +220,20 @@ def sparse(env: DistEnv, config: Config) -> str:
     return ""
 
 
-def test_sparse_gradients_are_rejected() -> None:
-    """They are known in the first backward only."""
-    keys = ("model._target_=broken_models.SparseBag", "allowed_targets=[broken_models]")
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("SparseBag",
+         "batch.virtual_ranks adds dense gradients, and this model has sparse ones; leave out "
+         "sparse=True in the model, or write batch.virtual_ranks=null"),
+        ("Synchronised",
+         "batch.virtual_ranks adds everything in one order, and norm of the model is a "
+         "SyncBatchNorm, which adds over ranks itself; use BatchNorm in the model, or write "
+         "batch.virtual_ranks=null"),
+    ],
+)  # fmt: skip
+def test_a_model_that_adds_in_another_way_is_rejected(model: str, sentence: str) -> None:
+    """Only the model tells, and sparse gradients only in the first backward."""
+    keys = (f"model._target_=broken_models.{model}", "allowed_targets=[broken_models]")
     config = compose_config(*TOY, *keys, "batch.virtual_ranks=2", world_size=1)
-    assert run_ranks(sparse, 1, config) == [
-        "batch.virtual_ranks adds dense gradients, and this model has sparse ones; leave out "
-        "sparse=True in the model, or write batch.virtual_ranks=null"
-    ]
+    assert run_ranks(rejection, 1, config) == [sentence]

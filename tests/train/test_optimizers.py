@@ -75,6 +75,19 @@ def test_an_optimizer_of_torch_works_as_it_is(name: str) -> None:
     assert equal(optimizer.state_dict(), resumed.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("count", "given", "foreach"), [(None, {}, None), (8, {}, False), (8, {"foreach": True}, True)]
+)
+def test_virtual_ranks_step_one_parameter_at_a_time(
+    count: int | None, given: dict[str, bool], foreach: bool | None
+) -> None:
+    """Torch's default differs between whole and sharded parameters on a GPU; a key decides."""
+    config = config_of("torch.optim.NAdam", [], **given)
+    config = replace(config, batch=replace(config.batch, virtual_ranks=count))
+    (group,) = build_optimizer(config, nn.Linear(2, 2)).param_groups
+    assert group["foreach"] is foreach
+
+
 def test_an_optimizer_that_computes_the_loss_again_is_rejected() -> None:
     """LBFGS asks for a closure: in the middle of a run that would be a TypeError."""
     with pytest.raises(UserError) as error:
