@@ -49,7 +49,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
     log(
         f"model={config.model.get('name')} dataset={config.dataset.get('name')} "
         f"parallelism={config.parallelism.get('name')}, {env.world_size} ranks on "
-        f"{state.work.devices[0].type}, run {session.run_dir}"
+        f"{state.work.devices[0].type}"
     )
     session.heartbeat.note(Status.RUNNING)
     status, verdicts = Status.COMPLETED, list[Verdict]()

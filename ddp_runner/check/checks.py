@@ -169,7 +169,7 @@ def equal_outputs(state: TrainState, *, rounding: float) -> Verdict:
     if (verdict := equality(name, {"outputs": outputs}, same)).ok:
         return verdict
     held = {**registered_tensors(state.module), **_unregistered_values(state.module)}
-    random = "no tensor of the model differs: evaluation draws random numbers"
+    random = "no tensor of the model differs: does its evaluation draw random numbers?"
     cause, difference = equality(name, held, random), largest_difference(outputs)
     largest = max(gather_objects(float(outputs.abs().max())))
     detail = f"outputs of up to {largest:.3g} differ from rank 0's by up to {difference:.3g}"

@@ -1,6 +1,6 @@
 """How far a step's tensors are from one process's, and the sentence about the first fault."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import hypot, inf, sqrt
@@ -17,6 +17,7 @@ class Stage(StrEnum):
     """What is compared, in the order of a step."""
 
     START = "starting parameter"
+    INPUT = "input"
     OUTPUT = "output"
     GRADIENT = "gradient"
     SCALED = "scaled gradient"
@@ -26,8 +27,10 @@ class Stage(StrEnum):
 
 
 Key = tuple[Stage, str]  # and the name of a module, parameter or buffer
+FORWARD = (Stage.INPUT, Stage.OUTPUT)
 WHAT = {  # a parameter is named by the last part of its name
     Stage.START: "its {} at the start",
+    Stage.INPUT: "what it gives {}",
     Stage.OUTPUT: "its output",
     Stage.GRADIENT: "the gradient of its {}",
     Stage.SCALED: "right after the backward, the gradient of its {} as the optimizer gets it",
@@ -131,13 +134,29 @@ class Distance:
             meaning = " (a sum where a mean belongs?)"
         elif num_shares > 1 and abs(factor * num_shares - 1) < SAME:
             meaning = " (a mean where a sum belongs?)"
-        return f"is off by {factor:.3g}x{meaning}"
+        return f"is {factor:.3g} times one process's{meaning}"
 
 
 def module_of(key: Key) -> str:
-    """Return the module that an output, a parameter or a buffer belongs to."""
+    """Return the module that an input, an output, a parameter or a buffer belongs to."""
     stage, name = key
-    return (name if stage == Stage.OUTPUT else name.rpartition(".")[0]) or "the model"
+    return (name if stage in FORWARD else name.rpartition(".")[0]) or "the model"
+
+
+def _first_words(key: Key, keys: Collection[Key], where: str) -> str:
+    """Return the module of what is first wrong, and what it is.
+
+    A wrong input is its caller's: all that came before was right.
+    """
+    stage, name = key
+    module, what = module_of(key), WHAT[stage].format(name.rpartition(".")[2])
+    if stage == Stage.INPUT:
+        callers = [name.rpartition(".")[0]]
+        while callers[-1] and (Stage.OUTPUT, callers[-1]) not in keys:  # a ModuleList has no call
+            callers.append(callers[-1].rpartition(".")[0])
+        module = module_of((stage, callers[-1]))
+        what = WHAT[stage].format(name) if name else "its input"
+    return f"the first wrong module is {module}{where}: {what}"
 
 
 def first_fault(
@@ -152,14 +171,15 @@ def first_fault(
         num_shares: parts of the global batch.
     """
     for stage in Stage:
-        keys = [key for key in order if key[0] == stage]
+        stages = FORWARD if stage == Stage.INPUT else (stage,)  # inputs and outputs come in turns
+        keys = [key for key in order if key[0] in stages]
         if stage == Stage.GRADIENT:
             keys.reverse()
         wrong = {key: [found[key] for found in by_rank if key in found] for key in keys}
         wrong = {key: distances for key, distances in wrong.items() if distances}
         if not wrong:
             continue
-        if stage == Stage.OUTPUT:  # a module may be called again after the first that is wrong
+        if stage in FORWARD:  # a module may be called again after the first that is wrong
             first = min(wrong, key=lambda key: min(one.first for one in wrong[key]))
         else:  # DDP reduces no gradient if one is missing
             first = next((key for key in wrong if wrong[key][0].is_missing), next(iter(wrong)))
@@ -169,7 +189,6 @@ def first_fault(
         ranks = [rank for rank, found in enumerate(by_rank) if first in found]
         where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         where = where if len(ranks) < len(by_rank) else ""
-        what = WHAT[stage].format(first[1].rpartition(".")[2])
         number, total = (len({*map(module_of, some)}) for some in (wrong, keys))
         factors = [distances[0].factor for distances in wrong.values()]
         known = [factor for factor in factors if factor is not None]
@@ -178,6 +197,5 @@ def first_fault(
         are_equal = bool(known) and max(known) - min(known) <= SAME * abs(known[0])
         if number == total > 1 and factors == known and are_equal:
             how_many = f"the same factor in all {total} modules"
-        module = f"the first wrong module is {module_of(first)}{where}"
-        return stage, f"{module}: {what} {sentence}; {how_many}"
+        return stage, f"{_first_words(first, order, where)} {sentence}; {how_many}"
     return None

@@ -1,23 +1,27 @@
 """One process's step: the reference, and the bounds of the rounding errors that it may have.
 
-Each rank computes its share on a whole copy of the model, in a plain loop, and the check itself
-adds up the shares in float64. Then it recomputes the step with random rounding errors: what they
-change is how far a right step may be off. Other orders of summation, or float64, would tell less:
-dropout would draw other numbers, BatchNorm needs its batches, and some constants follow the dtype.
+Each rank computes its share on a whole copy of the model, in a plain loop, as if it were the only
+rank, and the check itself adds up the shares in float64. Then it recomputes the step with random
+rounding errors: what they change is how far a right step may be off. Other orders of summation, or
+float64, would tell less: dropout would draw other numbers, BatchNorm needs its batches, and some
+constants follow the dtype.
 """
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ddp_runner.check.distances import Distance, Key, Stage, norm, wide
 from ddp_runner.data.batches import StepBatch
@@ -37,11 +41,30 @@ NUM_DRAWS = 1_000_003  # different random errors; a prime, so that no two rows g
 Visit = Callable[[Key, Tensor], object]
 
 
+@contextmanager
+def as_only_rank() -> Iterator[None]:
+    """Answer as in one process when the user's code asks for its rank, or for the number of ranks.
+
+    A question about a group that it names, as SyncBatchNorm's, has the real answer.
+    """
+
+    def answer(of_group: Callable[[Any], int], number: int, group: Any = None) -> int:
+        return number if group is None else of_group(group)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, RANK="0", WORLD_SIZE="1"))
+        for name, number in (("get_rank", 0), ("get_world_size", 1)):
+            asked = partial(answer, getattr(dist, name), number)
+            stack.enter_context(patch.object(dist, name, asked))
+        yield
+
+
 def one_process(state: TrainState) -> nn.Module:
     """Return the whole model as a single process builds it."""
     work = state.work
     seed_all(work.config.seed)
-    model = one_process_model(work.config, work.dataset.model_arguments, work.devices[0])
+    with as_only_rank():
+        model = one_process_model(work.config, work.dataset.model_arguments, work.devices[0])
     if any(isinstance(part, nn.SyncBatchNorm) for part in state.module.modules()):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
@@ -56,9 +79,9 @@ def registered_tensors(module: nn.Module) -> dict[str, Tensor]:
 def watched(
     work: Work, module: nn.Module, visit: Visit, change: Callable[[Any], Any] | None = None
 ) -> Iterator[Work]:
-    """Yield work whose training step shows the results of all modules, in the order of their ends.
+    """Yield work whose training step shows what all modules get and return, in this order.
 
-    `change` replaces results. A forward that is repeated in the backward, for
+    `change` replaces what they return. A forward that is repeated in the backward, for
     ``train.activation_checkpointing``, is not shown.
     """
     is_forward = False
@@ -71,19 +94,25 @@ def watched(
         finally:
             is_forward = False
 
-    def show(_: nn.Module, inputs: Any, result: Any, *, name: str) -> Any:
-        if not is_forward:
-            return result
-        result = result if change is None else change(result)
-        for tensor in dict(tensors_of(result)).values():
-            if tensor.is_floating_point():
-                visit((Stage.OUTPUT, name), tensor.detach())
+    def show(key: Key, values: Any) -> None:
+        for tensor in dict(tensors_of(values)).values():
+            if is_forward and tensor.is_floating_point():
+                visit(key, tensor.detach())
+
+    def before(_: nn.Module, args: Any, kwargs: Any, *, name: str) -> None:
+        show((Stage.INPUT, name), (args, kwargs))
+
+    def after(_: nn.Module, args: Any, result: Any, *, name: str) -> Any:
+        result = change(result) if is_forward and change is not None else result
+        show((Stage.OUTPUT, name), result)
         return result
 
-    hooks = [
-        part.register_forward_hook(partial(show, name=path))
-        for path, part in module.named_modules()
-    ]
+    hooks = list[RemovableHandle]()
+    for path, part in module.named_modules():
+        hooks += [
+            part.register_forward_pre_hook(partial(before, name=path), with_kwargs=True),
+            part.register_forward_hook(partial(after, name=path)),
+        ]
     try:
         yield replace(work, step_fn=step_fn)
     finally:
@@ -192,7 +221,8 @@ class OneProcess:
         num_shares, layout = state.batches.num_shares, work.layout
         size = len(batch.micro_batches) // layout.shares_per_rank
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        with restored_after(state), watched(work, model, visit, change) as watching:
+        watching_step = watched(work, model, visit, change)
+        with restored_after(state), as_only_rank(), watching_step as watching:
             for number, micro_batch in enumerate(batch.micro_batches):
                 if number % size == 0:  # the first of a share
                     seed_all(work.config.seed, "step", state.step, layout.share + number // size)

@@ -27,7 +27,8 @@ from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.train.loop import build_engine, take_step
 from ddp_runner.train.optimizers import build_optimizer
 from ddp_runner.train.schedules import build_schedule
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import TrainState, Work
+from ddp_runner.train.step import StepOutput
 from ddp_runner.train.step_metrics import global_loss
 
 NAME = "a step is one process's, within rounding"
@@ -46,6 +47,22 @@ class _Watched(Engine[TrainState, StepBatch]):
         return sums
 
 
+class _EndlessError(Exception):
+    """A rank will wait forever for the gradients of another, and why."""
+
+
+def used_in(loss: Tensor) -> set[int]:
+    """Return the ids of the leaf tensors that a loss depends on."""
+    found, seen, nodes = set[int](), set[Any](), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            nodes += [function for function, _ in node.next_functions]
+    return found
+
+
 class StepCheck:
     """A step of the run's mode beside one process's. Collective: every rank must build it."""
 
@@ -54,16 +71,22 @@ class StepCheck:
         self._state, self.expected = state, (expected := OneProcess(state, batch))
         self.distances = {key: Distance(bound) for key, bound in expected.bounds.items()}
         self.distances |= expected.start
-        self._norm, self._norm_error, self._positions = 0.0, 0.0, count()
+        self._norm, self._norm_error, self._positions, self._endless = 0.0, 0.0, count(), ""
         # A mode's engine may hide gradients in a hook of its own, so this one comes first.
         hook = state.optimizer.register_step_pre_hook(self._before_update)
         engine = build_engine(state)
         state.engine = _Watched(engine, self._after_backward)
         state.module.train(work.layout.model_ranks == 1)
-        with watched(work, state.module, self._add) as state.work:
-            sums = take_step(state, batch)
-        state.work, state.engine = work, engine
-        hook.remove()
+        try:
+            with watched(work, state.module, self._add) as watching:
+                state.work = self._ending(watching, last=len(batch.micro_batches))
+                sums = take_step(state, batch)
+        except _EndlessError as error:
+            self._endless = str(error)
+            return
+        finally:
+            state.work, state.engine = work, engine
+            hook.remove()
         self._compare_update()
         for name, buffer in state.module.named_buffers():
             self._add((Stage.BUFFER, name), full_tensor(buffer))
@@ -72,6 +95,37 @@ class StepCheck:
         # Relative difference of the model's outputs that rounding explains.
         self.output_rounding = expected.bounds[whole] / (norm(*expected.results[whole]) or 1.0)
         self._found_norm = None if sums.grad_norm is None else float(sums.grad_norm)
+
+    def _ending(self, work: Work, *, last: int) -> Work:
+        """Return work whose last step raises where DDP would wait forever.
+
+        DDP sends a bucket when the rank has all its gradients, and a rank without one never does.
+        """
+        layout, keys, module = work.layout, work.config.parallelism, self._state.module
+        if not layout.exchanges_in_backward or keys.get("find_unused_parameters"):
+            return work
+        calls = count(1)
+
+        def step_fn(model: nn.Module, data: Any) -> StepOutput:
+            step = work.step_fn(model, data)
+            if next(calls) == last:
+                used = used_in(step.loss_sum)
+                named = [*module.named_parameters()]
+                own = {name for name, value in named if id(value) in used}
+                by_rank = gather_objects(own)
+                for rank, one in enumerate(by_rank):
+                    missing = set().union(*by_rank) - one
+                    # From the end: what is close to the cause comes first.
+                    if names := [name for name, _ in reversed(named) if name in missing]:
+                        raise _EndlessError(
+                            f"the backward would never end: on rank {rank} the loss does not "
+                            f"depend on {listed(names)}, and on another rank it does: is "
+                            "something detached there? If layers are left out on purpose, write "
+                            "parallelism.find_unused_parameters=true"
+                        )
+            return step
+
+        return replace(work, step_fn=step_fn)
 
     def _add(self, key: Key, found: Tensor) -> None:
         distance, results = self.distances.get(key), self.expected.results.get(key, ())
@@ -167,6 +221,8 @@ class StepCheck:
 
     def verdict(self) -> Verdict:
         """Return what is first wrong, the same on all ranks. Collective: every rank must call."""
+        if self._endless:
+            return Verdict(NAME, False, self._endless)
         results, model = self.expected.results, self.expected.model
         wrong, farthest = dict[Key, Distance](), dict.fromkeys(Stage, 0.0)
         for key, distance in self.distances.items():

@@ -98,7 +98,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
         TOY,
         summed,
         STEP,
-        "is off by 3x (a sum where a mean belongs?); the same factor in all",
+        "is 3 times one process's (a sum where a mean belongs?); the same factor in all",
     ),
     "late parameter": (
         of_class("Late"),
@@ -140,7 +140,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
         of_class("Dropping"),
         untouched,
         "all ranks compute the same outputs",
-        "no tensor of the model differs: evaluation draws random numbers",
+        "no tensor of the model differs: does its evaluation draw random numbers?",
     ),
 }
 

@@ -147,4 +147,7 @@ def test_the_engine_of_a_mode_is_checked(divides: bool) -> None:
     """The check takes the step of a run, so that it sees what an engine leaves out."""
     for wrong in run_ranks(of_engine, 2, divides):
         assert len(wrong) == (0 if divides else 1)
-        assert divides or "is off by 2x (a sum where a mean belongs?); the same factor" in wrong[0]
+        assert (
+            divides
+            or "is 2 times one process's (a sum where a mean belongs?); the same factor" in wrong[0]
+        )

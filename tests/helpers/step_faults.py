@@ -16,7 +16,7 @@ import torch.distributed as dist
 from own_steps import WORDS
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from train_states import build, compose_config
+from train_states import build, compose_config, with_work
 
 from ddp_runner.check.check_task import run_checks
 from ddp_runner.data.batches import StepBatch
@@ -26,6 +26,7 @@ from ddp_runner.parallelism.shards import own_part
 from ddp_runner.seeds import seed_all
 from ddp_runner.train import clipping, loop
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.step import StepOutput
 
 Inject = Callable[[TrainState, ExitStack], TrainState | None]
 WORLD = {"single": 1, "ddp": 2, "ddp_mp": 2, "fsdp": 2, "tp": 2, "hsdp": 4, "fsdp_tp": 4}
@@ -91,6 +92,27 @@ def of_module(name: str, change: Callable[[TrainState, nn.Module, Any], Any]) ->
         module = state.module.get_submodule(name)
         hook = module.register_forward_hook(lambda part, _, result: change(state, part, result))
         stack.callback(hook.remove)
+
+    return inject
+
+
+def of_input(name: str, change: Callable[[TrainState, Tensor], Tensor]) -> Inject:
+    """Return a fault between two modules: a tensor changes before another module gets it."""
+
+    def inject(state: TrainState, stack: ExitStack) -> None:
+        module = state.module.get_submodule(name)
+        hook = module.register_forward_pre_hook(lambda _, args: (change(state, args[0]), *args[1:]))
+        stack.callback(hook.remove)
+
+    return inject
+
+
+def of_step(change: Callable[[StepOutput], StepOutput]) -> Inject:
+    """Return a fault of the user's own step, which one process takes as well."""
+
+    def inject(state: TrainState, stack: ExitStack) -> TrainState:
+        step = state.work.step_fn
+        return with_work(state, step_fn=lambda model, data: change(step(model, data)))
 
     return inject
 
@@ -256,6 +278,21 @@ def detached(state: TrainState, part: nn.Module, result: Any) -> Any:
     return result.detach()
 
 
+def detached_on_last(state: TrainState, part: nn.Module, result: Any) -> Any:
+    """Cut a module off the backward on the last rank."""
+    return result.detach() if is_last(state) else None
+
+
+def divided(step: StepOutput) -> StepOutput:
+    """Divide the loss by the number of ranks, as scripts for other frameworks do."""
+    return replace(step, loss_sum=step.loss_sum / dist.get_world_size())
+
+
+def doubled_by_rank(step: StepOutput) -> StepOutput:
+    """Double the loss on the second rank."""
+    return replace(step, loss_sum=step.loss_sum * (1 + (dist.get_rank() == 1)))
+
+
 @dataclass(frozen=True)
 class StepFault:
     """A fault, the modes in which it can happen, and the words of the verdict in each."""
@@ -304,7 +341,7 @@ FAULTS: dict[str, StepFault] = {
     "sample twice": StepFault(of_batch(first_twice), each(ALL, "module is tokens: its output")),
     "scaled gradient": StepFault(
         after_backward(partial(scaled, factor=1.5, name=UP)),
-        each(ALL, f"{UP}: the gradient of its weight is off by 1.5x"),
+        each(ALL, f"{UP}: the gradient of its weight is 1.5 times"),
     ),
     "skipped group": StepFault(skipped_group, each(ALL, f"{DOWN}: given its gradient, the update")),
     "decay twice": StepFault(
@@ -342,6 +379,22 @@ FAULTS: dict[str, StepFault] = {
         of_module("blocks.0.attention.out", halved),
         each(ALL, "module is blocks.0.attention.out"),
     ),
+    "between modules": StepFault(
+        of_input("blocks.1.mlp", lambda state, values: values * (2 if is_last(state) else 1)),
+        each(
+            ("ddp", "fsdp", "hsdp"),
+            "the first wrong module is blocks.1 on rank ",
+            single="the first wrong module is blocks.1: what it gives blocks.1.mlp is 2 times",
+        ),
+    ),
+    "detached on a rank": StepFault(
+        of_module("blocks.1.mlp.gate", detached_on_last),
+        {"ddp": "on rank 1 the loss does not depend on blocks.1.mlp.gate.weight, and on another"},
+    ),
+    "divided by the ranks": StepFault(
+        of_step(divided), each(DATA, f"(a mean where a sum belongs?); {WHOLE}")
+    ),
+    "asks for its rank": StepFault(of_step(doubled_by_rank), each(("ddp", "fsdp"), "the gradient")),
     "not zeroed": StepFault(not_zeroed, each(("single", "tp"), "modules are wrong")),
 }
 
