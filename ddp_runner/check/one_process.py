@@ -27,6 +27,7 @@ from ddp_runner.check.distances import Distance, Key, Stage, norm, wide
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import sum_over_ranks
+from ddp_runner.errors import UserError, one_line
 from ddp_runner.parallelism.shards import full_tensor, has_shards
 from ddp_runner.seeds import derive, seed_all
 from ddp_runner.train.build_model import one_process_model
@@ -228,7 +229,16 @@ class OneProcess:
                     seed_all(work.config.seed, "step", state.step, layout.share + number // size)
                     for buffer, value in buffers:
                         buffer.copy_(value)
-                step = forward(watching, model, micro_batch)
+                try:
+                    step = forward(watching, model, micro_batch)
+                except (RuntimeError, ValueError) as error:
+                    if isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    raise UserError(
+                        "task=check takes the step in one process, too, and there it raises "
+                        f"{type(error).__name__}: {one_line(error)}",
+                        "call torch.distributed only if dist.get_world_size() > 1",
+                    ) from error
                 share = micro_batch.weight / batch.global_count
                 (step.loss_sum * (share * num_shares)).backward()
                 loss += step.loss_sum.item() * share

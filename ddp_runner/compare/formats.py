@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.columns import results_table
+from ddp_runner.compare.parity import EQUAL_BYTES
 from ddp_runner.compare.recorded_run import RecordedRun, Stat
 from ddp_runner.compare.settings import ALWAYS_SHOWN, label
 from ddp_runner.compare.speedup import Prediction
@@ -177,7 +178,7 @@ def _shortened(remarks: Iterable[Remark]) -> Sequence[Remark]:
 
 
 def _results(comparison: Comparison) -> Iterator[Remark]:
-    """Yield results beside the table: the best models, predicted steps and broken parity."""
+    """Yield results beside the table: the best models, predicted steps and parity."""
     if best := comparison.best:
         count, sd = counted(best.value.count, "run"), best.value.sd
         spread = "" if sd is None else f" ± {digits(sd)}"
@@ -207,6 +208,17 @@ def _results(comparison: Comparison) -> Iterator[Remark]:
         if parity.first_break is not None
     ]
     yield f"loss parity broken, {counted(len(lines), 'run')}", lines
+    equal = dict[str, list[str]]()
+    for parity in comparison.parity:
+        if parity.verdict == EQUAL_BYTES:
+            runs = equal.setdefault(str(parity.run.record["weights_sha256"]), [])
+            ends = (parity.run,) if runs else (parity.reference, parity.run)
+            runs += [label(run.setting, ALWAYS_SHOWN) for run in ends]
+    lines = [
+        f"{len(runs)} runs, {sha256[:12]} ({listed(runs, separator='; ')})"
+        for sha256, runs in equal.items()
+    ]
+    yield "weights that are equal bit for bit, by their SHA-256", lines
     yield "what breaks loss parity", PARITY_HINTS if lines else ()
 
 

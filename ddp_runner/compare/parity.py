@@ -11,6 +11,7 @@ from ddp_runner.compare.recorded_run import RecordedRun
 from ddp_runner.compare.settings import identity
 
 LOSS = "train/loss"
+EQUAL_BYTES = "equal bytes"
 # Keys that may differ between runs with equal losses.
 MAY_DIFFER = ("world_size", "num_devices", "batch.per_rank", "parallel_jobs", "parallelism.")
 # Relative difference that rounding may cause with equal weights. float32 gets a large margin for
@@ -93,7 +94,7 @@ def _compare(run: RecordedRun, reference: RecordedRun, *, tolerance: float) -> P
             verdict = f"differs from the first line on (step {first_break})"
     hashes = [one.record.get("weights_sha256") for one in (run, reference)]
     if hashes[0] is not None and hashes[0] == hashes[1] and not largest:
-        verdict = "equal bytes"
+        verdict = EQUAL_BYTES
     return Parity(run, reference, len(differences), largest, first_break, verdict)
 
 

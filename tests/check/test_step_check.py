@@ -9,19 +9,23 @@ from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from right_steps import GPT, MODELS, RightStep, parts_of_bounds, right_steps, world_of
 from step_faults import FAULTS, WORLD, first_faults
 from tiers import first_of, selected
+from torch import nn
 from train_states import TOY, build, compose_config, with_work
 
 from ddp_runner.check.check_task import run_checks
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
 from ddp_runner.parallelism.ddp import DDP
 from ddp_runner.parallelism.mode import Engine, Sums
 from ddp_runner.train.state import TrainState
+from ddp_runner.train.step import StepOutput
 
 QUICK = [
     ("sum for mean", "ddp"),
@@ -151,3 +155,36 @@ def test_the_engine_of_a_mode_is_checked(divides: bool) -> None:
             divides
             or "is 2 times one process's (a sum where a mean belongs?); the same factor" in wrong[0]
         )
+
+
+def of_gathering(env: DistEnv, asks: bool) -> str:
+    """Return the error of a check whose step gathers outputs, and may ask before."""
+    state = build(env, compose_config(*TOY, world_size=env.world_size))
+    step = state.work.step_fn
+
+    def gathering(model: nn.Module, data: Any) -> StepOutput:
+        output, size = step(model, data), dist.get_world_size()
+        if size > 1 or not asks:
+            every = [torch.zeros_like(output.loss_sum) for _ in range(size)]
+            dist.all_gather(every, output.loss_sum.detach())
+        return output
+
+    try:
+        wrong = [
+            verdict for verdict in run_checks(with_work(state, step_fn=gathering)) if not verdict.ok
+        ]
+    except UserError as error:
+        return str(error)
+    assert not wrong
+    return ""
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_step_that_needs_other_ranks_is_named(asks: bool) -> None:
+    """One process has none, so a step should ask for their number first."""
+    for error in run_ranks(of_gathering, 2, asks):
+        assert asks == (not error)
+        assert asks or error.startswith(
+            "task=check takes the step in one process, too, and there it raises RuntimeError: "
+        )
+        assert asks or error.endswith("; call torch.distributed only if dist.get_world_size() > 1")

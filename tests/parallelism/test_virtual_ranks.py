@@ -140,7 +140,7 @@ def test_every_place_gives_the_same_bytes(
         if row.startswith("a codebook") and mode in ("fsdp", "hsdp"):
             continue  # FSDP2 waits for the unused layer
         config = config_of(row, mode, world_size, f"train.precision={precision}")
-        ends[mode, world_size] = run_ranks(trained, world_size, config, steps)[0]
+        ends[mode, world_size] = run_ranks(trained, world_size, config, steps, timeout_s=1800)[0]
     first = ends["single", 1]
     assert not first.error
     assert len(first.lines) > steps
