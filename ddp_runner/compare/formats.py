@@ -208,6 +208,7 @@ def _results(comparison: Comparison) -> Iterator[Remark]:
         if parity.first_break is not None
     ]
     yield f"loss parity broken, {counted(len(lines), 'run')}", lines
+    yield "what breaks loss parity", PARITY_HINTS if lines else ()
     equal = dict[str, list[str]]()
     for parity in comparison.parity:
         if parity.verdict == EQUAL_BYTES:
@@ -219,7 +220,6 @@ def _results(comparison: Comparison) -> Iterator[Remark]:
         for sha256, runs in equal.items()
     ]
     yield "weights that are equal bit for bit, by their SHA-256", lines
-    yield "what breaks loss parity", PARITY_HINTS if lines else ()
 
 
 def _gaps(step: Prediction) -> str:

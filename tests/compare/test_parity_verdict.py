@@ -63,6 +63,7 @@ def test_equal_weights_are_equal_bytes(tmp_path: Path) -> None:
     assert (equal.verdict, equal.first_break) == ("equal bytes", None)
     text = as_text(compare(read_runs([tmp_path / "equal"])))
     assert "equal bit for bit, by their SHA-256" in text
+    assert "what breaks loss parity" not in text
     assert "2 runs, aaaaaaaaaaaa (single, 1 rank; ddp, 2 ranks)" in text
     assert verdict(tmp_path / "other", LOSSES, record=other, reference=same).verdict == "ok"
     assert verdict(tmp_path / "none", LOSSES).verdict == "ok"
