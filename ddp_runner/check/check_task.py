@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 
@@ -61,7 +60,7 @@ def run_check(session: Session, stop_requested: Callable[[], bool]) -> Status:
             break
     failed = [verdict for verdict in verdicts if not verdict.ok]
     if env.is_rank_zero:
-        write_run_record(session.run_dir, checks=[_fields(verdict) for verdict in verdicts])
+        write_run_record(session.run_dir, checks=[asdict(verdict) for verdict in verdicts])
     if failed:
         raise UserError(
             f"task=check ({len(failed)} of {len(verdicts)} failed): {failed[0].name}: "
@@ -107,7 +106,3 @@ def run_checks(state: TrainState) -> Iterator[Verdict]:
         yield equal_parameters(state)
         yield equal_buffers(state)
         yield equal_outputs(state, rounding=rounding)
-
-
-def _fields(verdict: Verdict) -> dict[str, Any]:
-    return {name: value for name, value in asdict(verdict).items() if value is not None}

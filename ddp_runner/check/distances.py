@@ -1,6 +1,6 @@
 """How far a step's tensors are from one process's, and the sentence about the first fault."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import hypot, inf, sqrt
@@ -11,6 +11,7 @@ from torch import Tensor
 from ddp_runner.device import sum_dtype
 
 SAME = 1e-2  # relative difference of factors that count as one
+MODEL, STEP = "the model", "the training step"  # beside the names of modules
 
 
 class Stage(StrEnum):
@@ -30,7 +31,6 @@ Key = tuple[Stage, str]  # and the name of a module, parameter or buffer
 FORWARD = (Stage.INPUT, Stage.OUTPUT)
 WHAT = {  # a parameter is named by the last part of its name
     Stage.START: "its {} at the start",
-    Stage.INPUT: "what it gives {}",
     Stage.OUTPUT: "its output",
     Stage.GRADIENT: "the gradient of its {}",
     Stage.SCALED: "right after the backward, the gradient of its {} as the optimizer gets it",
@@ -137,26 +137,28 @@ class Distance:
         return f"is {factor:.3g} times one process's{meaning}"
 
 
+def call_of(name: str, *, caller: str | None) -> str:
+    """Return the name of an input: who gives it, a module or the training step, to which module."""
+    return f"{STEP if caller is None else caller or MODEL} -> {name or MODEL}"
+
+
 def module_of(key: Key) -> str:
     """Return the module that an input, an output, a parameter or a buffer belongs to."""
     stage, name = key
-    return (name if stage in FORWARD else name.rpartition(".")[0]) or "the model"
-
-
-def _first_words(key: Key, keys: Collection[Key], where: str) -> str:
-    """Return the module of what is first wrong, and what it is.
-
-    A wrong input is its caller's: all that came before was right.
-    """
-    stage, name = key
-    module, what = module_of(key), WHAT[stage].format(name.rpartition(".")[2])
     if stage == Stage.INPUT:
-        callers = [name.rpartition(".")[0]]
-        while callers[-1] and (Stage.OUTPUT, callers[-1]) not in keys:  # a ModuleList has no call
-            callers.append(callers[-1].rpartition(".")[0])
-        module = module_of((stage, callers[-1]))
-        what = WHAT[stage].format(name) if name else "its input"
-    return f"the first wrong module is {module}{where}: {what}"
+        return name.partition(" -> ")[2]
+    return (name if stage == Stage.OUTPUT else name.rpartition(".")[0]) or MODEL
+
+
+def _first_words(key: Key, where: str) -> str:
+    """Return what is first wrong. A wrong input is its caller's: all that came before was right."""
+    stage, name = key
+    if stage == Stage.INPUT:
+        caller, _, module = name.partition(" -> ")
+        wrong = f"{caller} is wrong" if caller == STEP else f"the first wrong module is {caller}"
+        return f"{wrong}{where}: what it gives {module}"
+    what = WHAT[stage].format(name.rpartition(".")[2])
+    return f"the first wrong module is {module_of(key)}{where}: {what}"
 
 
 def first_fault(
@@ -197,5 +199,5 @@ def first_fault(
         are_equal = bool(known) and max(known) - min(known) <= SAME * abs(known[0])
         if number == total > 1 and factors == known and are_equal:
             how_many = f"the same factor in all {total} modules"
-        return stage, f"{_first_words(first, order, where)} {sentence}; {how_many}"
+        return stage, f"{_first_words(first, where)} {sentence}; {how_many}"
     return None

@@ -8,26 +8,25 @@ constants follow the dtype.
 """
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ddp_runner.check.distances import Distance, Key, Stage, norm, wide
+from ddp_runner.check.distances import Distance, Key, Stage, call_of, norm, wide
+from ddp_runner.check.only_rank import as_only_rank, communicates
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import sum_over_ranks
-from ddp_runner.errors import UserError, one_line
+from ddp_runner.errors import UserError
 from ddp_runner.parallelism.shards import full_tensor, has_shards
 from ddp_runner.seeds import derive, seed_all
 from ddp_runner.train.build_model import one_process_model
@@ -42,32 +41,28 @@ NUM_DRAWS = 1_000_003  # different random errors; a prime, so that no two rows g
 Visit = Callable[[Key, Tensor], object]
 
 
-@contextmanager
-def as_only_rank() -> Iterator[None]:
-    """Answer as in one process when the user's code asks for its rank, or for the number of ranks.
-
-    A question about a group that it names, as SyncBatchNorm's, has the real answer.
-    """
-
-    def answer(of_group: Callable[[Any], int], number: int, group: Any = None) -> int:
-        return number if group is None else of_group(group)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, RANK="0", WORLD_SIZE="1"))
-        for name, number in (("get_rank", 0), ("get_world_size", 1)):
-            asked = partial(answer, getattr(dist, name), number)
-            stack.enter_context(patch.object(dist, name, asked))
-        yield
-
-
 def one_process(state: TrainState) -> nn.Module:
-    """Return the whole model as a single process builds it."""
+    """Return the whole model as a single process builds it.
+
+    Raises:
+        UserError: its parameters depend on the number of ranks.
+    """
     work = state.work
     seed_all(work.config.seed)
     with as_only_rank():
         model = one_process_model(work.config, work.dataset.model_arguments, work.devices[0])
     if any(isinstance(part, nn.SyncBatchNorm) for part in state.module.modules()):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    shapes, alone = (
+        {name: tuple(value.shape) for name, value in one.named_parameters()}
+        for one in (state.module, model)
+    )
+    for name in (shapes | alone) if shapes != alone else ():
+        if (here := shapes.get(name)) != (there := alone.get(name)):
+            raise UserError(
+                f"{name} of the model has shape {here} here, and {there} in one process",
+                "build the model without asking for the rank or the number of ranks",
+            )
     return model
 
 
@@ -82,14 +77,15 @@ def watched(
 ) -> Iterator[Work]:
     """Yield work whose training step shows what all modules get and return, in this order.
 
-    `change` replaces what they return. A forward that is repeated in the backward, for
-    ``train.activation_checkpointing``, is not shown.
+    `change` replaces what they return, never what they get. A forward that is repeated in the
+    backward, for ``train.activation_checkpointing``, is not shown.
     """
-    is_forward = False
+    is_forward, running = False, list[str]()
 
     def step_fn(model: nn.Module, data: Any) -> StepOutput:
         nonlocal is_forward
         is_forward = True
+        running.clear()
         try:
             return work.step_fn(model, data)
         finally:
@@ -101,20 +97,22 @@ def watched(
                 visit(key, tensor.detach())
 
     def before(_: nn.Module, args: Any, kwargs: Any, *, name: str) -> None:
-        show((Stage.INPUT, name), (args, kwargs))
+        show((Stage.INPUT, call_of(name, caller=running[-1] if running else None)), (args, kwargs))
+        running.append(name)
 
-    def after(_: nn.Module, args: Any, result: Any, *, name: str) -> Any:
+    def after(_: nn.Module, _args: Any, result: Any, *, name: str) -> Any:
+        running.pop()
         result = change(result) if is_forward and change is not None else result
         show((Stage.OUTPUT, name), result)
         return result
 
     hooks = list[RemovableHandle]()
-    for path, part in module.named_modules():
-        hooks += [
-            part.register_forward_pre_hook(partial(before, name=path), with_kwargs=True),
-            part.register_forward_hook(partial(after, name=path)),
-        ]
     try:
+        for path, part in module.named_modules():
+            hooks += [
+                part.register_forward_pre_hook(partial(before, name=path), with_kwargs=True),
+                part.register_forward_hook(partial(after, name=path)),
+            ]
         yield replace(work, step_fn=step_fn)
     finally:
         for hook in hooks:
@@ -142,7 +140,10 @@ class Noise:
         # To draw each error would take longer than to compute most of the tensors.
         draws = self._draws.roll(self._shifts.randrange(NUM_DRAWS))
         draws = draws.repeat(-(-tensor.numel() // NUM_DRAWS))[: tensor.numel()].view(tensor.shape)
-        return tensor.addcmul(tensor, draws.to(tensor), value=rounding(tensor.dtype))
+        values = tensor.detach()
+        # A constant for autograd: a model that checkpoints its layers repeats them without noise,
+        # and must save the same number of tensors.
+        return tensor + values * draws.to(values).mul_(rounding(values.dtype))
 
 
 class OneProcess:
@@ -154,6 +155,8 @@ class OneProcess:
     def __init__(self, state: TrainState, batch: StepBatch) -> None:
         self._state, self._batch = state, batch
         self.model = one_process(state)
+        has_peers = communicates(state, self.model, batch.micro_batches[0])
+        self._place = nullcontext if has_peers else as_only_rank
         self.results = defaultdict[Key, list[Tensor]](list)  # of the calls of a module
         self.bounds = dict[Key, float]()  # L2 norm of the difference
         self.start = dict[Key, Distance]()  # of the whole parameters; replicas are compared before
@@ -223,22 +226,13 @@ class OneProcess:
         size = len(batch.micro_batches) // layout.shares_per_rank
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         watching_step = watched(work, model, visit, change)
-        with restored_after(state), as_only_rank(), watching_step as watching:
+        with restored_after(state), self._place(), watching_step as watching:
             for number, micro_batch in enumerate(batch.micro_batches):
                 if number % size == 0:  # the first of a share
                     seed_all(work.config.seed, "step", state.step, layout.share + number // size)
                     for buffer, value in buffers:
                         buffer.copy_(value)
-                try:
-                    step = forward(watching, model, micro_batch)
-                except (RuntimeError, ValueError) as error:
-                    if isinstance(error, torch.OutOfMemoryError):
-                        raise
-                    raise UserError(
-                        "task=check takes the step in one process, too, and there it raises "
-                        f"{type(error).__name__}: {one_line(error)}",
-                        "call torch.distributed only if dist.get_world_size() > 1",
-                    ) from error
+                step = forward(watching, model, micro_batch)
                 share = micro_batch.weight / batch.global_count
                 (step.loss_sum * (share * num_shares)).backward()
                 loss += step.loss_sum.item() * share

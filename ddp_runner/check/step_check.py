@@ -1,8 +1,8 @@
 """Compares an optimizer step of the run's mode with one process's, and names what is first wrong.
 
-The real step is watched: the outputs of modules, gradients after the backward and as the optimizer
-gets them, the update, the buffers and the loss. What one process does with the gradients begins
-with the real ones, so that a fault shows at its own place alone.
+The real step is watched: what modules get and return, gradients after the backward and as the
+optimizer gets them, the update, the buffers and the loss. What one process does with the gradients
+begins with the real ones, so that a fault shows at its own place alone.
 """
 
 import copy
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.check.distances import Distance, Key, Stage, first_fault, module_of, norm, wide
 from ddp_runner.check.one_process import FACTOR, Noise, OneProcess, rounding, watched
@@ -48,7 +49,7 @@ class _Watched(Engine[TrainState, StepBatch]):
 
 
 class _EndlessError(Exception):
-    """A rank will wait forever for the gradients of another, and why."""
+    """The backward would hang: a rank lacks gradients that another has."""
 
 
 def used_in(loss: Tensor) -> set[int]:
@@ -58,7 +59,8 @@ def used_in(loss: Tensor) -> set[int]:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            found.add(id(getattr(node, "variable", None)))
+            if hasattr(node, "variable"):
+                found.add(id(node.variable))
             nodes += [function for function, _ in node.next_functions]
     return found
 
@@ -74,10 +76,10 @@ class StepCheck:
         self._norm, self._norm_error, self._positions, self._endless = 0.0, 0.0, count(), ""
         # A mode's engine may hide gradients in a hook of its own, so this one comes first.
         hook = state.optimizer.register_step_pre_hook(self._before_update)
-        engine = build_engine(state)
-        state.engine = _Watched(engine, self._after_backward)
         state.module.train(work.layout.model_ranks == 1)
         try:
+            engine = build_engine(state)
+            state.engine = _Watched(engine, self._after_backward)
             with watched(work, state.module, self._add) as watching:
                 state.work = self._ending(watching, last=len(batch.micro_batches))
                 sums = take_step(state, batch)
@@ -85,8 +87,9 @@ class StepCheck:
             self._endless = str(error)
             return
         finally:
-            state.work, state.engine = work, engine
+            state.work = work
             hook.remove()
+        state.engine = engine
         self._compare_update()
         for name, buffer in state.module.named_buffers():
             self._add((Stage.BUFFER, name), full_tensor(buffer))
@@ -97,29 +100,29 @@ class StepCheck:
         self._found_norm = None if sums.grad_norm is None else float(sums.grad_norm)
 
     def _ending(self, work: Work, *, last: int) -> Work:
-        """Return work whose last step raises where DDP would wait forever.
+        """Return work whose last micro-step raises where DDP would wait forever.
 
         DDP sends a bucket when the rank has all its gradients, and a rank without one never does.
         """
-        layout, keys, module = work.layout, work.config.parallelism, self._state.module
-        if not layout.exchanges_in_backward or keys.get("find_unused_parameters"):
+        ddp: Any = self._state.model
+        calls, waits = count(1), isinstance(ddp, DistributedDataParallel)
+        if not waits or ddp.find_unused_parameters or ddp.static_graph:
             return work
-        calls = count(1)
 
         def step_fn(model: nn.Module, data: Any) -> StepOutput:
             step = work.step_fn(model, data)
             if next(calls) == last:
                 used = used_in(step.loss_sum)
-                named = [*module.named_parameters()]
-                own = {name for name, value in named if id(value) in used}
-                by_rank = gather_objects(own)
-                for rank, one in enumerate(by_rank):
-                    missing = set().union(*by_rank) - one
+                named = [*ddp.module.named_parameters()]
+                by_rank = gather_objects({name for name, value in named if id(value) in used})
+                anywhere = set().union(*by_rank) - {*ddp.parameters_to_ignore}
+                for rank, here in enumerate(by_rank):
                     # From the end: what is close to the cause comes first.
-                    if names := [name for name, _ in reversed(named) if name in missing]:
+                    missing = [name for name, _ in reversed(named) if name in anywhere - here]
+                    if missing:
                         raise _EndlessError(
                             f"the backward would never end: on rank {rank} the loss does not "
-                            f"depend on {listed(names)}, and on another rank it does: is "
+                            f"depend on {listed(missing)}, and on another rank it does: is "
                             "something detached there? If layers are left out on purpose, write "
                             "parallelism.find_unused_parameters=true"
                         )

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, TextIO
 
@@ -209,14 +210,14 @@ def _results(comparison: Comparison) -> Iterator[Remark]:
     ]
     yield f"loss parity broken, {counted(len(lines), 'run')}", lines
     yield "what breaks loss parity", PARITY_HINTS if lines else ()
-    equal = dict[str, list[str]]()
+    equal = dict[str, dict[Path, str]]()  # by hash, then by folder
     for parity in comparison.parity:
         if parity.verdict == EQUAL_BYTES:
-            runs = equal.setdefault(str(parity.run.record["weights_sha256"]), [])
-            ends = (parity.run,) if runs else (parity.reference, parity.run)
-            runs += [label(run.setting, ALWAYS_SHOWN) for run in ends]
+            runs = equal.setdefault(str(parity.run.record["weights_sha256"]), {})
+            for run in (parity.reference, parity.run):
+                runs[run.folder] = label(run.setting, ALWAYS_SHOWN)
     lines = [
-        f"{len(runs)} runs, {sha256[:12]} ({listed(runs, separator='; ')})"
+        f"{len(runs)} runs, {sha256[:12]} ({listed([*runs.values()], separator='; ')})"
         for sha256, runs in equal.items()
     ]
     yield "weights that are equal bit for bit, by their SHA-256", lines

@@ -156,7 +156,7 @@ def _by_mode(
     groups: dict[str, dict[str, list[int]]] = {}
     for index, run in enumerate(runs):
         setting, stat = run.setting, stats[index].get("perf/samples_per_s")
-        # Not weak scaling: the work per rank shrinks with the ranks that share a sample, or a
+        # Not weak scaling: the work per rank shrinks as more ranks share a sample, or a fixed
         # number of virtual ranks.
         size = setting.get("parallelism.tensor_parallel_size", 1)
         shrinks = size != 1 or setting.get("batch.virtual_ranks") is not None

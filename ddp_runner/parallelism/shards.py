@@ -68,8 +68,8 @@ def fit_optimizer(optimizer: Optimizer, keys: Mapping[str, Any], parallelism: st
 def step_one_by_one(optimizer: Optimizer) -> None:
     """Step each parameter in calls of its own, unless a key asks for ``foreach``.
 
-    Torch's default on a GPU is one call for all, but not for sharded parameters. In NAdam, RAdam
-    and ASGD the two round in different ways.
+    Torch's default on a GPU is one call for all, but not for sharded parameters. NAdam, RAdam and
+    ASGD round differently in the two.
     """
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None:

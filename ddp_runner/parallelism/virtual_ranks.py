@@ -60,8 +60,8 @@ class VirtualRanks:
         for name, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm):
                 raise UserError(
-                    f"batch.virtual_ranks adds everything in one order, and {name} of the model is "
-                    "a SyncBatchNorm, which adds over ranks itself",
+                    f"batch.virtual_ranks adds everything in one order, and "
+                    f"{name or 'the model'} is a SyncBatchNorm, which adds over ranks itself",
                     "use BatchNorm in the model, or write batch.virtual_ranks=null",
                 )
         for tensor in (*module.parameters(), *module.buffers()):

@@ -157,34 +157,53 @@ def test_the_engine_of_a_mode_is_checked(divides: bool) -> None:
         )
 
 
-def of_gathering(env: DistEnv, asks: bool) -> str:
-    """Return the error of a check whose step gathers outputs, and may ask before."""
+def of_gathering(env: DistEnv) -> list[str]:
+    """Return what is wrong with a step that takes a mean over the ranks, as a loss may need."""
     state = build(env, compose_config(*TOY, world_size=env.world_size))
     step = state.work.step_fn
 
     def gathering(model: nn.Module, data: Any) -> StepOutput:
         output, size = step(model, data), dist.get_world_size()
-        if size > 1 or not asks:
-            every = [torch.zeros_like(output.loss_sum) for _ in range(size)]
-            dist.all_gather(every, output.loss_sum.detach())
-        return output
+        every = [torch.zeros_like(output.loss_sum) for _ in range(size)]
+        dist.all_gather(every, output.loss_sum.detach())
+        mean = sum(every) / size
+        return replace(output, loss_sum=output.loss_sum + (mean - mean))
 
-    try:
-        wrong = [
-            verdict for verdict in run_checks(with_work(state, step_fn=gathering)) if not verdict.ok
-        ]
-    except UserError as error:
-        return str(error)
-    assert not wrong
-    return ""
+    verdicts = run_checks(with_work(state, step_fn=gathering))
+    return [verdict.detail for verdict in verdicts if not verdict.ok]
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_a_step_that_needs_other_ranks_is_named(asks: bool) -> None:
-    """One process has none, so a step should ask for their number first."""
-    for error in run_ranks(of_gathering, 2, asks):
-        assert asks == (not error)
-        assert asks or error.startswith(
-            "task=check takes the step in one process, too, and there it raises RuntimeError: "
+def test_a_step_that_communicates_has_the_real_ranks() -> None:
+    """As the only rank it could not gather, and a mean would be a sum."""
+    for wrong in run_ranks(of_gathering, 2):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["Checkpointing", "Shared"])
+def test_an_unusual_model_is_right(name: str) -> None:
+    """It repeats its forward in the backward, or calls a module in several places."""
+    for wrong in run_ranks(of_model, 2, name):
+        assert wrong == []
+
+
+def of_model(env: DistEnv, name: str) -> list[str]:
+    """Return what is wrong with a step of a model in broken_models."""
+    keys = (f"model._target_=broken_models.{name}", "allowed_targets=[broken_models]")
+    state = build(env, compose_config(*TOY, *keys, world_size=env.world_size))
+    return [verdict.detail for verdict in run_checks(state) if not verdict.ok]
+
+
+def test_a_model_that_depends_on_the_number_of_ranks_is_named() -> None:
+    """One process builds other parameters, which cannot be compared."""
+    for error in run_ranks(of_sized, 2):
+        assert error == (
+            "net.weight of the model has shape (5, 10) here, and (10, 10) in one process; build "
+            "the model without asking for the rank or the number of ranks"
         )
-        assert asks or error.endswith("; call torch.distributed only if dist.get_world_size() > 1")
+
+
+def of_sized(env: DistEnv) -> str:
+    """Return the error of a model whose width depends on the number of ranks."""
+    with pytest.raises(UserError) as error:
+        of_model(env, "Sized")
+    return str(error.value)

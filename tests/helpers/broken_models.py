@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from train_states import with_work
 
 from ddp_runner.dist_env import DistEnv
@@ -108,6 +109,47 @@ class Synchronised(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (batch, 10) to (batch, 5)."""
         outputs: Tensor = self.norm(self.linear(inputs))
+        return outputs
+
+
+class Checkpointing(nn.Module):
+    """A model that repeats its layers in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 10), nn.GELU(), nn.Linear(10, 5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        outputs: Tensor = checkpoint(self.layers, inputs, use_reentrant=False)
+        return outputs
+
+
+class Shared(nn.Module):
+    """A model that calls one module in several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(10, 10), act := nn.ReLU(inplace=True))
+        self.second = nn.Sequential(nn.Linear(10, 5), act)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        outputs: Tensor = self.second(self.first(inputs))
+        return outputs
+
+
+class Sized(nn.Module):
+    """A model whose width depends on the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 10 // dist.get_world_size()
+        self.net, self.out = nn.Linear(10, width), nn.Linear(width, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        outputs: Tensor = self.out(self.net(inputs))
         return outputs
 
 

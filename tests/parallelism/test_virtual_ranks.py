@@ -227,7 +227,7 @@ def rejection(env: DistEnv, config: Config) -> str:
          "batch.virtual_ranks adds dense gradients, and this model has sparse ones; leave out "
          "sparse=True in the model, or write batch.virtual_ranks=null"),
         ("Synchronised",
-         "batch.virtual_ranks adds everything in one order, and norm of the model is a "
+         "batch.virtual_ranks adds everything in one order, and norm is a "
          "SyncBatchNorm, which adds over ranks itself; use BatchNorm in the model, or write "
          "batch.virtual_ranks=null"),
     ],
