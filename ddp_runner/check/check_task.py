@@ -14,8 +14,9 @@ from ddp_runner.check.checks import (
     eval_samples,
     same_data,
     train_samples,
+    unregistered_values,
 )
-from ddp_runner.check.rank_differences import Verdict
+from ddp_runner.check.rank_differences import Verdict, differences
 from ddp_runner.check.step_check import StepCheck
 from ddp_runner.check.waiting import wait_for_mean
 from ddp_runner.distributed import gather_objects
@@ -96,7 +97,10 @@ def run_checks(state: TrainState) -> Iterator[Verdict]:
         yield same_data(state)
         yield equal_start(state)
     step = StepCheck(state)
-    yield (verdict := step.verdict())
+    verdict = step.verdict()
+    if not verdict.ok and (causes := differences(unregistered_values(state.module))):
+        verdict = replace(verdict, detail="; ".join([verdict.detail, *causes]))
+    yield verdict
     if not has_peers:
         yield Verdict("what ranks have in common", True, "nothing to compare: one rank")
     elif verdict.ok:  # else DDP may raise in the next forward, after an unfinished reduction

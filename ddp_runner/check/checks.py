@@ -168,7 +168,7 @@ def equal_outputs(state: TrainState, *, rounding: float) -> Verdict:
     same = f"outputs of {batch.num_samples} samples, bit for bit"
     if (verdict := equality(name, {"outputs": outputs}, same)).ok:
         return verdict
-    held = {**registered_tensors(state.module), **_unregistered_values(state.module)}
+    held = {**registered_tensors(state.module), **unregistered_values(state.module)}
     random = "no tensor of the model differs: does its evaluation draw random numbers?"
     cause, difference = equality(name, held, random), largest_difference(outputs)
     largest = max(gather_objects(float(outputs.abs().max())))
@@ -178,7 +178,7 @@ def equal_outputs(state: TrainState, *, rounding: float) -> Verdict:
     return Verdict(name, False, f"{detail}; {cause.detail}")
 
 
-def _unregistered_values(module: nn.Module) -> dict[str, Tensor]:
+def unregistered_values(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors and numbers in plain attributes of modules: no mode synchronises them."""
     return {
         f"{prefix}.{key}".lstrip(".") + ", a plain attribute,": value

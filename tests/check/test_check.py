@@ -88,6 +88,12 @@ BROKEN: dict[str, tuple[tuple[str, ...], Break, str, str]] = {
         "all ranks begin with rank 0's weights",
         "net1.weight on rank 2 is not rank 0's (largest difference 0.5)",
     ),
+    "constant": (
+        of_class("Scaled"),
+        untouched,
+        STEP,
+        "modules are wrong; scale, a plain attribute, on ranks 1, 2 is not rank 0's (largest ",
+    ),
     "no sync": (
         TOY,
         no_sync,

@@ -18,6 +18,18 @@ from ddp_runner.models.toy import ToyModel
 from ddp_runner.train.state import TrainState
 
 
+class Scaled(ToyModel):
+    """Has a constant of its own on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0 + dist.get_rank()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 10) to (batch, 5)."""
+        return super().forward(inputs * self.scale)
+
+
 class Wandering(ToyModel):
     """Sets a parameter from the rank's own random numbers."""
 
