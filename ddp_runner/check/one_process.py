@@ -33,7 +33,7 @@ from ddp_runner.train.build_model import one_process_model
 from ddp_runner.train.state import DTYPES, TrainState, Work, forward, restored_after
 from ddp_runner.train.step import StepOutput
 
-# Rounding errors of each result and gradient. Right steps used at most 0.2 of the bounds that
+# Rounding errors of each result and gradient. Right steps used at most 0.22 of the bounds that
 # follow from it: see docs/proof.md. The rest is a margin for GPUs and more ranks.
 FACTOR = 8.0
 NUM_NOISY = 3  # recomputations with random rounding errors
