@@ -27,17 +27,15 @@ GRACE_S = 60.0  # at most: a thread or process may take a while to end
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def pytest_sessionstart() -> None:
-    """Handle signals as a command does."""
-    # A shell ignores these for a pytest in the background or under nohup, and the commands that the
-    # tests start would inherit it.
+def pytest_configure(config: pytest.Config) -> None:
+    """Handle signals as a command does, and let a test that is given by its name run.
+
+    A shell ignores these signals for a pytest in the background or under nohup. The commands that
+    the tests start would inherit it, from here or from the servers that start here.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for ignored in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_DFL)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Let a test that is given by its name run, whatever its tier; share the composed configs."""
     if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the variables
         shared = tempfile.TemporaryDirectory(prefix="tests-")
         os.environ["DDP_RUNNER_TEST_COMPOSED"] = shared.name
