@@ -66,7 +66,7 @@ def communicates(state: TrainState, model: nn.Module, batch: MicroBatch) -> bool
 
     Such code needs the real answers: it adds over the real ranks. Collective: every rank must call.
     """
-    operations = _Collectives()  # type: ignore[no-untyped-call]
+    operations = _Collectives()  # type: ignore[no-untyped-call]  # torch's has no types
     with restored_after(state), operations:
         forward(state.work, model.train(), batch)
     return any(gather_objects(operations.found))
