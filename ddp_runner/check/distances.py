@@ -1,6 +1,6 @@
 """How far a step's tensors are from one process's, and the sentence about the first fault."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import hypot, inf, sqrt
@@ -120,19 +120,19 @@ class Distance:
         rest = sqrt(max(0.0, self.found**2 - ratio * self.product))
         return ratio if not self.problem and rest <= (1 + abs(ratio)) * self.bound else None
 
-    def sentence(self, num_shares: int = 1) -> str:
-        """Return what is wrong; of a gradient, what a factor of the number of shares may mean."""
+    def sentence(self, numbers: Collection[int] = ()) -> str:
+        """Return what is wrong; of a gradient, what a factor of one of these numbers may mean."""
         if self.problem:
             return self.problem
         if self.is_missing:
-            return f"is missing{': not reduced, or not computed?' if num_shares > 1 else ''}"
+            return f"is missing{': not reduced, or not computed?' if numbers else ''}"
         if (factor := self.factor) is None:
             times = f", {self.apart / self.bound:.2g} times its bound" if self.bound else ""
             return f"is off by {self.apart / (self.size or 1.0):.2g} of its size{times}"
         meaning = ""
-        if num_shares > 1 and abs(factor / num_shares - 1) < SAME:
+        if any(abs(factor / number - 1) < SAME for number in numbers):
             meaning = " (a sum where a mean belongs?)"
-        elif num_shares > 1 and abs(factor * num_shares - 1) < SAME:
+        elif any(abs(factor * number - 1) < SAME for number in numbers):
             meaning = " (a mean where a sum belongs?)"
         return f"is {factor:.3g} times one process's{meaning}"
 
@@ -162,7 +162,7 @@ def _first_words(key: Key, where: str) -> str:
 
 
 def first_fault(
-    by_rank: Sequence[Mapping[Key, Distance]], order: Sequence[Key], *, num_shares: int
+    by_rank: Sequence[Mapping[Key, Distance]], order: Sequence[Key], *, numbers: Collection[int]
 ) -> tuple[Stage, str] | None:
     """Return the stage of what is first wrong, and a sentence about it; None if nothing is.
 
@@ -170,7 +170,7 @@ def first_fault(
         by_rank: what is wrong on each rank.
         order: of all that was compared. In each stage modules come in the order of the forward;
             gradients are searched from the end, as the backward computes them.
-        num_shares: parts of the global batch.
+        numbers: of ranks, and of shares of the global batch, where there are several.
     """
     for stage in Stage:
         stages = FORWARD if stage == Stage.INPUT else (stage,)  # inputs and outputs come in turns
@@ -185,7 +185,7 @@ def first_fault(
             first = min(wrong, key=lambda key: min(one.first for one in wrong[key]))
         else:  # DDP reduces no gradient if one is missing
             first = next((key for key in wrong if wrong[key][0].is_missing), next(iter(wrong)))
-        sentence = wrong[first][0].sentence(num_shares if stage == Stage.GRADIENT else 1)
+        sentence = wrong[first][0].sentence(numbers if stage == Stage.GRADIENT else ())
         if stage == Stage.LOSS:
             return stage, f"the modules are right, and the loss {sentence}"
         ranks = [rank for rank, found in enumerate(by_rank) if first in found]

@@ -247,8 +247,9 @@ class StepCheck:
         number = {key[1]: index for index, key in enumerate(results) if key[0] == Stage.OUTPUT}
         order = sorted(self.distances, key=lambda key: number.get(module_of(key), len(number)))
         by_rank = gather_objects((wrong, farthest, unused, self._found_norm))
-        found, num_shares = [one[0] for one in by_rank], self._state.batches.num_shares
-        stage, fault = first_fault(found, order, num_shares=num_shares) or ("", "")
+        found = [one[0] for one in by_rank]
+        numbers = {self._state.batches.num_shares, self._state.work.env.world_size} - {1}
+        stage, fault = first_fault(found, order, numbers=numbers) or ("", "")
         unused = [*dict.fromkeys(chain.from_iterable(one[2] for one in by_rank))]
         if stage == Stage.GRADIENT and unused:
             fault += f"; the loss does not depend on {listed(unused)}"
