@@ -26,7 +26,7 @@ ALLOWED = {
     "job": {"config", "host"},
     "distributed": GROUND,
     "metrics": {*GROUND, "config", "data", "distributed"},
-    "parallelism": {*GROUND, "dist_env", "job"},
+    "parallelism": {*GROUND, "dist_env", "distributed", "job"},
     "models": set(),
     "data": {*GROUND, "config", "distributed"},
     "tracking": {*GROUND, "config", "dist_env", "job"},

@@ -4,8 +4,9 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.manifest import MANIFEST, STATE
+from ddp_runner.checkpoint.manifest import MANIFEST, read_manifest, verify
+from ddp_runner.checkpoint.store import newest_first
+from ddp_runner.checkpoint.tensor_files import raw_bytes
 from ddp_runner.distributed import from_rank_zero, gather_objects
-from ddp_runner.parallelism.shards import full_tensor
+from ddp_runner.errors import UserError
+from ddp_runner.parallelism.shards import map_leaves, whole_state, whole_tensors
 
 CHUNK_BYTES = 64 * 2**20  # bytes per broadcast
 
 
 def on_cpu(state: Any) -> Any:
     """Return a state with its tensors on the CPU."""
-    if isinstance(state, Tensor):
-        return state.detach().cpu()
-    if isinstance(state, Mapping):
-        return {key: on_cpu(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(map(on_cpu, state))
-    return state
+
+    def moved(_: str, value: Any) -> Any:
+        return value.detach().cpu() if isinstance(value, Tensor) else value
+
+    return map_leaves(moved, state)
 
 
 def digest_of(state: Any) -> str:
@@ -45,18 +47,16 @@ def weights_sha256(module: nn.Module) -> str:
     The same on every number of ranks. Collective if the model is split; use rank 0's result.
     """
     digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        whole = full_tensor(tensor)  # one at a time, for little memory
-        for leaf in _leaves({name: whole}) if dist.get_rank() == 0 else ():
+    for name, tensor in zip(whole_state(module), whole_tensors(module), strict=True):
+        for leaf in _leaves({name: tensor}) if dist.get_rank() == 0 else ():
             digest.update(leaf)
     return digest.hexdigest()
 
 
 def _leaves(state: Any) -> Iterator[bytes | memoryview]:
     if isinstance(state, Tensor):
-        dense = state.detach().to_dense().cpu().contiguous()
-        yield f"{tuple(dense.shape)} {dense.dtype}".encode()
-        yield dense.reshape(-1).view(torch.uint8).numpy().data
+        yield f"{tuple(state.shape)} {state.dtype}".encode()
+        yield raw_bytes(state)
     elif isinstance(state, Mapping):
         for key, value in state.items():
             yield repr(key).encode()
@@ -67,6 +67,61 @@ def _leaves(state: Any) -> Iterator[bytes | memoryview]:
             yield from _leaves(value)
     else:
         yield repr(state).encode()
+
+
+def agreed_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | None:
+    """Return the newest undamaged checkpoint that rank 0 sees; None without checkpoints.
+
+    Ranks that see it verify different files. Rank 0 logs each checkpoint that is skipped.
+    Collective: every rank must call.
+
+    Raises:
+        UserError: every checkpoint is damaged, or the folder cannot be read.
+    """
+    say = log if dist.get_rank() == 0 else lambda _: None
+    paths = from_rank_zero(partial(newest_first, folder))
+    for number, path in enumerate(paths):
+        manifest = from_rank_zero(partial(_read_or_sentence, path))
+        verdicts: list[str | None] = [manifest if isinstance(manifest, str) else None]
+        if isinstance(manifest, bytes):
+            flags = gather_objects(_is_here(path, manifest))
+            flags[0] = True  # it says which file is missing
+            verifiers = [rank for rank, is_here in enumerate(flags) if is_here]
+            verdicts = gather_objects(_verdict(path, verifiers))
+        damage = next((verdict for verdict in verdicts if verdict is not None), None)
+        if damage is None:
+            if number:
+                say(f"{path} is used in its place")
+            return path
+        say(f"{damage}; it is skipped")
+    if not paths:
+        return None
+    raise UserError(
+        f"nothing is left to resume from: every checkpoint in {folder} is damaged "
+        f"({len(paths)} of {len(paths)})",
+        "restore a copy of a checkpoint, or start a new run",
+    )
+
+
+def _read_or_sentence(path: Path) -> bytes | str:
+    """Return a checkpoint's manifest, or what is wrong with it."""
+    try:
+        read_manifest(path)
+        return (path / MANIFEST).read_bytes()
+    except UserError as error:
+        return str(error)
+
+
+def _verdict(path: Path, verifiers: Sequence[int]) -> str | None:
+    """Return what is wrong with this rank's part of the files; None if nothing is."""
+    rank = dist.get_rank()
+    if rank not in verifiers:
+        return None
+    try:
+        verify(path, verifier=verifiers.index(rank), num_verifiers=len(verifiers))
+    except UserError as error:
+        return str(error)
+    return None
 
 
 @contextmanager
@@ -87,9 +142,11 @@ def on_every_machine(path: Path) -> Iterator[Path]:
         copies = [folder for folder in gather_objects(copy) if folder is not None]
         folder = path if copy is None else next(folder for folder in copies if folder.is_dir())
         receives = folder == copy
-        _send(path / STATE, folder / STATE if receives else None)
+        for name in from_rank_zero(lambda: [*read_manifest(path).files]):
+            _send(path / name, folder / name if receives else None)
         if receives:
             (folder / MANIFEST).write_bytes(manifest)
+            verify(folder)
         gather_objects(None)  # wait until all copies are complete
         yield folder
         gather_objects(None)  # wait until all ranks have loaded
@@ -99,9 +156,11 @@ def on_every_machine(path: Path) -> Iterator[Path]:
 
 
 def _is_here(path: Path, manifest: bytes) -> bool:
-    """Return whether this machine has the checkpoint; its manifest holds the state's checksum."""
-    files = [path / MANIFEST, path / STATE]
-    return all(file.is_file() for file in files) and files[0].read_bytes() == manifest
+    """Return whether this machine has the checkpoint; its manifest holds the files' checksums."""
+    file = path / MANIFEST
+    if not file.is_file() or file.read_bytes() != manifest:
+        return False
+    return all((path / name).is_file() for name in read_manifest(path).files)
 
 
 def _send(source: Path, target: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: step, metrics, size and checksum of its state. Torch-free."""
+"""The manifest of a checkpoint: step, metrics, sizes and checksums of its files. Torch-free."""
 
 import hashlib
 import json
@@ -6,15 +6,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_runner.errors import UserError, any_error, os_errors
 from ddp_runner.files import file_sha256, json_safe, read_file
 
 FORMAT_VERSION = 3
+SHARDED_VERSION = 4  # of a checkpoint with tensors in further files
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 CHECKSUM = "sha256"  # key of the checksum of all other fields
+
+
+class FileFacts(NamedTuple):
+    """Size in bytes, and SHA-256 in hexadecimal, of a file of a checkpoint."""
+
+    size: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -23,17 +31,23 @@ class Manifest:
 
     step: int
     metrics: dict[str, float | None]  # None: the value was not finite
-    size: int  # size of state.pt in bytes
-    sha256: str  # SHA-256 of state.pt, hexadecimal
+    files: dict[str, FileFacts]  # by name, state.pt first
 
 
-def manifest_text(state: Path, *, step: int, metrics: Mapping[str, float]) -> str:
-    """Return the content of a state file's manifest, with a checksum of the manifest itself."""
+def facts_of(path: Path) -> FileFacts:
+    """Return the facts of a file on the disk."""
+    return FileFacts(path.stat().st_size, file_sha256(path))
+
+
+def manifest_text(
+    files: Mapping[str, FileFacts], *, step: int, metrics: Mapping[str, float]
+) -> str:
+    """Return the content of a checkpoint's manifest, with a checksum of the manifest itself."""
     fields = {
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION if len(files) == 1 else SHARDED_VERSION,
         "step": step,
         "metrics": json_safe(metrics),
-        "files": {STATE: {"size": state.stat().st_size, "sha256": file_sha256(state)}},
+        "files": {name: facts._asdict() for name, facts in files.items()},
     }
     return json.dumps(fields | {CHECKSUM: _checksum(fields)}, indent=2, allow_nan=False)
 
@@ -47,7 +61,7 @@ def read_manifest(path: Path, *, fix: str | None = None) -> Manifest:
     with any_error(f"checkpoint {path} is damaged: {MANIFEST}", fix):
         fields = json.loads(read_file(path / MANIFEST))
         version = _whole_number(fields["format_version"])
-        if version == FORMAT_VERSION:
+        if version in (FORMAT_VERSION, SHARDED_VERSION):
             return _manifest(fields)
     raise UserError(
         f"checkpoint {path} has format version {version}, this program reads {FORMAT_VERSION}",
@@ -58,30 +72,41 @@ def read_manifest(path: Path, *, fix: str | None = None) -> Manifest:
 def _manifest(fields: dict[str, Any]) -> Manifest:
     if fields.pop(CHECKSUM, None) != _checksum(fields):
         raise ValueError("fields that do not match their checksum")
-    file = fields["files"][STATE]
+    files = {
+        name: FileFacts(_whole_number(facts["size"]), str(facts["sha256"]))
+        for name, facts in fields["files"].items()
+    }
+    if STATE not in files or any(Path(name).name != name for name in files):
+        raise ValueError(f"files {', '.join(files)} where {STATE} and files beside it belong")
     return Manifest(
         step=_whole_number(fields["step"]),
         metrics={name: _finite(value) for name, value in fields["metrics"].items()},
-        size=_whole_number(file["size"]),
-        sha256=str(file["sha256"]),
+        files=files,
     )
 
 
-def verify(path: Path, *, fix: str | None = None) -> Manifest:
-    """Return the manifest, after a comparison with the state's size and SHA-256.
+def verify(
+    path: Path, *, fix: str | None = None, verifier: int = 0, num_verifiers: int = 1
+) -> Manifest:
+    """Return the manifest, after a comparison with the files' sizes and SHA-256.
+
+    Several verifiers, numbered from 0, each read a part of the files.
 
     Raises:
-        UserError: the state cannot be read, or differs from the manifest.
+        UserError: a file cannot be read, or differs from the manifest.
     """
     manifest = read_manifest(path, fix=fix)
-    with os_errors(f"checkpoint {path} is damaged: {STATE}", fix=fix):
-        size, sha256 = (path / STATE).stat().st_size, file_sha256(path / STATE)
-    if (size, sha256) != (manifest.size, manifest.sha256):
-        raise UserError(
-            f"checkpoint {path} is damaged: expected {STATE} of {manifest.size} bytes with SHA-256 "
-            f"{manifest.sha256[:8]}…, found {size} bytes with {sha256[:8]}…",
-            fix,
-        )
+    for name in [*manifest.files][verifier::num_verifiers]:
+        expected = manifest.files[name]
+        with os_errors(f"checkpoint {path} is damaged: {name}", fix=fix):
+            found = facts_of(path / name)
+        if found != expected:
+            raise UserError(
+                f"checkpoint {path} is damaged: expected {name} of {expected.size} bytes with "
+                f"SHA-256 {expected.sha256[:8]}…, found {found.size} bytes with "
+                f"{found.sha256[:8]}…",
+                fix,
+            )
     return manifest
 
 

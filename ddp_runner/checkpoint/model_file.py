@@ -1,32 +1,37 @@
 """Matches a state_dict to a model; reads and writes ``model.safetensors``."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddp_runner.errors import UserError, any_error, listed
-from ddp_runner.files import file_sha256, replacing, temp_folder_in
+from ddp_runner.checkpoint.tensor_files import write_tensors
+from ddp_runner.errors import UserError, any_error, listed, os_errors
+from ddp_runner.files import replacing
+from ddp_runner.parallelism.shards import StoredTensor, whole, whole_state
+
+Tensors = Mapping[str, Tensor | StoredTensor]
 
 
-def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, named: str) -> None:
+def load_tensors(module: nn.Module, tensors: Tensors, *, named: str) -> None:
     """Load a state_dict into a bare model in place, on its devices; see ``fitting_tensors``."""
-    module.load_state_dict(fitting_tensors(module, tensors, named=named))
+    fitting = fitting_tensors(module, tensors, named=named)
+    module.load_state_dict({key: whole(tensor) for key, tensor in fitting.items()})
 
 
 def fitting_tensors(
-    module: nn.Module, tensors: Mapping[str, Tensor], *, named: str
-) -> dict[str, Tensor]:
-    """Return the tensors under the keys of a bare model, which may have shards.
+    module: nn.Module, tensors: Tensors, *, named: str
+) -> dict[str, Tensor | StoredTensor]:
+    """Return the tensors under the keys of a bare model, which may have shards or be a stage.
 
     Ignore prefixes of torch.compile and DDP. Errors call the tensors by `named`.
 
     Raises:
         UserError: the tensors are from another model.
     """
-    expected = module.state_dict()
+    expected = whole_state(module)
     given = {_without_compile(name): tensor for name, tensor in tensors.items()}
     if not any(name.startswith("module.") for name in expected):  # from a saved DDP module
         given = {name.removeprefix("module."): tensor for name, tensor in given.items()}
@@ -52,7 +57,8 @@ def fitting_tensors(
 
 def export_weights(
     path: Path,
-    state: Mapping[str, Tensor],
+    specs: Mapping[str, Tensor],
+    tensors: Iterable[Tensor],
     *,
     step: int,
     metrics: Mapping[str, float | None],
@@ -60,42 +66,29 @@ def export_weights(
 ) -> str:
     """Write a state_dict atomically as safetensors, and return its SHA-256. Rank 0 only.
 
-    Tensors may be on any device. Tied tensors are written once per name. The file's metadata has
-    step and metrics (without ``perf/``) as strings, and ``weights: ema`` for averaged weights.
+    Tied tensors are written once per name. The file's metadata has step and metrics (without
+    ``perf/``) as strings, and ``weights: ema`` for averaged weights.
+
+    Args:
+        path: of the file.
+        specs: tensors with the state_dict's names, dtypes and shapes.
+        tensors: its values in this order, on any device; one at a time is in use.
+        step: optimizer steps behind the weights.
+        metrics: of this step.
+        is_average: the weights are averaged.
 
     Raises:
         UserError: the file could not be written.
     """
-    tensors, addresses = dict[str, Tensor](), set[int]()
-    for name, tensor in state.items():
-        tensors[name] = tensor.detach().cpu().contiguous()
-        if tensors[name].untyped_storage().data_ptr() in addresses:
-            tensors[name] = tensors[name].clone()  # the format has no shared memory
-        addresses.add(tensors[name].untyped_storage().data_ptr())
     facts = {
         name: str(value)
         for name, value in metrics.items()
         if value is not None and not name.startswith("perf/")  # they differ between equal runs
     }
     facts |= {"weights": "ema"} if is_average else {}
-    try:
-        # safetensors writes to a temporary file first, which a killed process leaves behind.
-        prefix = f".{path.name}.parts"
-        with replacing(path) as temp, temp_folder_in(path.parent, prefix=prefix) as parts:
-            written = parts / path.name
-            written.touch()
-            mode = written.stat().st_mode
-            save_file(tensors, written, {"format": "pt", "step": str(step), **facts})
-            written.chmod(mode)  # safetensors makes its files private
-            written.replace(temp)
-            digest = file_sha256(temp)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"{path} could not be written ({reason})",
-            "free space or make the folder writable, then resume: the checkpoints are intact",
-        ) from error
-    return digest
+    fix = "free space or make the folder writable, then resume: the checkpoints are intact"
+    with os_errors(f"{path} could not be written", fix=fix), replacing(path, sync=False) as temp:
+        return write_tensors(temp, specs, tensors, facts={"step": str(step), **facts}).sha256
 
 
 def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from ddp_runner.errors import UserError, is_lost_peer, listed, typed
-from ddp_runner.parallelism.shards import is_shard, shard_like
+from ddp_runner.parallelism.shards import StoredTensor, is_shard, map_leaves, shard_like, whole
 
 SCHEDULED = {"lr", "momentum", "betas"}  # keys of parameter groups that schedulers change
 
@@ -96,7 +96,7 @@ def load_optimizer(
     """
     _validate_class("optimizer", saved, _class(type(optimizer)))
     if "own" in saved:
-        optimizer.load_state_dict(copy.deepcopy(saved["own"]))
+        optimizer.load_state_dict(copy.deepcopy(in_memory(saved["own"])))
         return
     own_names = _names_by_number(optimizer, names)
     numbers = {name: number for number, name in own_names.items()}
@@ -116,7 +116,7 @@ def load_optimizer(
             number = numbers[name]
             state[number] = {key: _copied(v, parameters[number]) for key, v in values.items()}
         elif name not in group_of:  # state of the optimizer itself, such as a count
-            state[name] = copy.deepcopy(values)
+            state[name] = copy.deepcopy(in_memory(values))
     current, groups = optimizer.state_dict(), list[dict[str, Any]]()
     for group, start in zip(current["param_groups"], settings, strict=True):
         saved_in = [group_of[own_names[n]] for n in group["params"] if own_names[n] in group_of]
@@ -241,13 +241,18 @@ def _validate_class(noun: str, saved: Mapping[str, str], now: Mapping[str, str])
     )
 
 
+def in_memory(state: Any) -> Any:
+    """Return a state with whole tensors in place of stored ones."""
+    return map_leaves(lambda _, value: shard_like(value, None), state)
+
+
 def _copied(value: Any, parameter: Tensor) -> Any:
     """Return a copy, since a file may be mapped; shard it like a parameter of the same shape."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor | StoredTensor):
         return copy.deepcopy(value)
     if is_shard(parameter) and value.shape == parameter.shape:
         return shard_like(value, parameter).clone()
-    return value.clone()
+    return whole(value).clone()
 
 
 def _merged(new: Any, before: Any, now: Any) -> Any:

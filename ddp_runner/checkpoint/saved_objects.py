@@ -24,7 +24,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ddp_runner.checkpoint.between_ranks import digest_of, on_cpu, on_every_machine
+from ddp_runner.checkpoint.between_ranks import (
+    agreed_checkpoint,
+    digest_of,
+    on_cpu,
+    on_every_machine,
+)
+from ddp_runner.checkpoint.between_stages import Stages
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.model_file import fitting_tensors
 from ddp_runner.checkpoint.optimizer_state import (
@@ -36,7 +42,8 @@ from ddp_runner.checkpoint.optimizer_state import (
     parameter_names,
     scheduler_state,
 )
-from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, reject_sharded
+from ddp_runner.checkpoint.pieces import pieces_of
+from ddp_runner.checkpoint.store import load_verified, reject_sharded
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, listed, typed
 from ddp_runner.parallelism.shards import first_not_finite, gathered, is_shard, load_module
@@ -75,12 +82,14 @@ class Saver:
     rank: int  # rank among the ranks that have the objects
     num_ranks: int  # number of ranks that have the objects
     group: ProcessGroup | None = None  # ranks that have the objects; None: all
+    is_sharded: bool = False  # each rank saves its parts of modules and optimizers
     compares_buffers: bool = False  # save module buffers of each rank where they differ
     takes_all: bool = True  # reject a checkpoint with further objects
 
     def snapshot(self, step: int, *, copies: set[int] | None = None) -> dict[str, Any]:
-        """Return a checkpoint's content, on ranks other than 0 without split tensors.
+        """Return a checkpoint's content, which is whole on rank 0 alone.
 
+        If ``is_sharded``, modules and optimizers have pieces in place of their tensors.
         `copies` receives the addresses of tensors that are copies already; see ``gathered``.
 
         Raises:
@@ -88,7 +97,7 @@ class Saver:
         """
         names, states, local = parameter_names(self.objects), dict[str, Any](), dict[str, Any]()
         for name, value in self.objects.items():
-            _validate_finite(name, value, step)
+            self._validate_finite(name, value, step)
         for name, value in self.objects.items():
             states[name] = _state(value, self.settings.get(name), names)
             local[name] = _local_part(value, states[name], compares_buffers=self.compares_buffers)
@@ -99,10 +108,31 @@ class Saver:
             parts = {name: on_cpu(local[name]) for name in differing}
             by_rank = [None] * self.num_ranks if self.rank == 0 else []
             dist.gather_object(parts, by_rank or None, dst=0, group=self.group)
-        objects = gathered(states, keep=self.rank == 0, copies=copies)
+        split = {name: states.pop(name) for name in [*states] if self._is_split(name)}
+        states |= self._pieces(split) if self.is_sharded else self._gathered(split, copies)
+        objects = {name: states[name] for name in self.objects}
         reject_sharded(objects)
         content = {"task": self.task, "step": step, "num_shares": self.num_shares}
         return {**content, "objects": objects, "by_rank": by_rank}
+
+    def _is_split(self, name: str) -> bool:
+        return isinstance(self.objects[name], nn.Module | Optimizer)
+
+    @property
+    def _has_stages(self) -> bool:
+        return any(hasattr(value, "whole_state") for value in self.objects.values())
+
+    def _gathered(self, states: Any, copies: set[int] | None) -> Any:
+        keep = self.rank == 0
+        if self._has_stages:
+            return Stages(states, group=self.group).gathered(keep=keep)
+        return gathered(states, keep=keep, copies=copies)
+
+    def _pieces(self, states: Any) -> Any:
+        if not self._has_stages:
+            return pieces_of(states, {}, rank=self.rank)
+        stages = Stages(states, group=self.group)
+        return pieces_of(stages.own(), stages.holders, rank=self.rank)
 
     def restore(
         self,
@@ -126,14 +156,14 @@ class Saver:
         Raises:
             UserError: the checkpoint does not fit, or every checkpoint is damaged. All ranks raise.
         """
-        path = from_rank_zero(lambda: latest_checkpoint(folder, log=log))
+        path = agreed_checkpoint(folder, log=log)
         if path is None:
             if is_resumed:
                 log(f"{folder} has no checkpoint: the run begins at step 0")
             return None
         with on_every_machine(path) as copy_here:
             # Mapped, since a rank may need only its shards.
-            content: Any = load_checkpoint(copy_here, is_mapped=True)
+            content: Any = load_verified(copy_here, is_mapped=True)
         self._validate(content, path)
         before()
         names = parameter_names(self.objects)
@@ -146,6 +176,16 @@ class Saver:
         metrics = from_rank_zero(lambda: read_manifest(path).metrics)
         finite = {name: value for name, value in metrics.items() if value is not None}
         return Restored(int(content["step"]), finite)
+
+    def _validate_finite(self, name: str, value: Object, step: int) -> None:
+        if not isinstance(value, nn.Module):
+            return
+        if (key := first_not_finite(value, group=self.group)) is not None:
+            raise UserError(
+                f"parameter {name}.{key} became NaN or infinite by step {step}",
+                "it was not saved: start again with a smaller optimizer.lr, or resume from a "
+                "checkpoint whose loss was still small",
+            )
 
     def _validate(self, content: Any, path: Path) -> None:
         """Reject a checkpoint of another task, with other objects, or not from ``snapshot``."""
@@ -196,16 +236,6 @@ class Saver:
         for name, state in by_rank[self.rank * len(by_rank) // self.num_ranks].items():
             with _errors_name(path, name):
                 _load_local_part(self.objects[name], state)
-
-
-def _validate_finite(name: str, value: Object, step: int) -> None:
-    named = value.named_parameters() if isinstance(value, nn.Module) else ()
-    if (key := first_not_finite(named)) is not None:
-        raise UserError(
-            f"parameter {name}.{key} became NaN or infinite by step {step}",
-            "it was not saved: start again with a smaller optimizer.lr, or resume from a "
-            "checkpoint whose loss was still small",
-        )
 
 
 def _state(value: Object, settings: Any, names: Mapping[int, str]) -> Any:

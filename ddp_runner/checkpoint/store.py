@@ -1,8 +1,9 @@
 """Saves a run's state so that no kill can lose it, and loads only undamaged checkpoints.
 
 A checkpoint is a folder, ``checkpoints/step-00000600``, with ``state.pt`` and ``manifest.json``
-(step, metrics, size and SHA-256 of the state). It is renamed once it is complete, and the checksum
-reveals later damage. Rank 0 saves, every rank loads.
+(step, metrics, sizes and SHA-256 of its files). A sharded checkpoint has further files, one of each
+rank; see ``sharded``. The folder is renamed once it is complete, and the checksums reveal later
+damage. Rank 0 saves, every rank loads.
 """
 
 import os
@@ -17,18 +18,22 @@ import torch
 from ddp_runner.checkpoint.manifest import (
     MANIFEST,
     STATE,
+    FileFacts,
     Manifest,
+    facts_of,
     manifest_text,
     read_manifest,
     verify,
 )
+from ddp_runner.checkpoint.pieces import joined
 from ddp_runner.config.training import CheckpointConfig
-from ddp_runner.errors import UserError, os_errors, typed
+from ddp_runner.errors import UserError, any_error, os_errors, typed
 from ddp_runner.files import is_missing, leaves, replace_file, sync_folder
 
 TEMP_PREFIX = ".tmp-"
 REPLACED_SUFFIX = ".replaced"
 READABLE = "make it a folder that you may read and write"
+INTACT = "free space or make the folder writable, then resume: the checkpoints before it are intact"
 
 
 def save_checkpoint(
@@ -39,6 +44,7 @@ def save_checkpoint(
     metrics: Mapping[str, float],
     config: CheckpointConfig,
     log: Callable[[str], None],
+    more_files: Callable[[Path], Mapping[str, FileFacts]] | None = None,
 ) -> Path:
     """Save a checkpoint, delete old checkpoints, and return the new folder. Rank 0 only.
 
@@ -49,6 +55,7 @@ def save_checkpoint(
         metrics: metrics of this step, with `config.monitor` if set.
         config: decides which checkpoints to keep.
         log: receives a sentence if an old checkpoint cannot be deleted.
+        more_files: adds files to the temporary folder, which exists, and returns their facts.
 
     Raises:
         UserError: the checkpoint could not be written (earlier checkpoints are untouched), or the
@@ -56,17 +63,17 @@ def save_checkpoint(
         TypeError: the state holds an object that a weights-only load would reject.
     """
     reject_sharded(state)
-    final = folder / f"step-{step:08d}"
-    temp = folder / (TEMP_PREFIX + final.name)
-    fix = (
-        "free space or make the folder writable, then resume: the checkpoints before it are intact"
-    )
-    with os_errors(f"checkpoint {final} could not be saved", fix=fix):
+    final, temp = checkpoint_paths(folder, step)
+    with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _clear_leftovers(folder, log=log)
-            temp.mkdir(exist_ok=True)
-            _write_files(temp, state, step=step, metrics=metrics)
+            if more_files is None:
+                begin_checkpoint(folder, step, log=log)
+            files = {STATE: _write_state(temp, state)}
+            if more_files is not None:
+                files |= more_files(temp)
+            text = manifest_text(files, step=step, metrics=metrics)
+            replace_file(temp / MANIFEST, text)
+            sync_folder(temp)
             replaced = _put_in_place(temp, final)
         finally:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
@@ -74,6 +81,25 @@ def save_checkpoint(
         _delete(replaced, log=log)
     retain(folder, config, step=step, log=log)
     return final
+
+
+def checkpoint_paths(folder: Path, step: int) -> tuple[Path, Path]:
+    """Return the folder of a step's checkpoint, and the one in which it is written."""
+    final = folder / f"step-{step:08d}"
+    return final, folder / (TEMP_PREFIX + final.name)
+
+
+def begin_checkpoint(folder: Path, step: int, *, log: Callable[[str], None]) -> None:
+    """Delete what killed saves left, and make the folder in which a checkpoint is written.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    final, temp = checkpoint_paths(folder, step)
+    with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
+        folder.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(folder, log=log)
+        temp.mkdir(exist_ok=True)
 
 
 def retain(
@@ -93,23 +119,6 @@ def retain(
     for path in up_to_now[: -config.keep]:
         if path not in best:
             _delete(path, log=log)
-
-
-def latest_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | None:
-    """Return the newest undamaged checkpoint; None without checkpoints or without the folder.
-
-    Raises:
-        UserError: every checkpoint is damaged, or the folder cannot be read.
-    """
-    paths = newest_first(folder)
-    newest = first_undamaged(paths, log=log)
-    if newest is None and paths:
-        raise UserError(
-            f"nothing is left to resume from: every checkpoint in {folder} is damaged "
-            f"({len(paths)} of {len(paths)})",
-            "restore a copy of a checkpoint, or start a new run",
-        )
-    return newest
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -158,13 +167,22 @@ def _unless_damaged(
 def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
     """Return the saved state with its tensors on the CPU, or in the file if `is_mapped`.
 
+    Of a sharded checkpoint it has stored tensors, whose parts are read when they are used.
+
     Raises:
         UserError: the checkpoint is damaged, or holds more than plain data; its code did not run.
     """
     verify(path, fix="use another checkpoint")
+    return load_verified(path, is_mapped=is_mapped)
+
+
+def load_verified(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
+    """Return the saved state of a checkpoint whose files are undamaged; see ``load_checkpoint``."""
     named, fix = f"checkpoint {path}", "use a checkpoint that this program wrote"
     state: dict[str, Any] = load_plain_data(path / STATE, named=named, fix=fix, is_mapped=is_mapped)
-    return state
+    files = [path / name for name in read_manifest(path).files if name != STATE]
+    with any_error(f"{named} cannot be loaded", fix):
+        return {**state, "objects": joined(state["objects"], files)} if files else state
 
 
 def checkpoints_by_step(folder: Path) -> dict[int, Path]:
@@ -194,9 +212,7 @@ def _entries(folder: Path) -> list[Path]:
         return list(folder.iterdir())
 
 
-def _write_files(
-    folder: Path, state: dict[str, Any], *, step: int, metrics: Mapping[str, float]
-) -> None:
+def _write_state(folder: Path, state: dict[str, Any]) -> FileFacts:
     with (folder / STATE).open("wb") as file:
         try:
             torch.save(state, file)
@@ -210,8 +226,7 @@ def _write_files(
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(folder / STATE)
     if unsafe:
         raise TypeError(f"the state has objects that cannot be loaded safely: {', '.join(unsafe)}")
-    replace_file(folder / MANIFEST, manifest_text(folder / STATE, step=step, metrics=metrics))
-    sync_folder(folder)
+    return facts_of(folder / STATE)
 
 
 def _put_in_place(temp: Path, final: Path) -> Path | None:

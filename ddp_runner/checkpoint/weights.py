@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.manifest import MANIFEST, read_manifest
-from ddp_runner.checkpoint.model_file import fitting_tensors, read_export
+from ddp_runner.checkpoint.model_file import Tensors, fitting_tensors, read_export
 from ddp_runner.checkpoint.store import (
     best_checkpoints,
     checkpoints_by_step,
@@ -27,7 +27,7 @@ from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, any_error, os_errors
 from ddp_runner.files import file_sha256, is_missing, read_yaml
 from ddp_runner.job import Status
-from ddp_runner.parallelism.shards import send_module
+from ddp_runner.parallelism.shards import StoredTensor, send_module
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
@@ -39,7 +39,7 @@ PREFIX = "module."  # prefix of the model's keys in the state of torch's Average
 class Weights:
     """A model's state_dict and its source."""
 
-    tensors: Mapping[str, Tensor]  # on the CPU
+    tensors: Tensors  # on the CPU, or in files
     step: int  # optimizer steps taken
     path: Path  # model.safetensors, a checkpoint folder, or the user's file
     is_average: bool = False  # averaged weights of ``ema``
@@ -116,7 +116,7 @@ def find_checkpoint(
     return first_undamaged(dict.fromkeys([*ranking, *newest_first(folder)]), log=log)
 
 
-def read_model(path: Path, *, is_average: bool, fix: str) -> Mapping[str, Tensor]:
+def read_model(path: Path, *, is_average: bool, fix: str) -> Tensors:
     """Return a checkpoint's model, averaged if `is_average`.
 
     Raises:
@@ -129,7 +129,7 @@ def read_model(path: Path, *, is_average: bool, fix: str) -> Mapping[str, Tensor
     return averaged_weights(state) if is_average else state
 
 
-def averaged_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def averaged_weights(state: Mapping[str, Any]) -> Tensors:
     """Return the model's state_dict from the state of an ``Ema``."""
     return {
         name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)
@@ -214,7 +214,7 @@ def _settings(config: Path) -> CheckpointConfig:
         return CheckpointConfig(monitor=section["monitor"], mode=section["mode"])
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
+def _read(path: Path) -> Tensors:
     """Return the state_dict of a checkpoint or a file; see ``starting_weights``."""
     named = f"model.weights ({path})"
     if path.is_dir():
@@ -227,7 +227,8 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     outer: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
     for state in (outer, outer.get("model"), outer.get("state_dict")):
         tensors = dict(state) if isinstance(state, Mapping) else {}
-        if tensors and all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        kinds = Tensor, StoredTensor
+        if tensors and all(isinstance(tensor, kinds) for tensor in tensors.values()):
             return tensors
     raise UserError(
         f'{named} contains no state_dict, also not under "model" or "state_dict"',

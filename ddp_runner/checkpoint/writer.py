@@ -1,9 +1,14 @@
-"""Saves checkpoints during training: the loop waits for a copy, and a thread writes it."""
+"""Saves checkpoints during training: the loop waits for a copy, and a thread writes it.
+
+In a sharded checkpoint each rank's thread writes its pieces and then a note of them. Rank 0 waits
+for all notes. No thread takes part in a collective, so a save cannot stop the training.
+"""
 
 import copy
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,16 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.checkpoint.store import retain, save_checkpoint
+from ddp_runner.checkpoint.pieces import Piece, split_off
+from ddp_runner.checkpoint.shard_notes import Shards
+from ddp_runner.checkpoint.store import (
+    INTACT,
+    begin_checkpoint,
+    checkpoint_paths,
+    retain,
+    save_checkpoint,
+)
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.device import has_streams, synchronize
+from ddp_runner.errors import os_errors
 from ddp_runner.host.wire import Wire
 
 Source = tuple[torch.device, int, int]  # of a copied storage: its device, address and bytes
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, in the order of the calls. Rank 0 only.
+    """Writes one checkpoint at a time, in the order of the calls; on rank 0, or on every rank.
 
     The end of the `with` block waits for the last save, also after an error.
 
@@ -28,6 +42,7 @@ class CheckpointWriter:
         folder: the run's checkpoints folder.
         config: decides which checkpoints to keep.
         wire: tells our launcher to let a save finish; None under another launcher.
+        shards: this rank's part of sharded checkpoints; None: rank 0 writes all.
         log: receives sentences for the user, also from the thread.
     """
 
@@ -38,13 +53,24 @@ class CheckpointWriter:
         *,
         wire: Wire | None,
         log: Callable[[str], None],
+        shards: Shards | None = None,
     ) -> None:
-        self._wire, self._log = wire, log
+        self._folder, self._wire, self._log, self._shards = folder, wire, log, shards
+        self._begin = partial(begin_checkpoint, folder, log=log)
         self._save = partial(save_checkpoint, folder, config=config, log=log)
         self.retain = partial(retain, folder, config, log=log)
         self._stager = Stager()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[Path] | None = None
+        self._pending: Future[None] | None = None
+
+    def begin(self, step: int) -> None:
+        """Make the folder of a sharded checkpoint, before a collective that lets the others write.
+
+        Raises:
+            UserError: the folder cannot be made.
+        """
+        if self._shards is not None and self._shards.rank == 0:
+            self._begin(step)
 
     def save(
         self,
@@ -81,14 +107,28 @@ class CheckpointWriter:
         try:
             if error is None:
                 self.wait()
-            elif self._pending is not None and (failure := self._pending.exception()) is not None:
+                return
+            if self._shards is not None:
+                self._shards.give_up()
+            if self._pending is not None and (failure := self._pending.exception()) is not None:
                 self._log(f"in addition, {failure}")  # the error that ended the run is raised
         finally:
             self._thread.shutdown()
 
-    def _write(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> Path:
+    def _write(self, state: dict[str, Any], step: int, metrics: Mapping[str, float]) -> None:
         with self._wire.saving() if self._wire else nullcontext():
-            return self._save(state, step=step, metrics=metrics)
+            if self._shards is None:
+                self._save(state, step=step, metrics=metrics)
+                return
+            content, pieces = split_off(state["objects"])
+            write = partial(self._shards.write, pieces=pieces)
+            if self._shards.rank > 0:
+                final, temp = checkpoint_paths(self._folder, step)
+                with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
+                    write(temp)
+                return
+            state = {**state, "objects": content}
+            self._save(state, step=step, metrics=metrics, more_files=write)
 
 
 class Stager:
@@ -110,6 +150,8 @@ class Stager:
         before, self._memory = self._memory, {}
 
         def copied(value: Any) -> Any:
+            if isinstance(value, Piece):
+                return value if value.part is None else replace(value, part=copied(value.part))
             if isinstance(value, Tensor):
                 if value.is_sparse:  # momentum of a sparse gradient has several storages
                     return value.detach().to("cpu", copy=True)

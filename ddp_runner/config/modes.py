@@ -33,6 +33,12 @@ def validate_clashes(config: Config) -> None:
         raise UserError(
             f"task=check compares equal ranks, not parallelism={name}", "write parallelism=ddp"
         )
+    if needs.num_servers and config.checkpoint.format == "sharded":
+        raise UserError(
+            f"checkpoint.format=sharded saves what each rank holds, and under parallelism={name} "
+            "rank 0 holds all",
+            "write checkpoint.format=file",
+        )
     if has_own_loop(config.task) and (needs.num_servers or needs.model_ranks != 1):
         raise UserError(
             f"task={config.task} needs samples of its own on each rank, which parallelism={name} "

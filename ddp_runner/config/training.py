@@ -152,6 +152,12 @@ class CheckpointConfig:
         above=0,
     )
     keep: int = key(3, "how many of the newest checkpoints stay on disk", above=0)
+    format: str = key(
+        "file",
+        "file: rank 0 writes everything; sharded: each rank writes its part of the model and the "
+        "optimizer, into a folder that all machines share",
+        choices=("file", "sharded"),
+    )
     monitor: str | None = key(None, "a metric, as eval/accuracy: its best checkpoint stays too")
     mode: str = key("max", "which value of that metric is best", choices=("max", "min"))
     load_best: bool = key(False, "at the end load the best checkpoint and evaluate it again")

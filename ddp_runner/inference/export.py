@@ -1,11 +1,12 @@
 """``task=export``: write a run's model as safetensors, and as ``checkpoint.export`` says."""
 
+from collections import deque
 from collections.abc import Callable
 
-from ddp_runner.checkpoint.model_file import export_weights
+from ddp_runner.checkpoint.model_file import export_weights, read_export
 from ddp_runner.inference.model import model_arguments, open_model
 from ddp_runner.job import Status
-from ddp_runner.parallelism.shards import gathered
+from ddp_runner.parallelism.shards import whole_state, whole_tensors
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.start_block import shown_path
 from ddp_runner.train.best_model import export_programs
@@ -21,22 +22,25 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
         return Status.COMPLETED
     with model.open_logger(session) as logger:
         logger.step_done(step=0, epoch=0)  # ends the start-up time
-        tensors = gathered(model.module.state_dict(), keep=session.env.is_rank_zero)
+        work, run_dir = model.work, session.run_dir
+        specs, tensors = whole_state(model.module), whole_tensors(model.module)
         if session.env.is_rank_zero:
-            work, run_dir = model.work, session.run_dir
             export_weights(
                 run_dir.export,
+                specs,
                 tensors,
                 step=model.weights.step,
                 metrics={name: value for name, value in model.logged.items() if "/" in name},
                 is_average=model.weights.is_average,
             )
+        deque(tensors, maxlen=0)  # the other ranks only help to gather
+        if session.env.is_rank_zero:
             split = next(iter(model.splits.values()))
             files = export_programs(
                 work.config,
                 work.dataset,
                 arguments=model_arguments(model.run_dir),
-                tensors=tensors,
+                tensors=read_export(run_dir.export, named=str(run_dir.export))[0],
                 samples=split.first(seed=work.config.seed).data,
                 folder=run_dir.path,
             )

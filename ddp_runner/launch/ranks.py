@@ -57,7 +57,7 @@ class Ranks:
         self._stacks: dict[int, Stack] = {}
         self._not_started: dict[int, int] = {}  # exit codes of ranks that could not start
         self._exit_codes: dict[int, int | None] = {}  # as of the last ``poll``
-        self._saving: int | None = None  # the rank that writes a checkpoint
+        self._saving = set[int]()  # the ranks that write a checkpoint
         self._saved_at = 0.0
         self._is_training = False
         self._has_sent_stop = False
@@ -164,8 +164,8 @@ class Ranks:
             except (EOFError, OSError):  # the rank has ended, and its pipe is empty
                 pipe.close()
                 del self._pipes[rank]
-        if self._saving is not None and self._processes[self._saving].exitcode is not None:
-            self._saving = None  # its child may still hold the pipe open
+        # The child of a rank that has ended may still hold the pipe open.
+        self._saving = {rank for rank in self._saving if self._processes[rank].exitcode is None}
 
     def _handle(self, rank: int, word: str, *rest: Any) -> None:
         match word, *rest:
@@ -176,7 +176,8 @@ class Ranks:
             case ["ready"]:
                 self._is_training = True
             case "saving", flag:
-                self._saving, self._saved_at = rank if flag else None, time.monotonic()
+                self._saving = self._saving | {rank} if flag else self._saving - {rank}
+                self._saved_at = time.monotonic()
             case "result", value:
                 self.results[rank] = value
             case "failure", failure:
@@ -197,7 +198,7 @@ class Ranks:
                 self._send(rank, "stop")
             self._stop.announce(is_training=self._is_training)
         now, limit_s = time.monotonic(), self._job.config.launch.shutdown_timeout_s
-        if self._saving is not None:
+        if self._saving:
             self._saved_at = now
         # After the last save, the run has `limit_s` again to end.
         begun_at = max(self._stop.asked_at, self._saved_at)
@@ -229,8 +230,8 @@ class Ranks:
             self._receive(0.0)
             if alive <= self._failures.keys():
                 return
-            saving = self._processes[self._saving].pid if self._saving is not None else None
-            is_saving = saving is not None and not is_suspended(saving)
+            writers = [self._processes[rank].pid for rank in self._saving]
+            is_saving = any(pid is not None and not is_suspended(pid) for pid in writers)
             if time.monotonic() > (save_deadline if is_saving else deadline):
                 return
             self._stop_if_asked()

@@ -18,7 +18,7 @@ from ddp_runner.own_loop import wrapping
 from ddp_runner.own_loop.loop_log import OwnRecords, number
 from ddp_runner.own_loop.rank_batches import Loader, open_loader
 from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, mark_replaced
-from ddp_runner.parallelism.shards import gathered
+from ddp_runner.parallelism.shards import whole_state, whole_tensors
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.optimizers import optimizer_of
@@ -237,8 +237,8 @@ class Run:
             UserError: the file cannot be written.
         """
         records = self._at()
-        state = gathered(bare(module).state_dict(), keep=self.is_rank_zero)
-        records.export(state, step=self._step, metrics=records.metrics_of(self._step))
+        model, metrics = bare(module), records.metrics_of(self._step)
+        records.export(whole_state(model), whole_tensors(model), step=self._step, metrics=metrics)
 
     def _at(self, step: int | None = None) -> OwnRecords:
         """Return the records, and set the loop's step if given."""

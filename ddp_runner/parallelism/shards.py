@@ -1,11 +1,15 @@
 """Sharded tensors: gathered to be saved, split again when loaded.
 
+A stage of a pipeline is sharded by name: it has the attribute ``whole_state``, the whole model's
+state_dict without values.
+
 They are torch's DTensors. Importing that class takes half a second, so the method ``full_tensor``
 identifies them, and a run without shards does not import it.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -15,10 +19,50 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_runner.device import values_of
+from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+class StoredTensor(ABC):
+    """A whole tensor that is not in memory; a rank reads the part that it needs."""
+
+    shape: torch.Size
+
+    @abstractmethod
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return the values from `offsets` on, on the CPU; do not change them."""
+
+
+def whole(value: Tensor | StoredTensor) -> Tensor:
+    """Return a tensor, whole and in memory."""
+    if isinstance(value, Tensor):
+        return value
+    return value.read([0] * len(value.shape), value.shape)
+
+
+def map_leaves(change: Callable[[str, Any], Any], state: Any, path: str = "") -> Any:
+    """Return a state with ``change(path, value)`` in place of each value that is not nested.
+
+    Nested are dicts, lists and tuples; a path is their keys from the outermost on, as in ``a.0.b``.
+    """
+    if not isinstance(state, Mapping | list | tuple):
+        return change(path, state)
+    prefix = f"{path}." if path else ""
+    if isinstance(state, Mapping):
+        result: Any = copy.copy(state)  # a module's state_dict carries `_metadata`
+        for key, value in state.items():
+            result[key] = map_leaves(change, value, f"{prefix}{key}")
+        return result
+    items = enumerate(state)
+    return type(state)(map_leaves(change, value, f"{prefix}{number}") for number, value in items)
+
+
+def spec_of(tensor: Tensor) -> Tensor:
+    """Return a whole tensor's dtype and shape, as a tensor without values."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def reshard(module: nn.Module) -> None:
@@ -123,13 +167,20 @@ def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
     return full
 
 
-def shard_like(value: Tensor, reference: Tensor) -> Tensor:
-    """Return a whole tensor split as the reference is."""
-    if is_shard(value) or not is_shard(reference):
+def shard_like(value: Any, reference: Any) -> Any:
+    """Return a whole or stored tensor split as the reference is; anything else unchanged."""
+    if not is_shard(reference):
+        return whole(value) if isinstance(value, StoredTensor) else value
+    if is_shard(value) or not isinstance(value, Tensor | StoredTensor):
         return value
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     mesh, placements = reference.device_mesh, reference.placements
+    if isinstance(value, StoredTensor):
+        (chunk,) = cast(Any, reference).__create_chunk_list__()
+        part = value.read(chunk.offsets, chunk.sizes).to(own_part(reference).device)
+        sizes: dict[str, Any] = {"shape": reference.shape, "stride": reference.stride()}
+        return DTensor.from_local(part, mesh, placements, run_check=False, **sizes)
     return distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
 
 
@@ -140,44 +191,93 @@ def copy_shard(target: Tensor, value: Tensor) -> None:
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a state_dict with whole tensors, which every rank has, into a module or its shards."""
-    if has_shards(module):
-        shards = module.state_dict()
-        state = {
-            key: shard_like(value, shards[key]) if key in shards else value
-            for key, value in state.items()
-        }
-    module.load_state_dict(state)
+    """Load a state_dict of whole tensors, which every rank has, into a module or its shards."""
+    own = module.state_dict()
+    module.load_state_dict({key: shard_like(value, own.get(key)) for key, value in state.items()})
+
+
+def whole_state(module: nn.Module) -> Mapping[str, Tensor]:
+    """Return a bare model's state_dict; of a stage the whole model's, without values."""
+    state: Mapping[str, Tensor] | None = getattr(module, "whole_state", None)
+    return module.state_dict() if state is None else state
 
 
 def send_module(
-    module: nn.Module, tensors: Mapping[str, Tensor] | None, *, group: dist.ProcessGroup | None
+    module: nn.Module,
+    tensors: Mapping[str, Tensor | StoredTensor] | None,
+    *,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Load rank 0's tensors on all ranks, one at a time. Collective: every rank must call.
 
     Args:
-        module: the unwrapped module, the same on every rank.
-        tensors: on rank 0 its state_dict with whole tensors; None on other ranks.
+        module: the bare model, or a rank's stage of it.
+        tensors: on rank 0 the model's state_dict with whole tensors; None on other ranks.
         group: the ranks that have the module; None: all.
     """
-    for key, target in module.state_dict().items():
-        value = torch.empty(target.shape, dtype=target.dtype, device=own_part(target).device)
+    own = module.state_dict()
+    device = next(iter(own.values())).device
+    for key, spec in whole_state(module).items():
+        value = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         if tensors is not None:
-            value.copy_(tensors[key])
+            value.copy_(whole(tensors[key]))
         dist.broadcast(value, src=0, group=group)
-        copy_shard(target, value)
+        if key in own:
+            copy_shard(own[key], value)
 
 
-def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor with a NaN or infinity, the same on every rank, or None.
+def whole_tensors(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> Iterator[Tensor]:
+    """Yield the tensors of ``whole_state``, one by one; on rank 0 each is whole.
 
-    Collective if a tensor is split.
+    Collective if the model is split: every rank must then iterate to the end.
     """
-    tensors = dict(named)
+    own, specs = module.state_dict(), whole_state(module)
+    if len(own) == len(specs):
+        yield from map(full_tensor, own.values())
+        return
+    holders = holders_of(own, group=group)
+    for key, spec in specs.items():
+        yield for_rank_zero(own.get(key), spec, holder=holders[key], group=group)
+
+
+def for_rank_zero(
+    own: Tensor | None, spec: Tensor, *, holder: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Return a tensor that is right, and whole, on rank 0. Collective: every rank must call.
+
+    Args:
+        own: the tensor on this rank, whole or split; None: this rank has no part of it.
+        spec: with its dtype and shape.
+        holder: the first rank that has it, or a part of it.
+        group: the ranks that call; None: all.
+    """
+    value = None if own is None else full_tensor(own.detach())
+    if holder:  # over gloo, on the CPU
+        if value is None or holder != dist.get_rank(group):
+            value = torch.empty(spec.shape, dtype=spec.dtype)
+        value = value.cpu().contiguous()
+        dist.broadcast(value, src=holder, group=group)
+    return spec if value is None else value
+
+
+def holders_of(names: Iterable[str], *, group: dist.ProcessGroup | None) -> dict[str, int]:
+    """Return the first rank that has each name, given this rank's names. Collective."""
+    holders = dict[str, int]()
+    for rank, names_there in enumerate(gather_objects([*names], group=group)):
+        holders |= {name: rank for name in names_there if name not in holders}
+    return holders
+
+
+def first_not_finite(module: nn.Module, *, group: dist.ProcessGroup | None) -> str | None:
+    """Return the name of the first parameter with a NaN or infinity, the same on every rank.
+
+    None if there is none. Collective if the model is split.
+    """
+    tensors = dict(module.named_parameters())
     flags = [(~torch.isfinite(own_part(tensor))).any() for tensor in tensors.values()]
     counts = list(map(int, values_of(flags)))
-    if any(map(is_shard, tensors.values())):
-        total = torch.tensor(counts)
-        dist.all_reduce(total)
-        counts = total.tolist()
-    return next((name for name, count in zip(tensors, counts, strict=True) if count), None)
+    first = next((name for name, count in zip(tensors, counts, strict=True) if count), None)
+    if hasattr(module, "whole_state") or any(map(is_shard, tensors.values())):
+        found = gather_objects(first, group=group)
+        first = next((name for name in found if name is not None), None)
+    return first

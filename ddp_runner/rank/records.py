@@ -1,13 +1,18 @@
 """The start lines and the logger of a task, and the checkpoints of a run with a loop."""
 
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from ddp_runner.checkpoint.model_file import export_weights
+from ddp_runner.checkpoint.shard_notes import Shards
 from ddp_runner.checkpoint.writer import CheckpointWriter
+from ddp_runner.distributed import gather_objects
+from ddp_runner.errors import UserError, listed
 from ddp_runner.files import json_safe
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session
@@ -35,6 +40,17 @@ def log_facts(
         device, versions = session.devices[0], job.provenance["versions"]
         glossary = word_lines(config, session.env, device=device, versions=versions)
         (show if config.verbose else log_to_file)(glossary)
+
+
+def _validate_shared(session: Session) -> None:
+    """Reject a run folder that a machine does not see. Collective: every rank must call."""
+    machines = gather_objects((socket.gethostname(), session.run_dir.record.exists()))
+    if lacking := sorted({host for host, has_folder in machines if not has_folder}):
+        raise UserError(
+            f"checkpoint.format=sharded needs a run folder that every machine sees, and "
+            f"{listed(lacking)} does not see {session.run_dir}",
+            "put it on a shared disk, or write checkpoint.format=file",
+        )
 
 
 def task_logger(session: Session, **keywords: Any) -> Logger:
@@ -69,7 +85,7 @@ class Records:
         stack: ExitStack,
         **keywords: Any,
     ) -> None:
-        self._run_dir = session.run_dir
+        self._run_dir, self._is_rank_zero = session.run_dir, session.env.is_rank_zero
         self._writer: CheckpointWriter | None = None
         wire = session.job.wire
         if session.env.is_rank_zero:
@@ -79,12 +95,16 @@ class Records:
             wire.send("ready")
         self.logger: Logger = task_logger(session, resume_step=resume_step, **keywords)
         stack.enter_context(self.logger)
-        if session.env.is_rank_zero:
-            folder, settings = session.run_dir.checkpoints, session.config.checkpoint
-            writer = CheckpointWriter(folder, settings, wire=wire, log=session.log)
+        folder, settings, env = session.run_dir.checkpoints, session.config.checkpoint, session.env
+        shards = None
+        if settings.format == "sharded":
+            _validate_shared(session)
+            shards = Shards(env.rank, env.world_size)
+        if env.is_rank_zero or shards is not None:
+            writer = CheckpointWriter(folder, settings, wire=wire, log=session.log, shards=shards)
             self._writer = stack.enter_context(writer)
-            if resume_step is not None:
-                self._writer.retain(step=resume_step)
+        if env.is_rank_zero and self._writer is not None and resume_step is not None:
+            self._writer.retain(step=resume_step)
 
     def save(
         self,
@@ -102,6 +122,8 @@ class Records:
         """
         metrics = dict(metrics)
         self.wait()  # keep a single state in memory
+        if self._writer is not None:
+            self._writer.begin(step)
         copies = set[int]()
         content = snapshot(copies=copies)
         if self._writer is not None:
@@ -118,14 +140,21 @@ class Records:
 
     def export(
         self,
-        state: Mapping[str, Tensor],
+        specs: Mapping[str, Tensor],
+        tensors: Iterable[Tensor],
         *,
         step: int,
         metrics: Mapping[str, float | None],
         is_average: bool = False,
     ) -> None:
-        """Write rank 0's state_dict to model.safetensors; see ``export_weights``."""
-        if self._writer is not None:
-            path, metrics = self._run_dir.export, json_safe(metrics)
-            digest = export_weights(path, state, step=step, metrics=metrics, is_average=is_average)
-            write_run_record(self._run_dir, export_sha256=digest)
+        """Write rank 0's tensors to model.safetensors; see ``export_weights``.
+
+        Collective if they are gathered one by one, as by ``whole_tensors``.
+        """
+        try:
+            if self._is_rank_zero:
+                path, facts = self._run_dir.export, {"step": step, "metrics": json_safe(metrics)}
+                digest = export_weights(path, specs, tensors, is_average=is_average, **facts)
+                write_run_record(self._run_dir, export_sha256=digest)
+        finally:
+            deque(tensors, maxlen=0)  # the other ranks wait for the rest

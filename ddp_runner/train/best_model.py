@@ -17,16 +17,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only  # as torch.export itself does
 
 from ddp_runner.checkpoint.manifest import read_manifest
-from ddp_runner.checkpoint.model_file import fitting_tensors, load_tensors
+from ddp_runner.checkpoint.model_file import (
+    Tensors,
+    fitting_tensors,
+    load_tensors,
+    read_export,
+)
 from ddp_runner.checkpoint.store import best_checkpoints
 from ddp_runner.checkpoint.weights import read_model
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import NUM_FIRST
 from ddp_runner.data.trees import tensors_of
+from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, os_errors, typed
 from ddp_runner.files import json_safe, temp_folder_in
-from ddp_runner.parallelism.shards import gathered, send_module
+from ddp_runner.parallelism.shards import send_module, whole, whole_state, whole_tensors
 from ddp_runner.rank.records import Records
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import add_warning
@@ -43,9 +49,9 @@ MAX_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; more go to a sec
 
 
 class _Model(NamedTuple):
-    """A model to export."""
+    """A model in a checkpoint."""
 
-    state: Mapping[str, Tensor]
+    state: Tensors
     step: int
     metrics: Mapping[str, float | None]
 
@@ -63,33 +69,40 @@ def export_best(
         UserError: the model cannot be written.
     """
     work, settings, progress = state.work, state.work.config.checkpoint, state.progress
-    module, best = state.evaluated, None
-    is_average = module is not state.module
-    tensors = gathered(module.state_dict(), keep=work.env.is_rank_zero)
-    if work.env.is_rank_zero:
-        best = _Model(tensors, progress.step, progress.metrics)
-        if settings.monitor is not None:
-            best = _best_model(state, run_dir.checkpoints, best, log=log)
+    module, saved = state.evaluated, list[_Model]()
+
+    def find() -> tuple[int, Mapping[str, float | None]]:
+        if settings.monitor is not None and (found := _best_model(state, run_dir.checkpoints, log)):
+            saved.append(found)
+            return found.step, found.metrics
+        return progress.step, progress.metrics
+
+    step, metrics = from_rank_zero(find, group=work.group)
+    is_last = step == progress.step
+    if settings.load_best and not is_last:
+        send_module(module, saved[0].state if saved else None, group=work.group)
     if settings.load_best:
-        send_module(module, best.state if best else None, group=work.group)
         results, _ = evaluate(work, module, step=progress.step)
         results = {name.replace("eval/", "best/"): value for name, value in results.items()}
         records.logger.log(results, step=progress.step, epoch=state.batches.epoch)
-    if best is None:
+    tensors: Iterator[Tensor] = (whole(value) for it in saved for value in it.state.values())
+    if settings.load_best or is_last:
+        tensors = whole_tensors(module, group=work.group)
+    records.logger.exported(step, metrics)
+    is_average = module is not state.module
+    specs = whole_state(module)
+    records.export(specs, tensors, step=step, metrics=metrics, is_average=is_average)
+    if not work.env.is_rank_zero:
         return
-    records.logger.exported(best.step, best.metrics)
-    records.export(best.state, step=best.step, metrics=best.metrics, is_average=is_average)
     if settings.export:
-        _try_programs(state, run_dir, best, log=log)
+        _try_programs(state, run_dir, log=log)
     if settings.monitor is not None:
-        score = json_safe(best.metrics.get(settings.monitor))
+        score = json_safe(metrics.get(settings.monitor))
         value = "not finite" if score is None else f"{score:.4f}"
-        log(f"best by {settings.monitor}: {value} at step {best.step}, in {run_dir.export.name}")
+        log(f"best by {settings.monitor}: {value} at step {step}, in {run_dir.export.name}")
 
 
-def _try_programs(
-    state: TrainState, run_dir: RunDir, best: _Model, *, log: Callable[[str], None]
-) -> None:
+def _try_programs(state: TrainState, run_dir: RunDir, *, log: Callable[[str], None]) -> None:
     """Export the programs of ``checkpoint.export``, or warn: many models cannot be traced."""
     work = state.work
     try:
@@ -97,7 +110,7 @@ def _try_programs(
             work.config,
             work.dataset,
             arguments=work.dataset.model_arguments,
-            tensors=best.state,
+            tensors=read_export(run_dir.export, named=str(run_dir.export))[0],
             samples=state.first().data,
             folder=run_dir.path,
         )
@@ -107,12 +120,11 @@ def _try_programs(
         log(f"warning: {error}")
 
 
-def _best_model(
-    state: TrainState, folder: Path, last: _Model, *, log: Callable[[str], None]
-) -> _Model:
-    """Return the best model that can be loaded, and log each damaged checkpoint. Rank 0 only.
+def _best_model(state: TrainState, folder: Path, log: Callable[[str], None]) -> _Model | None:
+    """Return the best model that can be loaded; None if that is the last. Rank 0 only.
 
-    The training is complete, so a damaged file must not fail the run: the last model is in memory.
+    The training is complete, so a damaged file must not fail the run: it is logged, and the last
+    model is in memory.
     """
     module, settings = state.evaluated, state.work.config.checkpoint
     assert settings.monitor is not None
@@ -120,15 +132,15 @@ def _best_model(
     for path in best_checkpoints(folder, monitor=settings.monitor, mode=settings.mode):
         try:
             manifest = read_manifest(path)
-            if manifest.step == last.step:
-                return last
+            if manifest.step == state.step:
+                return None
             content = read_model(path, is_average=module is not state.module, fix=fix)
             tensors = fitting_tensors(module, content, named=f"checkpoint {path}")
             return _Model(tensors, manifest.step, manifest.metrics)
         except UserError as error:
             log(f"{error}; trying the next best checkpoint")
     log(f"no valid checkpoint has a finite {settings.monitor}; exporting the last model")
-    return last
+    return None
 
 
 def export_programs(

@@ -89,6 +89,7 @@ def _saver(state: TrainState) -> Saver:
         rank=work.env.rank,
         num_ranks=work.env.world_size,
         group=work.group,
+        is_sharded=work.config.checkpoint.format == "sharded",
         takes_all=work.layout.runs_loop,
     )
 

@@ -7,10 +7,12 @@ import pytest
 from ranks import run_ranks
 
 from ddp_runner.checkpoint.between_ranks import on_every_machine
-from ddp_runner.checkpoint.manifest import MANIFEST, STATE
+from ddp_runner.checkpoint.manifest import MANIFEST, STATE, facts_of, manifest_text, read_manifest
 from ddp_runner.dist_env import DistEnv
 
 CONTENT = b"weights" * 1000
+
+FILES = (STATE, "shard-00001-of-00001.safetensors")
 
 
 def loaded_in(env: DistEnv, folder: str) -> tuple[str, str]:
@@ -24,15 +26,18 @@ def loaded_in(env: DistEnv, folder: str) -> tuple[str, str]:
     path = disk / "checkpoint"
     if env.is_rank_zero:
         path.mkdir()
-        (path / MANIFEST).write_bytes(b"{}")
-        (path / STATE).write_bytes(CONTENT)
+        for name in FILES:
+            (path / name).write_bytes(CONTENT + name.encode())
+        facts = {name: facts_of(path / name) for name in FILES}
+        (path / MANIFEST).write_text(manifest_text(facts, step=1, metrics={}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(disk))
         exists = Path.is_dir
         patch.setattr(Path, "is_dir", lambda one: disk in one.parents and exists(one))
         with on_every_machine(path) as found:
-            assert (found / STATE).read_bytes() == CONTENT
-            assert (found / MANIFEST).read_bytes() == b"{}"
+            for name in FILES:
+                assert (found / name).read_bytes() == CONTENT + name.encode()
+            assert [*read_manifest(found).files] == [*FILES]
     return str(disk), str(found)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import latest_checkpoint
 from rights import unreadable
 from tiers import only
 
@@ -23,7 +24,6 @@ from ddp_runner.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from ddp_runner.checkpoint.store import (
     best_checkpoints,
     first_undamaged,
-    latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
@@ -225,7 +225,7 @@ def kill_at_byte(num_bytes: int) -> None:
 
 def test_killed_at_any_byte_the_previous_checkpoint_loads(tmp_path: Path) -> None:
     """A partial state is never used as a checkpoint."""
-    size = read_manifest(save(tmp_path, 600)).size
+    size = read_manifest(save(tmp_path, 600)).files[STATE].size
     for num_bytes in (0, 1, size // 3, size // 2, size - 1):
         assert run_until_killed(partial(kill_at_byte, num_bytes), partial(save, tmp_path, 700))
         assert names(tmp_path) == [".tmp-step-00000700", "step-00000600"]
@@ -282,12 +282,12 @@ def flip_bit(checkpoint: Path) -> str:
     content = bytearray((checkpoint / STATE).read_bytes())
     content[len(content) // 2] ^= 1
     (checkpoint / STATE).write_bytes(content)
-    return f"SHA-256 {read_manifest(checkpoint).sha256[:8]}…, found "
+    return f"SHA-256 {read_manifest(checkpoint).files[STATE].sha256[:8]}…, found "
 
 
 def change_checksum(checkpoint: Path) -> str:
     """Put another checksum into the manifest."""
-    size = read_manifest(checkpoint).size
+    size = read_manifest(checkpoint).files[STATE].size
     rewrite_manifest(checkpoint, files={STATE: {"size": size, "sha256": "0" * 64}})
     return f"SHA-256 {'0' * 8}…, found {size} bytes with [1-9a-f]"
 

@@ -18,7 +18,7 @@ from configs import config_error, frozen_text, resolved
 from omegaconf import OmegaConf
 from tiers import first_of
 
-from ddp_runner.checkpoint.manifest import MANIFEST, manifest_text
+from ddp_runner.checkpoint.manifest import MANIFEST, facts_of, manifest_text
 from ddp_runner.config.instantiate import construct, find, make
 from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
@@ -430,7 +430,9 @@ def test_the_command_rejects_a_hostile_checkpoint(tmp_path: Path) -> None:
     state = tmp_path / "checkpoints" / "step-00000001" / "state.pt"
     state.parent.mkdir(parents=True)
     (tmp_path / "evil.pt").rename(state)
-    (state.parent / MANIFEST).write_text(manifest_text(state, step=1, metrics={}))
+    (state.parent / MANIFEST).write_text(
+        manifest_text({state.name: facts_of(state)}, step=1, metrics={})
+    )
     end = run_command(f"resume={tmp_path}", folder=tmp_path / "here")
     assert "could run code (none was run)" in one_line(end)
     assert not mark.exists()

@@ -1,6 +1,7 @@
 """Build the train state of a rank from a command line, and train it by steps or by the loop."""
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -9,11 +10,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from configs import resolved
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.model_file import export_weights
+from ddp_runner.checkpoint.shard_notes import Shards
 from ddp_runner.checkpoint.store import save_checkpoint
+from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.training import CheckpointConfig
@@ -95,7 +99,13 @@ class Trace:
 
 def kept_in(folder: Path, trace: Trace) -> Any:
     """Return records of a run in a folder, as far as an export needs them."""
-    return SimpleNamespace(logger=trace, export=partial(export_weights, RunDir(folder).export))
+
+    def export(specs: Mapping[str, Tensor], tensors: Iterator[Tensor], **facts: Any) -> None:
+        if dist.get_rank() == 0:
+            export_weights(RunDir(folder).export, specs, tensors, **facts)
+        deque(tensors, maxlen=0)
+
+    return SimpleNamespace(logger=trace, export=export)
 
 
 def compose_config(*overrides: str, world_size: int = 1) -> Config:
@@ -215,6 +225,21 @@ def take_steps(
     return trace
 
 
+def save_state(state: TrainState, folder: Path, *, log: Callable[[str], None] = print) -> None:
+    """Save a checkpoint in the config's format. Collective: every rank must call."""
+    env, metrics = state.work.env, dict(state.progress.metrics)
+    config = CheckpointConfig(keep=state.work.config.checkpoint.keep)
+    if state.work.config.checkpoint.format == "sharded":
+        shards = Shards(env.rank, env.world_size)
+        with CheckpointWriter(folder, config, wire=None, log=log, shards=shards) as writer:
+            writer.begin(state.step)
+            writer.save(snapshot(state), step=state.step, metrics=metrics)
+        return
+    content = snapshot(state)
+    if env.is_rank_zero:
+        save_checkpoint(folder, content, step=state.step, metrics=metrics, config=config, log=log)
+
+
 def run_loop(
     env: DistEnv,
     config: Config,
@@ -243,18 +268,13 @@ def run_loop(
     progress = state.progress
 
     def save() -> None:
-        content, metrics = snapshot(state), dict(state.progress.metrics)
+        metrics = dict(state.progress.metrics)
         trace.saved_steps.append(progress.step)
         trace.saved[progress.step] = {k: v for k, v in metrics.items() if "perf/" not in k}
-        if folder is not None and env.is_rank_zero:
-            save_checkpoint(
-                folder,
-                content,
-                step=progress.step,
-                metrics=metrics,
-                config=CheckpointConfig(keep=config.checkpoint.keep),
-                log=trace.logged.append,
-            )
+        if folder is None:
+            snapshot(state)
+        else:
+            save_state(state, folder, log=trace.logged.append)
 
     def stop_requested() -> bool:
         is_last = env.rank == env.world_size - 1

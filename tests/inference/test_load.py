@@ -204,7 +204,7 @@ def test_an_export_that_the_run_has_trained_beyond_is_not_its_best(copy: Path) -
     export = copy / "model.safetensors"
     write_run_record(copy, status="preempted")
     export.unlink()
-    export_weights(export, old, step=4, metrics={}, is_average=True)
+    export_weights(export, old, old.values(), step=4, metrics={}, is_average=True)
     write_run_record(copy, export_sha256=file_sha256(export))
     found = ddp_runner.load(copy).state_dict()
     assert all(found[name].equal(new[name]) for name in new)

@@ -23,7 +23,7 @@ from ddp_runner.tracking.run_dir import RunDir
 
 def session(env: DistEnv, folder: Path, *, task: str = "mine.train") -> Any:
     """Return the parts of a session that saving needs."""
-    config = SimpleNamespace(task=task, resume=None)
+    config = SimpleNamespace(task=task, resume=None, checkpoint=CheckpointConfig())
     devices = (torch.device("cpu"),)
     mode = SimpleNamespace(layout=one_share_each)
     return SimpleNamespace(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import latest_checkpoint
 from configs import LAPTOP, compose_raw, resolved
 from generated_runs import lines_of, write_run
 from hypothesis import given
@@ -21,8 +22,8 @@ from properties import assert_one_line, damaged, examples, faulty
 from sweeps import planned
 from texts import csv_text
 
-from ddp_runner.checkpoint.manifest import MANIFEST, STATE, manifest_text, read_manifest
-from ddp_runner.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
+from ddp_runner.checkpoint.manifest import MANIFEST, STATE, facts_of, manifest_text, read_manifest
+from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.resume import resumed_overrides, with_resumed
 from ddp_runner.compare.analysis import compare
@@ -147,7 +148,9 @@ def test_a_state_with_the_right_checksum_is_plain_data_or_rejected(state: bytes)
     """Whoever wrote it wrote the manifest, too."""
     with folder() as here:
         path = write_checkpoint(here / "step-00000001", state, b"")
-        (path / MANIFEST).write_text(manifest_text(path / STATE, step=1, metrics={}))
+        (path / MANIFEST).write_text(
+            manifest_text({STATE: facts_of(path / STATE)}, step=1, metrics={})
+        )
         with rejected_in_one_line(path):
             assert isinstance(load_checkpoint(path), dict)
 

@@ -1,0 +1,76 @@
+"""A rank's part of a sharded checkpoint: its file, and the note by which rank 0 knows of it.
+
+All ranks write into one temporary folder, which only rank 0 renames. The notes are files, not
+messages: a thread that sent messages would meet the collectives of the training loop.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from ddp_runner.checkpoint.manifest import FileFacts
+from ddp_runner.checkpoint.pieces import Piece, write_pieces
+from ddp_runner.errors import UserError
+from ddp_runner.files import replace_file
+
+NOTE = "rank-{:05d}.json"
+POLL_S = 0.01
+IDLE_S = 5.0  # after a failure, a rank that has written nothing for so long is gone
+
+
+class Shards:
+    """This rank among those that write a checkpoint together."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self._num_ranks, self._has_failed = rank, num_ranks, Event()
+
+    def give_up(self) -> None:
+        """Wait no longer for ranks that write nothing: one of them may be gone."""
+        self._has_failed.set()
+
+    def write(self, folder: Path, *, pieces: Mapping[str, Piece]) -> dict[str, FileFacts]:
+        """Write this rank's file and its note; on rank 0, wait for the files of all ranks.
+
+        Returns:
+            The facts of all files by name; {} on other ranks.
+
+        Raises:
+            UserError: on rank 0, if another rank could not write its file, or is gone.
+            OSError: this rank could not write its file.
+        """
+        name = f"shard-{self.rank + 1:05d}-of-{self._num_ranks:05d}.safetensors"
+        if self.rank > 0:
+            note: dict[str, Any]
+            try:
+                note = {name: write_pieces(folder / name, pieces)}
+            except OSError as error:  # rank 0 raises it, for all
+                note = {"error": f"rank {self.rank}: {error.strerror or error}"}
+            replace_file(folder / NOTE.format(self.rank), json.dumps(note))
+            return {}
+        files = {name: write_pieces(folder / name, pieces)}
+        for rank in range(1, self._num_ranks):
+            files |= self._note(folder, rank)
+        return {name: facts for name, facts in files.items() if facts is not None}
+
+    def _note(self, folder: Path, rank: int) -> dict[str, FileFacts | None]:
+        """Wait for the note of a rank, and return the facts of its file."""
+        path, size, deadline = folder / NOTE.format(rank), -1, 0.0
+        while not path.exists():
+            time.sleep(POLL_S)
+            if not self._has_failed.is_set():
+                continue
+            written = sum(file.stat().st_size for file in folder.glob("shard-*"))
+            if written != size:
+                size, deadline = written, time.monotonic() + IDLE_S
+            elif time.monotonic() > deadline:
+                raise UserError(
+                    f"checkpoint {folder} is incomplete: rank {rank} did not write its part"
+                )
+        note = json.loads(path.read_bytes())
+        path.unlink()
+        if "error" in note:
+            raise OSError(note["error"])
+        return {name: facts and FileFacts(*facts) for name, facts in note.items()}

@@ -1,0 +1,136 @@
+"""Writes tensors in the safetensors format one by one, and reads parts of them.
+
+A file of a sharded checkpoint has the offsets of its parts in the header, as the files of
+torch.distributed.checkpoint do, so that its ``HuggingFaceStorageReader`` reads them.
+
+Sources: https://huggingface.co/docs/safetensors and
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ddp_runner.checkpoint.manifest import FileFacts
+from ddp_runner.errors import UserError
+from ddp_runner.parallelism.shards import StoredTensor
+
+OFFSETS = "DCP_SHARDING_INFO"  # torch's key of the parts' offsets in a file's metadata
+DTYPES = {  # the format's names
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+}
+ALIGNMENT = 8  # of the first tensor, so that all can be used in place
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in the order of its elements."""
+    dense = tensor.detach().to_dense().cpu().contiguous()
+    data: memoryview = dense.reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def write_tensors(
+    path: Path,
+    specs: Mapping[str, Tensor],
+    tensors: Iterable[Tensor],
+    *,
+    facts: Mapping[str, str],
+) -> FileFacts:
+    """Write a file with one tensor in memory at a time, flush it to disk, and return its facts.
+
+    Args:
+        path: of the file.
+        specs: tensors with the dtypes and shapes to write, by name; their values are not used.
+        tensors: the values, on any device, in the order of the specs.
+        facts: the file's metadata.
+
+    Raises:
+        UserError: the format lacks a dtype.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **facts}}
+    end = 0
+    for name, spec in specs.items():
+        begin, end = end, end + spec.numel() * spec.element_size()
+        if spec.dtype not in DTYPES:
+            raise UserError(f"{name} is {spec.dtype}, which a safetensors file cannot hold")
+        entry = {"dtype": DTYPES[spec.dtype], "shape": [*spec.shape], "data_offsets": [begin, end]}
+        header[name] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        start: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
+        for part in chain(start, map(raw_bytes, tensors)):
+            file.write(part)
+            digest.update(part)
+            size += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileFacts(size, digest.hexdigest())
+
+
+Part = tuple[Sequence[int], Tensor]  # offsets in the whole tensor, values
+
+
+class SavedTensor(StoredTensor):
+    """A tensor whose parts are in files.
+
+    Args:
+        name: for messages.
+        spec: with its dtype and shape.
+        parts: mapped from the files, so that only what is used is read.
+    """
+
+    def __init__(self, name: str, spec: Tensor, parts: Sequence[Part]) -> None:
+        self._name, self.shape, self._dtype, self._parts = name, spec.shape, spec.dtype, parts
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return the values from `offsets` on; do not change them.
+
+        Raises:
+            UserError: the files lack some.
+        """
+        target, filled = torch.empty(tuple(sizes), dtype=self._dtype), 0
+        for begin, part in self._parts:
+            first = [max(pair) for pair in zip(offsets, begin, strict=True)]
+            ends = zip(offsets, sizes, begin, part.shape, strict=True)
+            last = [min(a + n, b + m) for a, n, b, m in ends]
+            if all(low < high for low, high in zip(first, last, strict=True)):
+                pairs = [(slice(a, b)) for a, b in zip(first, last, strict=True)]
+                target[_shifted(pairs, offsets)] = part[_shifted(pairs, begin)]
+                filled += math.prod(high - low for low, high in zip(first, last, strict=True))
+        if filled != target.numel():
+            raise UserError(
+                f"{self._name} is incomplete: its files have {filled} of {target.numel()} values"
+            )
+        return target
+
+
+def _shifted(box: Iterable[slice], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return a box in the whole tensor as a box in the part that begins at `origin`."""
+    pairs = zip(box, origin, strict=True)
+    return tuple(slice(edge.start - first, edge.stop - first) for edge, first in pairs)
+
+
+def parts_in(paths: Iterable[Path]) -> dict[str, list[Part]]:
+    """Return the mapped parts of the tensors in files, by the tensors' names."""
+    parts = dict[str, list[Part]]()
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
+        for name, tensor in load_file(path).items():
+            begin = offsets[name]["saved_offsets"] if offsets else [0] * tensor.ndim
+            parts.setdefault(name, []).append((begin, tensor))
+    return parts
