@@ -1,23 +1,35 @@
 """Sharded checkpoints: resumed at any place, read by other tools, whole after any kill."""
 
+import errno
 import json
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import forked, kill_at_call, latest_checkpoint, wait_status
 from ranks import run_ranks
 from safetensors import safe_open
 from tiers import named, selected
 from train_states import build, compose_config, equal, save_state, take_steps
 
+from ddp_runner.checkpoint import shard_notes
+from ddp_runner.checkpoint.between_ranks import agreed_checkpoint
 from ddp_runner.checkpoint.manifest import STATE, read_manifest
-from ddp_runner.checkpoint.store import load_plain_data
+from ddp_runner.checkpoint.pieces import Piece
+from ddp_runner.checkpoint.shard_notes import Shards
+from ddp_runner.checkpoint.store import begin_checkpoint, load_checkpoint, load_plain_data
 from ddp_runner.checkpoint.weights import read_model
+from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.schema import Config
+from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.shards import whole
 from ddp_runner.train.snapshot import restore, snapshot
@@ -121,3 +133,118 @@ def test_other_tools_read_the_folder(saved: dict[str, Path]) -> None:
         offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
         part = file.get_slice("model.tokens.weight").get_shape()
     assert (offsets["model.tokens.weight"]["saved_offsets"], part) == ([130, 0], [129, 24])
+
+
+def content_of(rank: int, step: int) -> dict[str, Any]:
+    """Return the content of a checkpoint of two ranks, each with half of the rows."""
+    rows = torch.full((2, 3), float(10 * step + rank))
+    piece = Piece(torch.empty(4, 3, device="meta"), (2 * rank, 0), rows)
+    return {"step": step, "objects": {"model": {"weight": piece}}}
+
+
+def write_part(folder: Path, rank: int, step: int) -> None:
+    """Write a rank's part of a checkpoint; the loop fails meanwhile."""
+    shards = Shards(rank, 2)
+    writer = CheckpointWriter(folder, CheckpointConfig(), wire=None, log=print, shards=shards)
+    with suppress(KeyboardInterrupt), writer:
+        writer.save(content_of(rank, step), step=step, metrics={})
+        raise KeyboardInterrupt
+
+
+def save_both(folder: Path, step: int, traps: dict[int, Callable[[], None]] | None = None) -> bool:
+    """Save with two processes; return whether a trap killed one of them."""
+    begin_checkpoint(folder, step, log=pytest.fail)
+    children = [
+        forked((traps or {}).get(rank, lambda: None), partial(write_part, folder, rank, step))
+        for rank in (0, 1)
+    ]
+    statuses = [wait_status(child) for child in children]
+    return any(map(os.WIFSIGNALED, statuses))
+
+
+def newest_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint, after a look at all its numbers."""
+    path = latest_checkpoint(folder, log=pytest.fail)
+    assert path is not None
+    content = load_checkpoint(path)
+    step = int(content["step"])
+    rows = [[10.0 * step + rank] * 3 for rank in (0, 0, 1, 1)]
+    assert whole(content["objects"]["model"]["weight"]).tolist() == rows
+    return step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_between_any_two_calls_a_whole_checkpoint_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Rank 0 or another: the latest is the old or the new one; the next save removes the rest."""
+    monkeypatch.setattr(shard_notes, "IDLE_S", 0.1)
+    for number in range(100):
+        folder = tmp_path / str(number)
+        save_both(folder, 5)
+        killed = save_both(folder, 6, {rank: partial(kill_at_call, number)})
+        assert newest_step(folder) in (5, 6)
+        if not killed:
+            assert number > (8 if rank == 0 else 2)
+            assert newest_step(folder) == 6
+            break
+        save_both(folder, 7)
+        assert newest_step(folder) == 7
+        assert all(path.name.startswith("step-") for path in folder.iterdir())
+    else:
+        pytest.fail("the save never ran to its end")
+
+
+def test_a_rank_that_cannot_write_is_named_by_rank_zero(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk of one machine: the checkpoint before is intact."""
+    save_both(tmp_path, 5)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save_both(tmp_path, 6, {1: lambda: setattr(shard_notes, "write_pieces", full)})
+    assert "(rank 1: No space left on device); free space" in capfd.readouterr().out
+    assert newest_step(tmp_path) == 5
+
+
+def cut(path: Path) -> str:
+    """Remove the last byte; return the message."""
+    path.write_bytes(path.read_bytes()[:-1])
+    return rf"expected {path.name} of (\d+) bytes.*found (\d+) bytes"
+
+
+def flip(path: Path) -> str:
+    """Flip a bit; return the message."""
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    return rf"expected {path.name} of.*SHA-256"
+
+
+def remove(path: Path) -> str:
+    """Remove the file; return the message."""
+    path.unlink()
+    return rf"{path.name} \(No such file"
+
+
+@pytest.mark.parametrize("damage", [flip, cut, remove])
+def test_a_damaged_part_sends_a_resume_to_the_checkpoint_before(
+    tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    """The ranks share the files, and all hear what one of them finds."""
+    save_both(tmp_path, 5)
+    save_both(tmp_path, 6)
+    message = damage(tmp_path / "step-00000006" / "shard-00002-of-00002.safetensors")
+    (logged, path), other = run_ranks(found_in, 2, tmp_path)
+    assert path == tmp_path / "step-00000005"
+    assert other == ([], path)
+    assert re.search(message, logged[0])
+    assert logged[1] == f"{path} is used in its place"
+
+
+def found_in(env: DistEnv, folder: Path) -> tuple[list[str], Path | None]:
+    """Return what is logged, and the checkpoint that is found."""
+    logged = list[str]()
+    return logged, agreed_checkpoint(folder, log=logged.append)

@@ -7,8 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import latest_checkpoint
+from checkpoints import kill_at_call, latest_checkpoint, run_until_killed
 from rights import unreadable
 from tiers import only
 
@@ -123,44 +121,6 @@ def test_a_folder_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "none", log=pytest.fail) is None
     (tmp_path / "step-notes.txt").touch()
     assert latest_checkpoint(tmp_path, log=pytest.fail) is None
-
-
-def run_until_killed(set_trap: Callable[[], None], work: Callable[[], object]) -> bool:
-    """Run the work in a child after setting the trap; return whether the trap killed it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            set_trap()
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or status == 0, "the child failed by itself"
-    return os.WIFSIGNALED(status)
-
-
-def kill_at_call(number: int) -> None:
-    """Make this process die at the n-th call that changes the file system."""
-    calls = 0
-
-    def trap(name: str) -> None:
-        original = getattr(os, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-
-        setattr(os, name, counted)
-
-    for name in ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir"):
-        trap(name)
 
 
 @pytest.mark.parametrize("step", only("next_step", {"same_step": 600, "next_step": 700}))
