@@ -15,6 +15,7 @@ FORMAT_VERSION = 3
 SHARDED_VERSION = 4  # of a checkpoint with tensors in further files
 STATE = "state.pt"
 MANIFEST = "manifest.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"  # Hugging Face's: the file of each tensor
 CHECKSUM = "sha256"  # key of the checksum of all other fields
 
 

@@ -20,6 +20,8 @@ from ddp_runner.checkpoint.tensor_files import (
     parts_in,
     write_tensors,
 )
+from ddp_runner.errors import UserError
+from ddp_runner.files import leaves
 from ddp_runner.parallelism.shards import is_shard, map_leaves, own_part, spec_of
 
 
@@ -98,3 +100,21 @@ def joined(state: Any, files: Iterable[Path]) -> Any:
         return SavedTensor(name, value, parts.get(name, [])) if is_spec else value
 
     return map_leaves(saved, state)
+
+
+def reject_sharded(state: Any, name: str = "the state") -> None:
+    """Reject sharded tensors: rank 0 would save only its own part.
+
+    Raises:
+        UserError: the state holds a sharded tensor; the message has its key.
+    """
+    for key, value in leaves(state, name):
+        # Recognise DTensor, ShardedTensor, … by module: importing the classes takes time.
+        kinds = type(value).__mro__ if isinstance(value, Tensor) else ()
+        if any(kind.__module__.startswith("torch.distributed") for kind in kinds):
+            raise UserError(
+                f"{key} is a {type(value).__name__}, so each rank has only a part of it, but a "
+                "checkpoint holds whole tensors",
+                "train under parallelism=ddp, or return whole tensors from the model's "
+                "state_dict()",
+            )

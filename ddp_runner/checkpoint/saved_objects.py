@@ -42,8 +42,8 @@ from ddp_runner.checkpoint.optimizer_state import (
     parameter_names,
     scheduler_state,
 )
-from ddp_runner.checkpoint.pieces import pieces_of
-from ddp_runner.checkpoint.store import load_verified, reject_sharded
+from ddp_runner.checkpoint.pieces import pieces_of, reject_sharded
+from ddp_runner.checkpoint.store import load_verified
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, listed, typed
 from ddp_runner.parallelism.shards import first_not_finite, gathered, is_shard, load_module

@@ -25,10 +25,10 @@ from ddp_runner.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from ddp_runner.checkpoint.pieces import joined
+from ddp_runner.checkpoint.pieces import joined, reject_sharded
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError, any_error, os_errors, typed
-from ddp_runner.files import is_missing, leaves, replace_file, sync_folder
+from ddp_runner.files import is_missing, replace_file, sync_folder
 
 TEMP_PREFIX = ".tmp-"
 REPLACED_SUFFIX = ".replaced"
@@ -284,21 +284,3 @@ def load_plain_data(file: Path, *, named: str, fix: str, is_mapped: bool = False
         if (forbidden := re.search(r"GLOBAL (\S+)", str(error))) is not None:
             reason = f"rejected: it names {forbidden[1]}, which could run code (none was run)"
         raise UserError(f"{named} cannot be loaded: {reason}", fix) from error
-
-
-def reject_sharded(state: Any, name: str = "the state") -> None:
-    """Reject sharded tensors: rank 0 would save only its own part.
-
-    Raises:
-        UserError: the state holds a sharded tensor; the message has its key.
-    """
-    for key, value in leaves(state, name):
-        # Recognise DTensor, ShardedTensor, … by module: importing the classes takes time.
-        kinds = type(value).__mro__ if isinstance(value, torch.Tensor) else ()
-        if any(kind.__module__.startswith("torch.distributed") for kind in kinds):
-            raise UserError(
-                f"{key} is a {type(value).__name__}, so each rank has only a part of it, but a "
-                "checkpoint holds whole tensors",
-                "train under parallelism=ddp, or return whole tensors from the model's "
-                "state_dict()",
-            )

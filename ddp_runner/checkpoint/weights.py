@@ -3,14 +3,16 @@
 Only rank 0 does this, or a process without ranks.
 """
 
+import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.manifest import MANIFEST, read_manifest
+from ddp_runner.checkpoint.manifest import MANIFEST, WEIGHTS_INDEX, read_manifest
 from ddp_runner.checkpoint.model_file import Tensors, fitting_tensors, read_export
 from ddp_runner.checkpoint.store import (
     best_checkpoints,
@@ -25,7 +27,7 @@ from ddp_runner.config.sections import Asked
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError, any_error, os_errors
-from ddp_runner.files import file_sha256, is_missing, read_yaml
+from ddp_runner.files import file_sha256, is_missing, read_file, read_yaml
 from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import StoredTensor, send_module
 from ddp_runner.tracking.run_dir import RunDir
@@ -169,8 +171,9 @@ def starting_weights(
 ) -> Weights | None:
     """Return and log the weights of ``model.weights``; None if unset, or with own `checkpoints`.
 
-    It names a run (its best weights), a checkpoint folder, or a file: ``.safetensors``, or a
-    state_dict from torch.save, which may be under the key ``model`` or ``state_dict``.
+    It names a run (its best weights), a checkpoint folder, a folder that Hugging Face's
+    ``save_pretrained`` has written, or a file: ``.safetensors``, or a state_dict from torch.save,
+    which may be under the key ``model`` or ``state_dict``. ``model.weight_names`` renames tensors.
 
     Raises:
         UserError: there is no model in it, or it could run code.
@@ -180,13 +183,18 @@ def starting_weights(
         return None
     path = Path(source)
     with os_errors(f"model.weights ({path}) cannot be read", fix="make it readable, or change it"):
-        is_run = not (path.is_file() or (path / MANIFEST).exists())
+        is_foreign = (path / WEIGHTS_INDEX).exists() or (
+            RunDir(path).export.exists() and not RunDir(path).config.exists()
+        )
+        is_run = not (path.is_file() or is_foreign or (path / MANIFEST).exists())
     if is_run:
         settings = _settings(RunDir(path).config)
         instead = f"model.weights={path}/checkpoints/step-XXXXXXXX"
         weights = find_weights(RunDir(path), "best", settings=settings, instead=instead, log=log)
     else:
         weights = Weights(_read(path), 0, path)
+    table = config.model.get("weight_names") or {}
+    weights = replace(weights, tensors=_renamed(weights.tensors, table))
     log(f"starts from the weights in {weights.path}")
     return weights
 
@@ -214,9 +222,49 @@ def _settings(config: Path) -> CheckpointConfig:
         return CheckpointConfig(monitor=section["monitor"], mode=section["mode"])
 
 
+def _renamed(tensors: Tensors, table: Mapping[str, str | None]) -> Tensors:
+    """Return tensors under new names: ``a.*.b: c.*.d`` renames a.0.b to c.0.d; null drops it.
+
+    Each ``*`` is one part of a name. Names that match no pattern stay.
+    """
+    rules = [
+        (re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)")), new)
+        for pattern, new in table.items()
+    ]
+    renamed = dict[str, Tensor | StoredTensor]()
+    for name, tensor in tensors.items():
+        matches = ((rule.fullmatch(name), new) for rule, new in rules)
+        match, new = next((pair for pair in matches if pair[0]), (None, name))
+        if new is None:
+            continue
+        for part in match.groups() if match else ():
+            new = new.replace("*", part, 1)
+        renamed[new] = tensor
+    return renamed
+
+
+def _read_foreign(folder: Path, *, named: str) -> Tensors:
+    """Return the state_dict of a folder that Hugging Face's ``save_pretrained`` has written.
+
+    Its tensors are mapped: each is read when it is used.
+    """
+    names = {RunDir(folder).export.name}
+    if (folder / WEIGHTS_INDEX).exists():
+        with any_error(f"{named} has a damaged {WEIGHTS_INDEX}", "restore it"):
+            names = {*json.loads(read_file(folder / WEIGHTS_INDEX))["weight_map"].values()}
+            if outside := [name for name in names if Path(name).name != name]:
+                raise ValueError(f"{outside[0]} is not in the folder")
+    tensors = dict[str, Tensor]()
+    for name in sorted(names):
+        tensors |= read_export(folder / name, named=f"{named}, {name},")[0]
+    return tensors
+
+
 def _read(path: Path) -> Tensors:
     """Return the state_dict of a checkpoint or a file; see ``starting_weights``."""
     named = f"model.weights ({path})"
+    if path.is_dir() and not (path / MANIFEST).exists():
+        return _read_foreign(path, named=named)
     if path.is_dir():
         content: Any = load_checkpoint(path).get("objects")
     elif path.suffix == ".safetensors":

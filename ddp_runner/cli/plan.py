@@ -10,7 +10,7 @@ from hydra.conf import HydraConf
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_runner.checkpoint.manifest import MANIFEST
+from ddp_runner.checkpoint.manifest import MANIFEST, WEIGHTS_INDEX
 from ddp_runner.cli.chosen_options import (
     changed_keys,
     changes,
@@ -259,7 +259,7 @@ def validate_files(config: Config, *, env: DistEnv | None = None, is_here: bool 
     if (name := model.get("weights")) is not None and config.resume is None and num_nodes == 1:
         weights = Path(str(name))
         run = RunDir(weights)
-        parts = (run.checkpoints, run.export, weights / MANIFEST)
+        parts = (run.checkpoints, run.export, weights / MANIFEST, weights / WEIGHTS_INDEX)
         is_right = any(part.exists() for part in parts) or weights.suffix in WEIGHT_FILES
         if not (weights.exists() and is_right):
             fault = "is not a weights file or run folder" if weights.exists() else "does not exist"

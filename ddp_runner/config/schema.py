@@ -34,6 +34,7 @@ CONFIG_DIR = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent
 RUNNER_KEYS: Mapping[str, Mapping[str, type | None]] = {
     "model": {
         **{"name": None, "requires": None, "loss": None, "num_stages": int, "weights": str},
+        "weight_names": dict,
         # conf/model/gpt.yaml explains these
         **{"channels_last": bool, "meta_init": bool, "blocks": list, "tensor_parallel": dict},
     },

@@ -28,6 +28,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import MONITORS
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
+from ddp_runner.models.gpt import GPT
 from ddp_runner.models.toy import ToyModel
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build_state import build_state, build_work
@@ -155,6 +156,48 @@ def test_what_a_killed_export_left_is_gone_after_the_next(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="complex128, which a safetensors file cannot hold"):
         export(path, {"odd": torch.zeros(2, dtype=torch.complex128)}, step=2, metrics={})
     assert [one.name for one in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def foreign_folder(path: Path, model: nn.Module, *, num_files: int) -> Path:
+    """Save a GPT in Llama's layout, as Hugging Face's libraries do."""
+    names = compose_config("model=gpt").model["weight_names"]
+    tensors = dict[str, Tensor]()
+    for name, tensor in model.state_dict().items():
+        number = next((part for part in name.split(".") if part.isdecimal()), "")
+        ours = name.replace(f".{number}.", ".*.") if number else name
+        theirs = next(foreign for foreign, own in names.items() if own == ours)
+        tensors[theirs.replace("*", number)] = tensor
+    path.mkdir()
+    if num_files == 1:
+        save_file(tensors, path / "model.safetensors")
+        return path
+    files = {name: f"model-{index % num_files}.safetensors" for index, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return path
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_a_folder_in_another_layout_is_renamed_and_loaded(tmp_path: Path, num_files: int) -> None:
+    """Of one file, or of several with an index; the model's YAML has the names."""
+    whole, back = GPT(vocab_size=256), GPT(vocab_size=256)
+    folder = foreign_folder(tmp_path / "llama", whole, num_files=num_files)
+    config = compose_config("model=gpt", f"model.weights={folder}")
+    found = starting_weights(config, tmp_path / "none", log=lambda _: None)
+    assert found is not None
+    load_tensors(back, found.tensors, named="it")
+    for name, tensor in back.state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name])
+
+
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path) -> None:
+    """It may come from anybody."""
+    index = tmp_path / "model.safetensors.index.json"
+    for content in ('{"weight_map": {"w": "../secret.safetensors"}}', "[]"):
+        index.write_text(content)
+        with pytest.raises(UserError, match=r"has a damaged model\.safetensors\.index\.json"):
+            start(tmp_path)
 
 
 def test_weights_of_another_model_are_rejected_with_what_differs(tmp_path: Path) -> None:
