@@ -7,8 +7,9 @@ the values are in the files of the ranks.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -23,6 +24,9 @@ from ddp_runner.checkpoint.tensor_files import (
 from ddp_runner.errors import UserError
 from ddp_runner.files import leaves
 from ddp_runner.parallelism.shards import is_shard, map_leaves, own_part, spec_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,13 @@ def _piece(tensor: Tensor, *, holder: int, rank: int) -> Piece:
     is_copy = any(placement.is_replicate() and index for index, placement in copies)
     (chunk,) = cast(Any, tensor).__create_chunk_list__()
     # A rank may have no rows.
-    is_saved = holder in mesh.mesh.flatten().tolist() and not is_copy and part.numel() > 0
+    is_saved = holder in _ranks_of(mesh) and not is_copy and part.numel() > 0
     return Piece(spec_of(tensor), tuple(chunk.offsets), part if is_saved else None)
+
+
+@lru_cache
+def _ranks_of(mesh: "DeviceMesh") -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
 
 
 def split_off(state: Any) -> tuple[Any, dict[str, Piece]]:
