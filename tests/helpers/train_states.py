@@ -269,12 +269,12 @@ def run_loop(
 
     def save() -> None:
         metrics = dict(state.progress.metrics)
-        trace.saved_steps.append(progress.step)
-        trace.saved[progress.step] = {k: v for k, v in metrics.items() if "perf/" not in k}
         if folder is None:
             snapshot(state)
         else:
             save_state(state, folder, log=trace.logged.append)
+        trace.saved_steps.append(progress.step)
+        trace.saved[progress.step] = {k: v for k, v in metrics.items() if "perf/" not in k}
 
     def stop_requested() -> bool:
         is_last = env.rank == env.world_size - 1
