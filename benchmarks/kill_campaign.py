@@ -53,6 +53,7 @@ TEXT = (
     "model.num_layers=2", "model.width=16", "model.num_heads=2", "model.dropout=0.1",
     f"train.max_steps={NUM_STEPS}", "train.eval_every_steps=3",
 )  # fmt: skip
+SHARDED = ("checkpoint.format=sharded",)
 MODES = {
     "single": ("model=mnist_net", *DIGITS, "parallelism=single", "world_size=1"),
     "ddp": ("model=mnist_net", *DIGITS, "parallelism=ddp", "world_size=2"),
@@ -62,8 +63,23 @@ MODES = {
     "hsdp": (*TEXT, "optimizer=momentum", "parallelism=hsdp", "world_size=4"),
     "tp": (*TEXT, "parallelism=tp", "world_size=2"),
     "other ranks": (*TEXT, "batch.virtual_ranks=8", "parallelism=ddp", "world_size=4"),
+    "sharded": (*TEXT, *SHARDED, "parallelism=fsdp", "world_size=2"),
+    "sharded, then others": (
+        *(*TEXT, *SHARDED, "model.dropout=0", "train.grad_accum_steps=2"),
+        *("parallelism=fsdp", "world_size=2"),
+    ),
 }
-RESUMED_AS = {"other ranks": ("parallelism=fsdp", "world_size=2")}  # after a kill
+RESUMED_AS: dict[str, list[tuple[str, ...]]] = {  # after a kill, one of these
+    "other ranks": [("parallelism=fsdp", "world_size=2")],
+    "sharded, then others": [
+        ("parallelism=pp", "world_size=2"),
+        ("parallelism=tp", "world_size=2"),
+        ("parallelism=single", "world_size=1"),
+        ("parallelism=fsdp", "world_size=2"),
+    ],
+}
+# Modes whose runs equal the uninterrupted run up to rounding only.
+TOLERANCES = {"sharded, then others": 1e-4}
 VICTIMS = ("rank", "launcher", "tree")
 PLACES = ("training", "saving", "any instant")
 MOST_KILLS = 8  # of a chain
@@ -198,7 +214,8 @@ def chain(
         end = _run(mode, folder, environ={"TMPDIR": str(temp)})
         if end != 0:
             raise WrongError(f"the resume ended with exit code {end}: {_stderr(folder)}")
-        assert_equal(folder / RUN, expected.run_dir, num_steps=NUM_STEPS)
+        tolerance = TOLERANCES.get(mode, 0.0)
+        assert_equal(folder / RUN, expected.run_dir, num_steps=NUM_STEPS, tolerance=tolerance)
     except (WrongError, AssertionError) as wrong:
         result.failures.append(f"{mode}, {folder.name}: {wrong} (after {dict(result.kills)})")
         return result
@@ -206,12 +223,13 @@ def chain(
     return result
 
 
-def command_of(mode: str, folder: Path) -> tuple[str, ...]:
+def command_of(mode: str, folder: Path, chance: random.Random) -> tuple[str, ...]:
     """Return the command that starts a training, or continues it."""
     if mode in RESUMED_AS and (folder / RUN / ".hydra" / "config.yaml").exists():
         # A run without steps left takes no other mode.
         is_done = max(checkpoint_steps(folder / RUN), default=0) == NUM_STEPS
-        return (*COMMON, f"resume={RUN}", *(() if is_done else RESUMED_AS[mode]))
+        way = () if is_done else chance.choice(RESUMED_AS[mode])
+        return (*COMMON, f"resume={RUN}", *way)
     return (*MODES[mode], *COMMON, *FOLDER)
 
 
@@ -227,7 +245,7 @@ def _kill_once(
     """Continue a training until a kill; return False if it ended before the kill."""
     victim, place = chance.choice(VICTIMS), chance.choice(PLACES)
     restarts = chance.choice((0, 2)) if victim == "rank" else 0
-    command = command_of(mode, folder)
+    command = command_of(mode, folder, chance)
     sizes = [key for key in (*MODES[mode], *command) if key.startswith("world_size=")]
     world_size = min(int(key.partition("=")[2]) for key in sizes)
     left = NUM_STEPS - max(checkpoint_steps(folder / RUN), default=0)
@@ -287,7 +305,7 @@ def _kill_at(seconds: float, process: Any, victim: str, chance: random.Random) -
 
 
 def _run(mode: str, folder: Path, *faults: Fault, environ: Any = None) -> int:
-    command = command_of(mode, folder)
+    command = command_of(mode, folder, random.Random(folder.name))
     with background(*command, folder=folder, prepare=inject(*faults), environ=environ) as run:
         return run.wait(LONGEST_S)
 
