@@ -14,6 +14,7 @@ from train_states import build, compose_config, evaluated
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import build_engine, take_step
 from ddp_runner.train.step_metrics import global_loss
 
@@ -42,6 +43,7 @@ def steps_of(env: DistEnv, config: Config, dtype: torch.dtype = torch.float64) -
     """Take steps, with an evaluation between them and one after them."""
     torch.set_default_dtype(dtype)
     state = build(env, config)
+    try_run(state)
     state.engine = build_engine(state)
     found = Steps([], [], [], {}, {})
     for number, batch in enumerate(islice(state.batches, NUM_STEPS), start=1):
@@ -103,3 +105,36 @@ def test_a_pipeline_takes_the_steps_of_one_process(way: str, letters: str) -> No
     world_size, keys = WAYS[way]
     ranks = compared(world_size, letters, "ema.decay=0.9", of_mode=keys)
     assert not ranks[0].parameters.keys() & ranks[1].parameters.keys() - {"tokens.weight"}
+
+
+PP, OWN = ("parallelism=pp",), "allowed_targets=[staged_models]"
+UNCUT = (OWN, "model._target_=staged_models.Plain", "model.meta_init=false", "~model.pipeline")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "groups": (
+        "params.no_decay=true",
+        "params.groups=[{match:blocks.3.*,lr:0.02},{match:tokens.*,weight_decay:0.5}]",
+    ),
+    "first stage frozen": ("params.freeze=[tokens.*,blocks.0.*,blocks.1.*]",),
+    "last block frozen": ("params.freeze=[blocks.3.*,norm.*]",),
+    "computed twice": ("train.activation_checkpointing=true",),
+    "without clipping": ("train.clip_norm=null",),
+    "clipped by value": ("train.clip_norm=null", "train.clip_value=0.01"),
+    "built whole": ("model.meta_init=false",),
+    "all ends on all ranks": ("~model.pipeline",),
+    "a model of the user's": UNCUT,
+    "own step": (OWN, "train.step=staged_models.noisy"),
+    "scalars": (OWN, "train.step=staged_models.counted"),
+}
+
+
+@pytest.mark.parametrize("variant", first_of(VARIANTS))
+def test_variants_take_the_steps_of_one_process(variant: str, letters: str) -> None:
+    """Patterns may match on other ranks only; unused and frozen parts need no gradient."""
+    compared(2, letters, *VARIANTS[variant], of_mode=PP)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["groups", "first stage frozen", "a model of the user's"])
+def test_variants_of_replicas(variant: str, letters: str) -> None:
+    """Gradients are added over replicas where the stages have some."""
+    compared(4, letters, *VARIANTS[variant], of_mode=("parallelism=ddp_pp",))
