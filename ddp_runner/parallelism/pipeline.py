@@ -62,42 +62,31 @@ class Pipeline:
         Raises:
             UserError: the model cannot be cut so.
         """
-        num_ranks, device = dist.get_world_size(), devices[0]
+        num_ranks, device, per_rank = dist.get_world_size(), devices[0], self.stages_per_rank
         size = self.pipeline_size or num_ranks
-        rank = dist.get_rank() % size
+        rank, firsts = dist.get_rank() % size, range(0, num_ranks, size)
         with torch.device("meta" if self.meta_init else "cpu"):
             module = build()
-        cut = plan_cut(
-            module,
-            size * self.stages_per_rank,
-            patterns=self.blocks,
-            ends=self.ends,
-            split=self.split,
-        )
+        keys: dict[str, Any] = {"patterns": self.blocks, "ends": self.ends, "split": self.split}
+        cut = plan_cut(module, size * per_rank, **keys)
         remember_whole(module)
-        own = frozenset(range(rank, size * self.stages_per_rank, size))
+        own = frozenset(range(rank, size * per_rank, size))
         drop_others(module, lambda name: bool(cut.users[name] & own))
-        is_empty = any(parameter.is_meta for parameter in module.parameters())
-        module = module.to_empty(device=device) if is_empty else module.to(device)
-        if is_empty:
-            initialise(module)
-        firsts = range(0, num_ranks, size)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            initialise(module.to_empty(device=device))
+        module = module.to(device)
         names = dict(module.named_parameters(remove_duplicate=False))
         ties = [
-            (
-                [name for name in tied if name in names],
-                _subgroup(tuple(tuple(first + rank for rank in ranks) for first in firsts)),
-            )
-            for ranks, tied in tie_groups(cut, size)
+            ([name for name in tied if name in names], _subgroup(firsts, holders))
+            for holders, tied in tie_groups(cut, size)
         ]
-        columns = tuple(tuple(range(first, num_ranks, size)) for first in range(size))
         stages = Stages(
             module,
             cut.blocks,
-            _subgroup(tuple(tuple(range(first, first + size)) for first in firsts)),
-            _subgroup(columns) if num_ranks > size else None,
+            _subgroup(firsts, range(size)),
+            _subgroup(range(size), firsts) if num_ranks > size else None,
             device,
-            [(tied, group) for tied, group in ties if tied and group is not None],
+            [(tied, group) for tied, group in ties if tied],
             frozenset(name for name in names if min(cut.shared[name]) % size != rank),
         )
         cast(Any, module).pipeline_stages = stages
@@ -109,12 +98,15 @@ class Pipeline:
         return PipelineEngine(state.module, local, self.schedule)
 
 
+def _subgroup(firsts: Iterable[int], offsets: Iterable[int]) -> Any:
+    """Return this rank's group of those with the offsets from each of the first ranks, or None."""
+    return _subgroups(
+        dist.group.WORLD, tuple(tuple(first + offset for offset in offsets) for first in firsts)
+    )
+
+
 @lru_cache(maxsize=8)
 def _subgroups(world: dist.ProcessGroup, parts: tuple[tuple[int, ...], ...]) -> Any:
     """Return the group of these ranks that has this rank, or None; made once for each `world`."""
     group, _ = dist.new_subgroups_by_enumeration([[*part] for part in parts])
     return group
-
-
-def _subgroup(parts: Iterable[Iterable[int]]) -> Any:
-    return _subgroups(dist.group.WORLD, tuple(map(tuple, parts)))

@@ -6,12 +6,10 @@ whose outputs the training step does not see.
 Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain, groupby
-from operator import itemgetter
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -55,34 +53,33 @@ class _Micro:
         count = self.batch.num_samples
 
         def fill(leaf: Tensor) -> Tensor:
-            if not leaf.ndim or len(leaf) != count:
+            if count == size or not leaf.ndim or len(leaf) != count:
                 return leaf
             return torch.cat([leaf, leaf[:1].expand(size - count, *leaf.shape[1:])])
 
-        if count == size:
-            return replace(self, size=size)
         args, kwargs = tree_map_only(Tensor, fill, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs, size=size)
 
     def own(self, outputs: Any) -> Any:
         """Return the part of the model's outputs that belongs to the micro-batch's samples."""
         count = self.batch.num_samples
-        if count == self.size:
-            return outputs
-        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        if odd := [leaf for leaf in leaves if not leaf.ndim or len(leaf) != self.size]:
-            raise UserError(
-                f"a pipeline fills a micro-batch up to {self.size} samples, and the model returns "
-                f"{tuple(odd[0].shape)} for them",
-                "return tensors whose first dim is the samples, or write parallelism=fsdp",
-            )
-        return tree_map_only(Tensor, lambda leaf: leaf[:count], outputs)
+
+        def cut(leaf: Tensor) -> Tensor:
+            if not leaf.ndim or len(leaf) != self.size:
+                raise UserError(
+                    f"a pipeline fills a micro-batch up to {self.size} samples, and the model "
+                    f"returns {tuple(leaf.shape)} for them",
+                    "return tensors whose first dim is the samples, or write parallelism=fsdp",
+                )
+            return leaf[:count]
+
+        return outputs if count == self.size else tree_map_only(Tensor, cut, outputs)
 
     @property
     def shapes(self) -> Sequence[Any]:
         """The shapes and dtypes of the inputs."""
         leaves = tree_leaves((self.args, self.kwargs))
-        return [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+        return [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class PipelineEngine(Engine[Any, Any]):
@@ -91,13 +88,8 @@ class PipelineEngine(Engine[Any, Any]):
     def __init__(self, module: nn.Module, local: Any, schedule: str) -> None:
         stages = stages_of(module)
         assert stages is not None
-        self._module, self._stages, self._local, self._class = (
-            module,
-            stages,
-            local,
-            SCHEDULES[schedule],
-        )
-        self._is_last = stages.group.rank() == stages.group.size() - 1
+        self._module, self._stages, self._local = module, stages, local
+        self._class = SCHEDULES[schedule]
         self._shapes: Sequence[Any] | None = None  # of the inputs that the schedule is for
         self._schedule: Any = None
         self._names: Sequence[str] | None = None  # of the training step's scalars
@@ -124,11 +116,10 @@ class PipelineEngine(Engine[Any, Any]):
         except RuntimeError as error:  # torch hides what failed in a stage
             raise error.__cause__ or error from None
         self._micros = []
-        names = dict(self._module.named_parameters(remove_duplicate=False))
         for tied, group in self._stages.ties:
-            add_gradients([names[name] for name in tied], group)
+            add_gradients(map(self._module.get_parameter, tied), group)
         if self._stages.replicas is not None:
-            add_gradients([*self._module.parameters()], self._stages.replicas)
+            add_gradients(self._module.parameters(), self._stages.replicas)
         sums = self._shared_sums()
         state.timer.mark(StepPart.PIPELINE)
         return sums
@@ -144,9 +135,8 @@ class PipelineEngine(Engine[Any, Any]):
 
         seed_all(self._seed, "micro-batch", index)
         try:
-            self._local.micro_sums(
-                self._state, _StandIn(self._module, record), part, global_count=self._count
-            )
+            model = _StandIn(self._module, record)
+            self._local.micro_sums(self._state, model, part, global_count=self._count)
         except _ModelCallError as call:
             return call.micro
         raise _wrong_calls(0)
@@ -155,9 +145,8 @@ class PipelineEngine(Engine[Any, Any]):
         """Build the schedule for the shapes of these inputs, unless it is built."""
         shapes, *others = (micro.shapes for micro in self._micros)
         if different := [other for other in others if other != shapes]:
-            sizes = [[tuple(shape) for shape, _ in inputs] for inputs in (shapes, different[0])]
             raise UserError(
-                f"two micro-batches of a step have inputs of {sizes[0]} and {sizes[1]}, and a "
+                f"two micro-batches of a step have inputs of {shapes} and {different[0]}, and a "
                 "pipeline sends tensors of one shape",
                 "pad all samples to one length, or write parallelism=fsdp",
             )
@@ -214,22 +203,18 @@ class PipelineEngine(Engine[Any, Any]):
     def _shared_sums(self) -> Sums:
         """Return the last stage's sums on every rank of the pipeline. Collective."""
         sums, group, device = self._sums, self._stages.group, self._stages.device
+        last = group.size() - 1
         if self._names is None:
-            box = [[*sums.scalars]]
-            dist.broadcast_object_list(
-                box, group_src=group.size() - 1, group=group, device=torch.device("cpu")
-            )
+            box, cpu = [[*sums.scalars]], torch.device("cpu")
+            dist.broadcast_object_list(box, group=group, group_src=last, device=cpu)
             self._names = box[0]
         tokens = torch.zeros(()) if sums.tokens is None else sums.tokens
         values = [sums.loss, tokens, *(sums.scalars.get(name, tokens) for name in self._names)]
         packed = torch.stack([value.to(device, sum_dtype(device)) for value in values])
-        dist.broadcast(packed, group_src=group.size() - 1, group=group)
+        dist.broadcast(packed, group=group, group_src=last)
         loss, counted, *scalars = packed.to(sums.loss.dtype)
-        return Sums(
-            loss,
-            None if sums.tokens is None else counted,
-            dict(zip(self._names, scalars, strict=True)),
-        )
+        by_name = dict(zip(self._names, scalars, strict=True))
+        return Sums(loss, None if sums.tokens is None else counted, by_name)
 
 
 class _Computation(nn.Module):
@@ -275,37 +260,31 @@ def _wrong_calls(count: int) -> UserError:
     )
 
 
-def add_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def add_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Add gradients over a group; one that no rank has stays None. Collective in the group.
 
     Raises:
         UserError: a gradient is sparse.
     """
-    by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
-    for parameter in parameters:
-        if parameter.requires_grad:
-            by_dtype[parameter.dtype].append(parameter)
-    for bucket in chain.from_iterable(map(_buckets, by_dtype.values())):
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+    trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+    ends = accumulate(parameter.nbytes for parameter in trained)
+    kinds = [
+        (parameter.dtype, end // BUCKET_BYTES) for parameter, end in zip(trained, ends, strict=True)
+    ]
+    for kind in dict.fromkeys(kinds):
+        bucket = [one for one, its_kind in zip(trained, kinds, strict=True) if its_kind == kind]
+        parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
         if any(part.is_sparse for part in parts):
             raise UserError(
                 "a pipeline adds dense gradients over ranks, and this model has sparse ones",
                 "leave out sparse=True in the model, or write parallelism=ddp",
             )
-        is_used = torch.tensor([float(p.grad is not None) for p in bucket]).to(parts[0])
+        is_used = torch.tensor([float(one.grad is not None) for one in bucket]).to(parts[0])
         flat = torch.cat([*(part.flatten() for part in parts), is_used])
         dist.all_reduce(flat, group=group)
         *totals, is_used = flat.split([*(part.numel() for part in parts), len(bucket)])
-        for index, (parameter, total) in enumerate(zip(bucket, totals, strict=True)):
+        for parameter, total, used in zip(bucket, totals, is_used, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(total.view_as(parameter))
-            elif is_used[index]:
+            elif used:
                 parameter.grad = total.view_as(parameter).clone()
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters in groups of about BUCKET_BYTES."""
-    ends = accumulate(parameter.nbytes for parameter in parameters)
-    numbered = zip((end // BUCKET_BYTES for end in ends), parameters, strict=True)
-    for _, group in groupby(numbered, key=itemgetter(0)):
-        yield [parameter for _, parameter in group]
