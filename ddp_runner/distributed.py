@@ -63,19 +63,19 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
 
 
 def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Copy rank 0's buffers (BatchNorm statistics) to the group's ranks. Collective."""
+    """Copy the first rank's buffers (BatchNorm statistics) to the group's ranks. Collective."""
     broadcast_tensors([*module.buffers()], group=group)
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Copy rank 0's tensors to the group's ranks, a broadcast per dtype and device. Collective."""
+    """Copy the first rank's tensors to the group, a broadcast per dtype and device. Collective."""
     by_kind = defaultdict[object, list[Tensor]](list)
     for tensor in tensors:
         by_kind[tensor.device, tensor.dtype].append(tensor)
     for tensors_of_kind in by_kind.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors_of_kind])
-        dist.broadcast(flat.view(torch.uint8), src=0, group=group)
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
         sizes = [tensor.numel() for tensor in tensors_of_kind]
         for tensor, part in zip(tensors_of_kind, flat.split(sizes), strict=True):
             tensor.copy_(part.view(tensor.shape))

@@ -16,6 +16,7 @@ class StepPart(StrEnum):
     DATA = "data"
     FORWARD = "forward"
     BACKWARD = "backward"
+    PIPELINE = "pipeline"  # forwards and backwards of a pipeline's schedule, with its waits
     COMM = "comm"  # exchange of gradients that no computation hides
     WAIT = "wait"  # for slower ranks
     COLLECT = "collect"  # a parameter server waits for gradients

@@ -29,7 +29,8 @@ def validate_clashes(config: Config) -> None:
     needs, name, cap_mb = mode_needs(mode), mode.get("name"), mode.get("bucket_cap_mb")
     if needs.num_servers and mode.get("mode") not in ("sync", "async"):
         raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
-    if needs.num_servers and config.task == "check":
+    is_pipeline = "pipeline_size" in mode
+    if (needs.num_servers or is_pipeline) and config.task == "check":
         raise UserError(
             f"task=check compares equal ranks, not parallelism={name}", "write parallelism=ddp"
         )
@@ -50,7 +51,7 @@ def validate_clashes(config: Config) -> None:
             f"train.profile traces ranks of one loop, not parallelism={name}",
             "write parallelism=ddp",
         )
-    if train.precision == "fp16" and (needs.num_servers or needs.splits_parameters):
+    if train.precision == "fp16" and (needs.num_servers or needs.splits_parameters or is_pipeline):
         raise UserError(
             f"train.precision=fp16 scales the loss by whole gradients, which no rank sees under "
             f"parallelism={name}",
@@ -60,6 +61,12 @@ def validate_clashes(config: Config) -> None:
         raise UserError(
             f"train.compile=true: parallelism={name} copies the model in each step",
             "write parallelism=ddp",
+        )
+    if train.compile and is_pipeline:
+        raise UserError(
+            f"train.compile=true compiles a whole model, and a rank of parallelism={name} has only "
+            "some of its layers",
+            "write train.compile=false, or parallelism=fsdp",
         )
     if train.compile and cap_mb is not None and cap_mb < 1:  # the first bucket has 1 MiB
         raise UserError(
@@ -104,6 +111,8 @@ def validate_mode(config: Config) -> None:
         _validate_hook(config, hook)
     if "tensor_parallel_size" in mode:
         _validate_mesh(config)
+    if "pipeline_size" in mode and config.task == "train":
+        _validate_pipeline(config)
     if config.batch.virtual_ranks is not None and config.task not in UNSUMMED:
         _validate_virtual_ranks(config, config.batch.virtual_ranks)
 
@@ -226,6 +235,44 @@ def _validate_mesh(config: Config) -> None:
             f"{number if size == 1 else ' with tensor parallelism'}"
         )
     _validate_tensor_parallel(config, size)
+
+
+def _validate_pipeline(config: Config) -> None:
+    """Validate the modes that cut a model into stages: pp, ddp_pp."""
+    mode, model, steps = config.parallelism, config.model, config.train.grad_accum_steps
+    name, size = mode.get("name"), mode["pipeline_size"] or config.world_size
+    stages, is_interleaved = size * mode["stages_per_rank"], mode["schedule"] == "interleaved"
+    if size < 2:
+        raise UserError(f"parallelism.pipeline_size ({size}) must be 2 or greater")
+    if not model.get("blocks"):
+        raise UserError(
+            f"model={model.get('name')} has no stages: parallelism={name} needs the methods embed "
+            "and head, and the key model.blocks",
+            "write parallelism=fsdp",
+        )
+    if is_interleaved != (stages > size):
+        raise UserError(
+            f"parallelism.stages_per_rank={stages // size} does not fit parallelism.schedule="
+            f"{mode['schedule']}: only interleaved has several stages on a rank",
+            "write parallelism.stages_per_rank=2 with interleaved, else 1",
+        )
+    if isinstance(layers := model.get("num_layers"), int) and layers < stages:
+        raise UserError(
+            f"model.num_layers ({layers}) is fewer than the {stages} stages of parallelism={name}",
+            f"write model.num_layers={stages} or more, or use fewer ranks in a pipeline",
+        )
+    if steps < size:
+        raise UserError(
+            f"parallelism={name} needs train.grad_accum_steps ({steps}) of at least the {size} "
+            "ranks of a pipeline, or most of them wait",
+            f"write train.grad_accum_steps={2 * size}",
+        )
+    if is_interleaved and steps % size:
+        raise UserError(
+            f"parallelism.schedule=interleaved needs train.grad_accum_steps ({steps}) divisible by "
+            f"the {size} ranks of a pipeline",
+            f"write train.grad_accum_steps={-(-steps // size) * size}",
+        )
 
 
 def _validate_tensor_parallel(config: Config, size: int) -> None:

@@ -37,6 +37,7 @@ RUNNER_KEYS: Mapping[str, Mapping[str, type | None]] = {
         "weight_names": dict,
         # conf/model/gpt.yaml explains these
         **{"channels_last": bool, "meta_init": bool, "blocks": list, "tensor_parallel": dict},
+        "pipeline": dict,
     },
     "dataset": {"requires": None, "shuffle": bool},
     "parallelism": {"requires": None, "needs": None},
@@ -52,6 +53,7 @@ TOTAL_STEPS = ("total_steps", "T_max", "num_training_steps", "num_steps", "max_s
 # own classes and of torch's schedulers must be 0 or greater.
 GROUP_KEYS: Mapping[str, Rule] = {
     **dict.fromkeys(("dataset.mean", "scheduler.last_epoch"), Rule()),  # these may be negative
+    "parallelism.schedule": Rule(choices=("1f1b", "gpipe", "interleaved")),
     "dataset.eval_fraction": Rule(above=0, below=1),
     "trackers.wandb.mode": Rule(choices=(None, "online", "offline")),
     **dict.fromkeys(
@@ -69,6 +71,7 @@ GROUP_KEYS: Mapping[str, Rule] = {
             *("dataset.channels", "dataset.height", "dataset.width", "dataset.prefetch_factor"),
             *("parallelism.devices_per_rank", "parallelism.num_replicas"),
             *("parallelism.tensor_parallel_size", "scheduler.every_epochs"),
+            *("parallelism.pipeline_size", "parallelism.stages_per_rank"),
             *("trackers.mlflow.timeout_s", "trackers.mlflow.wait_s"),
             *("trackers.wandb.timeout_s", "trackers.wandb.wait_s"),
         ),

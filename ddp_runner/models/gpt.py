@@ -142,10 +142,23 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens, int64 (batch, length), to next-token logits (batch, length, vocab)."""
-        hidden = self.dropout(self.tokens(tokens))
-        rotary = rotary_table(tokens.shape[1], self.head_dim, tokens.device)
+        hidden = self.embed(tokens)
+        context = self.context(tokens)
         for block in self.blocks:
-            hidden = block(hidden, rotary)
+            hidden = block(hidden, *context)
+        return self.head(hidden)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return what the first block takes, (batch, length, width)."""
+        hidden: Tensor = self.dropout(self.tokens(tokens))
+        return hidden
+
+    def context(self, tokens: Tensor) -> tuple[Tensor]:
+        """Return what each block takes besides the hidden state."""
+        return (rotary_table(tokens.shape[1], self.head_dim, tokens.device),)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits of what the last block returns."""
         return F.linear(self.norm(hidden), self.tokens.weight)
 
 

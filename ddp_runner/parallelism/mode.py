@@ -34,6 +34,7 @@ class Layout:
     # A forward waits for the other ranks, so all must evaluate the same number of batches.
     forward_is_collective: bool = False
     backward_is_collective: bool = True  # with several ranks; False: the engine reduces gradients
+    has_stages: bool = False  # the ranks of a share have different layers, not parts of each
 
     @property
     def sends_batch_numbers(self) -> bool:
@@ -68,6 +69,14 @@ class Sums:
     tokens: Tensor | None
     scalars: dict[str, Tensor]  # the training step's scalars by name, averaged as the loss
     grad_norm: Tensor | None = None  # norm of the whole gradient before clipping, if computed
+
+    def add(self, part: "Sums") -> None:
+        """Add the sums of a micro-batch; its loss has a graph."""
+        self.loss += part.loss.detach()
+        for name, value in part.scalars.items():
+            self.scalars[name] = self.scalars.get(name, 0) + value
+        if self.tokens is not None and part.tokens is not None:
+            self.tokens += part.tokens
 
 
 class Engine(ABC, Generic[StateT, BatchT]):

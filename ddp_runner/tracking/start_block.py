@@ -1,7 +1,7 @@
 """What a run prints at its start: a first line, its facts, and on request a glossary."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,9 +128,8 @@ def shown_path(path: Path) -> Path:
     return path
 
 
-def sizes(module: "nn.Module") -> RunFields:
+def sizes(parameters: Collection["nn.Parameter"]) -> RunFields:
     """Return a model's number of parameters and the bytes of its gradients."""
-    parameters = list(module.parameters())
     return {
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "gradient_bytes": sum(

@@ -31,7 +31,9 @@ def find_changing(state: TrainState) -> None:
             buffer's shape depends on the batch.
     """
     work, owners = state.work, _owners(state)
-    changed = set[str]().union(*gather_objects(_changed(state, owners) if owners else set[str]()))
+    # With stages a forward is a collective, and some ranks may have no buffers.
+    changed = _changed(state, owners) if owners or work.layout.has_stages else set[str]()
+    changed = set[str]().union(*gather_objects(changed))
     if not work.layout.sends_batch_numbers:
         state.changing = [owners[name] for name in owners if name in changed]
     # A server sends a model's buffers with its parameters.
@@ -48,7 +50,7 @@ def share_changing(state: TrainState) -> None:
     buffers = [getattr(module, name) for module, name in state.changing]
     if buffers and state.work.env.world_size > 1:
         tensors = [buffer for buffer in buffers if buffer is not None]
-        broadcast_tensors(tensors, group=state.work.group)
+        broadcast_tensors(tensors, group=state.work.buffer_group)
 
 
 def _owners(state: TrainState) -> Owners:

@@ -16,6 +16,7 @@ from ddp_runner.parallelism.mode import Mode
 from ddp_runner.parallelism.modules import blocks_of, build_by_modules
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.parallelism.single import Single
+from ddp_runner.parallelism.stages import whole_parameters
 from ddp_runner.train.optimizers import freeze
 from ddp_runner.train.state import Work
 
@@ -30,7 +31,7 @@ def build_module(work: Work, *, weights: Weights | None) -> nn.Module:
     config = work.config
     module = place_model(config, work.mode, work.dataset.model_arguments, work.devices)
     freeze(module, config.params.freeze)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    if not any(parameter.requires_grad for parameter in whole_parameters(module).values()):
         raise UserError(
             f"model={config.model.get('name')} has no parameter that requires a gradient, so there "
             "is nothing to train",

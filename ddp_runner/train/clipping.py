@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.parallelism.shards import full_tensor, is_shard, own_part, redistribute_like
+from ddp_runner.parallelism.stages import stages_of
 from ddp_runner.train.state import TrainState
 
 SMALLEST_NORM = 1e-6  # torch's; a norm of 0 would divide by 0
@@ -97,7 +98,13 @@ def has_gradient(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def gradient_norm(state: TrainState) -> Tensor:
-    """Return the L2 norm of the whole gradient, a scalar. Collective if gradients are split."""
+    """Return the L2 norm of the whole gradient, a scalar. Collective if the model is split."""
+    if (stages := stages_of(state.module)) is not None:
+        named = state.module.named_parameters()
+        own = [p.grad for name, p in named if p.grad is not None and name not in stages.copies]
+        norm = nn.utils.get_total_norm(own).to(stages.device)
+        dist.all_reduce(squared := norm * norm, group=stages.group)
+        return squared.sqrt()
     gradients = [p.grad for p in state.module.parameters() if p.grad is not None]
     if state.work.config.batch.virtual_ranks is not None:
         return _norm_by_rows(gradients)

@@ -51,7 +51,7 @@ def evaluate(
     """
     seed, size = work.config.seed, work.config.batch.eval_size
     own_shares, num_shares = work.layout.eval_shares
-    broadcast_buffers(module, group=work.group)
+    broadcast_buffers(module, group=work.buffer_group)
     module.eval()
     confusion, packed = new_confusion(work), list[Packed]()
     for share in own_shares:

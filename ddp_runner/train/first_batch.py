@@ -69,10 +69,12 @@ def try_first_batch(state: TrainState) -> Trial:
     if work.dataset.mean is None and pixels is not None and pixels.dtype == torch.uint8:
         fix = f"scale pixels by dataset.mean=0 dataset.std=1, or {fix}"
     if work.layout.model_ranks > 1:
-        fix += "; if parallelism=single takes it, change model.tensor_parallel"
+        key = "pipeline" if work.layout.has_stages else "tensor_parallel"
+        fix += f"; if parallelism=single takes it, change model.{key}"
     with shapes_on_failure(action, samples, fix=fix), restored_after(state):
         trial = (try_loss if is_ordinary else try_step)(state, batch)
-        if work.layout.forward_is_collective and work.layout.num_shares > 1:
+        gathers_layers = work.layout.forward_is_collective and not work.layout.has_stages
+        if gathers_layers and work.layout.num_shares > 1:
             _ensure_same_layers(state)
     state.scalars = trial.scalars
     return trial

@@ -6,6 +6,7 @@ world size and every mode of parallelism takes the same steps. The same holds fo
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ddp_runner.config.monitors import ensure_monitored
 from ddp_runner.data.batches import StepBatch
+from ddp_runner.data.splits import MicroBatch
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
@@ -156,36 +158,50 @@ def accumulate_gradients(state: TrainState, batch: StepBatch) -> Sums:
     Raises:
         UserError: the loss has no gradient.
     """
-    work, timer = state.work, state.timer
-    total = torch.zeros((), device=work.devices[-1])
-    num_tokens = torch.zeros_like(total) if work.config.batch.count == "tokens" else None
-    scalars = dict.fromkeys(state.scalars, torch.zeros(())) if state.scalars else {}
+    work, timer, sums = state.work, state.timer, new_sums(state)
     for index, micro_batch in enumerate(batch.micro_batches, start=1):
         is_last = index == len(batch.micro_batches)
         with nullcontext() if is_last else work.mode.no_sync(state.model):
-            step = forward(work, state.model, micro_batch)
-            if not step.loss_sum.requires_grad:
-                raise UserError(
-                    "the loss of a batch depends on no parameter of the model",
-                    "compute it, and the model's outputs, without no_grad, detach or item",
-                )
-            share = micro_batch.weight / batch.global_count
-            loss = step.loss_sum * share
+            part = micro_sums(state, state.model, micro_batch, global_count=batch.global_count)
             # The reduction averages over the shares, but global_count already counts them all.
-            scaled = state.scaler.scale(loss * state.batches.num_shares)
+            scaled = state.scaler.scale(part.loss * state.batches.num_shares)
             timer.mark(StepPart.FORWARD, ends_on=work.devices[-1])
             reduces = is_last and work.layout.exchanges_in_backward
             if reduces:
                 timer.mark_end_of_backward(scaled)
             scaled.backward()
             timer.mark(StepPart.COMM if reduces else StepPart.BACKWARD)
-        total += loss.detach()
-        for name, value in step.scalars.items():
-            ensure_tried(name, state)
-            scalars[name] = scalars.get(name, 0) + value.detach() * share
-        if num_tokens is not None:
-            num_tokens += step.count * micro_batch.weight
-    return Sums(total, num_tokens, scalars)
+        sums.add(part)
+    return sums
+
+
+def new_sums(state: TrainState) -> Sums:
+    """Return sums of zero for a step."""
+    total = torch.zeros((), device=state.work.devices[-1])
+    num_tokens = torch.zeros_like(total) if state.work.config.batch.count == "tokens" else None
+    return Sums(total, num_tokens, dict.fromkeys(state.scalars or (), torch.zeros(())))
+
+
+def micro_sums(
+    state: TrainState, model: Any, micro_batch: MicroBatch, *, global_count: int
+) -> Sums:
+    """Return the part of a micro-batch in a step's sums; the loss has a graph.
+
+    Raises:
+        UserError: the loss has no gradient.
+    """
+    step = forward(state.work, model, micro_batch)
+    if not step.loss_sum.requires_grad:
+        raise UserError(
+            "the loss of a batch depends on no parameter of the model",
+            "compute it, and the model's outputs, without no_grad, detach or item",
+        )
+    share, scalars = micro_batch.weight / global_count, dict[str, Tensor]()
+    for name, value in step.scalars.items():
+        ensure_tried(name, state)
+        scalars[name] = value.detach() * share
+    tokens = torch.as_tensor(step.count * micro_batch.weight)
+    return Sums(step.loss_sum * share, tokens, scalars)
 
 
 def token_factor(
@@ -226,6 +242,9 @@ class LocalEngine(Engine[TrainState, StepBatch]):
         mode = f"parallelism={state.work.config.parallelism.get('name')}"
         with torch_errors(state, mode, dense="parallelism=ddp"):
             return accumulate_gradients(state, batch)
+
+    new_sums = staticmethod(new_sums)  # for engines that compute the micro-batches in their own way
+    micro_sums = staticmethod(micro_sums)
 
 
 def build_engine(state: TrainState) -> Engine[TrainState, StepBatch]:

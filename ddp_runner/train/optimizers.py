@@ -18,6 +18,7 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import ParamsConfig
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.parallelism.shards import fit_optimizer, step_one_by_one
+from ddp_runner.parallelism.stages import whole_parameters
 
 MODULE = "module"  # the first parameter of a factory that takes the model, not its parameters
 
@@ -121,9 +122,9 @@ def parameter_groups(
     Raises:
         UserError: a pattern matches no parameter, or only frozen and already grouped parameters.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
-    remaining = {id(parameter): parameter for parameter in trained}
+    whole = whole_parameters(module)
+    names = {id(parameter): name for name, parameter in reversed(whole.items())}
+    remaining = {id(value): value for value in whole.values() if value.requires_grad}
     result = list[dict[str, Any]]()
     for index, group in enumerate(groups):
         settings = {key: value for key, value in group.items() if key != "match"}
@@ -139,7 +140,13 @@ def parameter_groups(
     result.append({"params": list(remaining.values())})
     if no_decay:
         result = [part for group in result for part in _by_decay(group, names)]
-    return [group for group in result if group["params"]]
+    # Each rank of a pipeline has all groups: they have the same rates, and the last is logged.
+    return [group | {"params": _real(group["params"])} for group in result if group["params"]]
+
+
+def _real(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters without those of other stages."""
+    return [parameter for parameter in parameters if not parameter.is_meta]
 
 
 def _by_decay(group: dict[str, Any], names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -155,10 +162,10 @@ def _by_decay(group: dict[str, Any], names: Mapping[int, str]) -> list[dict[str,
 
 def _matches(module: nn.Module, pattern: str, *, key: str) -> dict[int, nn.Parameter]:
     """Return the parameters with a matching name, by id, in the model's order."""
-    named = list(module.named_parameters(remove_duplicate=False))
-    matches = {id(value): value for name, value in named if fnmatchcase(name, pattern)}
+    whole = whole_parameters(module)
+    matches = {id(value): value for name, value in whole.items() if fnmatchcase(name, pattern)}
     if not matches:
-        similar = difflib.get_close_matches(pattern, [name for name, _ in named], cutoff=0.0)
+        similar = difflib.get_close_matches(pattern, [*whole], cutoff=0.0)
         raise UserError(
             f"{key} ({pattern}) matches no parameter of the model",
             f"the nearest are {', '.join(similar)}",

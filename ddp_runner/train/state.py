@@ -56,6 +56,11 @@ class Work:
         """The rank's position among the ranks of the loop."""
         return self.layout.env
 
+    @property
+    def buffer_group(self) -> ProcessGroup | None:
+        """The ranks that have the same buffers; None: all."""
+        return self.data_group if self.layout.has_stages else self.group
+
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Return the context for a forward in this ``train.precision``."""

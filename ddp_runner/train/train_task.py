@@ -13,6 +13,7 @@ from ddp_runner.config.training import TrainConfig
 from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, counted, in_yaml, listed
 from ddp_runner.job import Status
+from ddp_runner.parallelism.stages import whole_parameters
 from ddp_runner.rank.records import Records, log_facts
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.tracking.alive import ENDING
@@ -61,9 +62,11 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     status = state.engine.serve(state)
     if status is not None:  # this rank has served the loop of another
         return status
-    model_sizes = sizes(state.module)
+    parameters = {*whole_parameters(state.module).values()}
+    model_sizes = sizes(parameters)
     if session.env.is_rank_zero:
-        _log_facts(session, state, warnings, model_sizes["num_parameters"])
+        num_trained = sum(value.numel() for value in parameters if value.requires_grad)
+        _log_facts(session, state, warnings, (model_sizes["num_parameters"], num_trained))
     fields = RunFields(
         warnings=[*session.job.warnings, *warnings],
         directions=metrics.directions,
@@ -170,17 +173,15 @@ def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfil
 
 
 def _log_facts(
-    session: Session, state: TrainState, warnings: Sequence[str], num_parameters: int
+    session: Session, state: TrainState, warnings: Sequence[str], counts: tuple[int, int]
 ) -> None:
-    """Log the facts of the run. Rank 0 only."""
+    """Log the facts of the run, with the counts of all and of trained parameters. Rank 0 only."""
     dataset, batches = state.work.dataset, state.batches
     facts = training_facts(
         session.config,
         session.env,
-        num_parameters=num_parameters,
-        num_trained=sum(
-            value.numel() for value in state.module.parameters() if value.requires_grad
-        ),
+        num_parameters=counts[0],
+        num_trained=counts[1],
         dataset=dataset.name,
         num_train=dataset.train.num_samples,
         num_eval=dataset.eval.num_samples,

@@ -6,6 +6,7 @@ from configs import config_error, resolved
 from ddp_runner.host.hardware import Hardware
 
 GPT_TP = "model=gpt parallelism=tp"
+PP = "model=gpt parallelism=pp"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,48 @@ GPT_TP = "model=gpt parallelism=tp"
         (
             f"{GPT_TP} world_size=4 parallelism.num_replicas=2",
             "leaves too few ranks for parallelism.tensor_parallel_size=null, which takes all",
+        ),
+        (
+            f"{PP} world_size=4",
+            "parallelism=pp needs train.grad_accum_steps (1) of at least the 4 ranks of a pipeline"
+            ", or most of them wait; write train.grad_accum_steps=8",
+        ),
+        (
+            "parallelism=pp world_size=2 train.grad_accum_steps=2",
+            "model=convnet has no stages: parallelism=pp needs the methods embed and head, and the "
+            "key model.blocks; write parallelism=fsdp",
+        ),
+        (
+            f"{PP} world_size=4 parallelism.schedule=interleaved parallelism.stages_per_rank=2",
+            "model.num_layers (4) is fewer than the 8 stages of parallelism=pp",
+        ),
+        (
+            f"{PP} parallelism.schedule=interleaved",
+            "parallelism.stages_per_rank=1 does not fit parallelism.schedule=interleaved: only",
+        ),
+        (f"{PP} world_size=2 parallelism.stages_per_rank=2", "stages_per_rank=2 does not fit"),
+        (f"{PP} parallelism.schedule=zero", "must be one of 1f1b, gpipe, interleaved"),
+        (f"{PP} world_size=2 parallelism.pipeline_size=1", "pipeline_size (1) must be 2 or"),
+        (
+            f"{PP} world_size=2 train.grad_accum_steps=3 parallelism.stages_per_rank=2 "
+            "parallelism.schedule=interleaved",
+            "needs train.grad_accum_steps (3) divisible by the 2 ranks of a pipeline; write "
+            "train.grad_accum_steps=4",
+        ),
+        (
+            "model=gpt parallelism=ddp_pp world_size=5",
+            "needs 4 ranks or more, a multiple of 2, and",
+        ),
+        (
+            f"{PP} train.precision=fp16",
+            "no rank sees under parallelism=pp; write train.precision=bf16",
+        ),
+        (f"{PP} train.compile=true", "a rank of parallelism=pp has only some of its layers; write"),
+        (f"{PP} task=check", "task=check compares equal ranks, not parallelism=pp; write"),
+        (f"{PP} task=a.b", "samples of its own on each rank, which parallelism=pp does not give"),
+        (
+            f"{PP} world_size=2 batch.virtual_ranks=4 train.grad_accum_steps=2",
+            "pp has its own order",
         ),
     ],
 )

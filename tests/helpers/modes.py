@@ -16,6 +16,9 @@ def _keys(path: Path) -> DictConfig:
 
 MODES = {path.stem: _keys(path) for path in sorted((CONFIG_DIR / "parallelism").glob("*.yaml"))}
 MESHES = {mode for mode, keys in MODES.items() if keys["_target_"].endswith(".Mesh")}
+# They cut a model that names its blocks; see tests/parallelism/test_pipeline.py.
+PIPELINES = {mode for mode, keys in MODES.items() if keys["_target_"].endswith(".Pipeline")}
+OF_ANY_MODEL = [mode for mode in MODES if mode not in PIPELINES]
 # They split the layers that a model names, into parts that must divide toy's 10 units.
 TENSOR_PARALLEL = {"tp", "fsdp_tp"}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from modes import MESHES, MODES, TENSOR_PARALLEL, has_stages, needs, smallest_world
+from modes import MESHES, OF_ANY_MODEL, TENSOR_PARALLEL, has_stages, needs, smallest_world
 from orders import samples_of, steps_of
 from ranks import run_ranks
 from tiers import first_of
@@ -37,7 +37,7 @@ MODELS = {"toy": TOY, "mnist_net": (*MNIST_NET, *NO_DROPOUT)}
 NUM_STEPS = 2 * STEPS_PER_EPOCH + 2
 GROUPS = [
     (mode, num_replicas + needs(mode).get("num_servers", 0))
-    for mode in MODES
+    for mode in OF_ANY_MODEL
     for num_replicas in (1, 2, 4)
     if needs(mode).get("min_ranks", 1) <= num_replicas <= needs(mode).get("max_ranks", 4)
 ]
@@ -83,7 +83,7 @@ def ways() -> list[Any]:
             if mode not in TENSOR_PARALLEL:
                 found += [(mode, world_size, "mnist_net", 2 - world_size // 2 % 2)]
     quick = set[tuple[str, int, str, int]]()
-    for mode in MODES:
+    for mode in dict(GROUPS):
         several = [way for way in found if way[0] == mode and way[2] == "toy" and way[1] > 1]
         if smallest_world(mode) < 4:
             quick.add(next(iter(several or (way for way in found if way[0] == mode))))

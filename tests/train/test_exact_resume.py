@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import background, rank_processes, run_command, wait_for
-from modes import MESHES, MODES, TENSOR_PARALLEL, has_stages, needs, smallest_world
+from modes import MESHES, MODES, OF_ANY_MODEL, TENSOR_PARALLEL, has_stages, needs, smallest_world
 from ranks import run_ranks
 from run_folders import (
     assert_same_state,
@@ -180,7 +180,7 @@ CASES: dict[str, tuple[str, ...]] = {
 # Each mode has the fewest ranks that show what it does; ddp has three too, since the sum of three
 # depends on their order.
 GROUPS = {
-    **{mode: (mode, smallest_world(mode)) for mode in MODES},
+    **{mode: (mode, smallest_world(mode)) for mode in OF_ANY_MODEL},
     "ddp of three": ("ddp", 3),
     "one asynchronous trainer": ("ps parallelism.mode=async", 2),
     "asynchronous": ("ps parallelism.mode=async", 3),  # the order of its steps is random

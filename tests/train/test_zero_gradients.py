@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 from commands import run_command
-from modes import MODES, has_stages, smallest_world
+from modes import OF_ANY_MODEL, has_stages, smallest_world
 from ranks import run_ranks
 from run_folders import record
 from tiers import first_of, named
@@ -50,7 +50,7 @@ def taught(env: DistEnv, configs: list[Config]) -> list[list[bool]]:
     return found
 
 
-@pytest.mark.parametrize("mode", named(MODES, quick=("ddp",)))
+@pytest.mark.parametrize("mode", named(OF_ANY_MODEL, quick=("ddp",)))
 def test_every_mode_finds_gradients_that_are_all_zero(mode: str) -> None:
     """Rank 0, which logs, is told once."""
     size = smallest_world(mode)

@@ -1,0 +1,112 @@
+"""Pipeline parallelism: ranks compute stages of the model, for micro-batches one after another.
+
+``stages`` cuts the model, and ``pipeline_engine`` computes the steps.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.mode import Engine, Layout, no_wrapper, null_context
+from ddp_runner.parallelism.modules import initialise
+from ddp_runner.parallelism.pipeline_engine import PipelineEngine
+from ddp_runner.parallelism.stages import (
+    Stages,
+    drop_others,
+    plan_cut,
+    remember_whole,
+    tie_groups,
+)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model cut into stages over neighbouring ranks; the mode's YAML explains the keys."""
+
+    name: str
+    pipeline_size: int | None
+    schedule: str
+    stages_per_rank: int
+    split: Sequence[int] | None
+    meta_init: bool
+    blocks: Sequence[str]
+    ends: Mapping[str, Sequence[str]]
+    wrap = staticmethod(no_wrapper)  # ``place`` cuts the model
+    no_sync = staticmethod(null_context)  # the engine reduces the gradients
+
+    def layout(self, env: DistEnv) -> Layout:
+        """Return a rank's part; the ranks of a pipeline have the same share."""
+        size = self.pipeline_size or env.world_size
+        return Layout(
+            share=env.rank // size,
+            num_shares=env.world_size // size,
+            env=env,
+            model_ranks=size,
+            forward_is_collective=True,
+            backward_is_collective=False,
+            has_stages=True,
+        )
+
+    def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
+        """Build the model and keep this rank's stages. Collective: every rank must call.
+
+        With ``meta_init`` no rank holds more than its stages; else each holds the whole model
+        while it is built.
+
+        Raises:
+            UserError: the model cannot be cut so.
+        """
+        num_ranks, device, per_rank = dist.get_world_size(), devices[0], self.stages_per_rank
+        size = self.pipeline_size or num_ranks
+        rank, firsts = dist.get_rank() % size, range(0, num_ranks, size)
+        with torch.device("meta" if self.meta_init else "cpu"):
+            module = build()
+        keys: dict[str, Any] = {"patterns": self.blocks, "ends": self.ends, "split": self.split}
+        cut = plan_cut(module, size * per_rank, **keys)
+        remember_whole(module)
+        own = frozenset(range(rank, size * per_rank, size))
+        drop_others(module, lambda name: bool(cut.users[name] & own))
+        if any(parameter.is_meta for parameter in module.parameters()):
+            initialise(module.to_empty(device=device))
+        module = module.to(device)
+        names = dict(module.named_parameters(remove_duplicate=False))
+        ties = [
+            ([name for name in tied if name in names], _subgroup(firsts, holders))
+            for holders, tied in tie_groups(cut, size)
+        ]
+        stages = Stages(
+            module,
+            cut.blocks,
+            _subgroup(firsts, range(size)),
+            _subgroup(range(size), firsts) if num_ranks > size else None,
+            device,
+            [(tied, group) for tied, group in ties if tied],
+            frozenset(name for name in names if min(cut.shared[name]) % size != rank),
+        )
+        cast(Any, module).pipeline_stages = stages
+        module.forward = stages.forward
+        return module
+
+    def engine(self, state: Any, local: Engine[Any, Any]) -> "PipelineEngine":
+        """Return the engine that runs the schedule."""
+        return PipelineEngine(state.module, local, self.schedule)
+
+
+def _subgroup(firsts: Iterable[int], offsets: Iterable[int]) -> Any:
+    """Return this rank's group of those with the offsets from each of the first ranks, or None."""
+    return _subgroups(
+        dist.group.WORLD, tuple(tuple(first + offset for offset in offsets) for first in firsts)
+    )
+
+
+@lru_cache(maxsize=8)
+def _subgroups(world: dist.ProcessGroup, parts: tuple[tuple[int, ...], ...]) -> Any:
+    """Return the group of these ranks that has this rank, or None; made once for each `world`."""
+    group, _ = dist.new_subgroups_by_enumeration([[*part] for part in parts])
+    return group

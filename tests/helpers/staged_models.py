@@ -1,0 +1,103 @@
+"""Models that a pipeline can cut, and training steps for them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.train.losses import token_cross_entropy
+from ddp_runner.train.step import StepOutput
+
+
+class Plain(nn.Module):
+    """A user's model: a tied output layer, a buffer in each block, a bias of all blocks."""
+
+    def __init__(self, *, vocab_size: int, num_layers: int = 4, width: int = 16, **_: Any) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.blocks = nn.ModuleList(Layer(width) for _ in range(num_layers))
+        self.output = nn.Linear(width, vocab_size, bias=False)
+        self.output.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits (batch, length, vocab)."""
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, *self.context(tokens))
+        return self.head(hidden)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the first hidden state."""
+        return torch.tanh(self.tokens(tokens))
+
+    def context(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a bias, which is trained, and which positions count, by the tokens."""
+        return self.bias, (tokens % 2).unsqueeze(-1)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = self.output(hidden)
+        return logits
+
+
+class Layer(nn.Module):
+    """A block that counts its forwards in training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, hidden: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+        """Mix the positions that count."""
+        mixed: Tensor = torch.tanh(self.linear(hidden) + bias) * counts
+        return hidden + self.scale * mixed
+
+
+def noisy(model: Any, batch: Any) -> StepOutput:
+    """Hide random tokens, the same in each mode, and count how many."""
+    tokens, targets = batch
+    seen = torch.rand(()) * 0 + 1  # draws a random number before the model, which its dropout sees
+    outputs = model(tokens * seen.long())
+    loss = token_cross_entropy(outputs, targets)
+    return StepOutput(loss, targets.ne(-100).sum(), outputs=outputs, targets=targets)
+
+
+def counted(model: Any, batch: Any) -> StepOutput:
+    """Return two scalars of the outputs."""
+    tokens, targets = batch
+    outputs = model(tokens)
+    loss, hits = token_cross_entropy(outputs, targets), (outputs.argmax(-1) == targets).sum()
+    scalars = {"hits": hits.to(loss.dtype), "squares": outputs.square().sum()}
+    return StepOutput(loss, targets.ne(-100).sum(), outputs, targets, scalars)
+
+
+class Normed(Plain):
+    """Has a layer that mixes the samples of a batch."""
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        self.norm = nn.BatchNorm1d(8)
+
+
+class Headless(Plain):
+    """Lacks a method that a pipeline calls."""
+
+    head = None  # type: ignore[assignment]
+
+
+def twice(model: Any, batch: Any) -> StepOutput:
+    """Call the model twice, as contrastive losses do."""
+    tokens, targets = batch
+    loss = token_cross_entropy(model(tokens), targets) + token_cross_entropy(model(tokens), targets)
+    return StepOutput(loss, targets.ne(-100).sum())
+
+
+def decaying(model: Any, batch: Any) -> StepOutput:
+    """Add the squares of all weights to the loss."""
+    tokens, targets = batch
+    loss = token_cross_entropy(model(tokens), targets)
+    for parameter in model.parameters():
+        loss = loss + parameter.square().sum()
+    return StepOutput(loss, targets.ne(-100).sum())

@@ -1,0 +1,140 @@
+"""A pipeline trains as one process does: losses, norms, weights and evaluations, in float64."""
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiers import first_of
+from torch import Tensor
+from train_states import build, compose_config, evaluated
+
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.train.first_batch import try_run
+from ddp_runner.train.loop import build_engine, take_step
+from ddp_runner.train.step_metrics import global_loss
+
+LETTERS = "".join(chr(97 + place * place % 26) for place in range(241))  # 27 samples to train on
+GPT = (
+    *("model=gpt", "dataset.sequence_length=8", "model.num_layers=4", "model.width=16"),
+    *("model.num_heads=2", "batch.global_size=8", "train.grad_accum_steps=4"),
+    *("optimizer=adamw", "optimizer.lr=0.01", "train.clip_norm=1.0"),
+)
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+NUM_STEPS = 6  # the fourth is the last of an epoch, and has three samples
+
+
+@dataclass
+class Steps:
+    """What a rank computed: losses, norms, metrics after steps 2 and 6, and its parameters."""
+
+    losses: list[float]
+    norms: list[float]
+    metrics: list[dict[str, float]]
+    parameters: dict[str, Tensor]
+    average: dict[str, Tensor]
+
+
+def steps_of(env: DistEnv, config: Config, dtype: torch.dtype = torch.float64) -> Steps:
+    """Take steps, with an evaluation between them and one after them."""
+    torch.set_default_dtype(dtype)
+    state = build(env, config)
+    try_run(state)
+    state.engine = build_engine(state)
+    found = Steps([], [], [], {}, {})
+    for number, batch in enumerate(islice(state.batches, NUM_STEPS), start=1):
+        state.model.train()
+        sums = take_step(state, batch)
+        found.losses.append(global_loss(state, sums))
+        found.norms.append(float(sums.grad_norm) if sums.grad_norm is not None else 0.0)
+        if number in (2, NUM_STEPS):
+            found.metrics.append(evaluated(state)[0])
+    found.parameters = {name: value.detach() for name, value in state.module.named_parameters()}
+    if state.ema is not None:
+        found.average = dict(state.ema.module.named_parameters())
+    return found
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the key of a text of 27 sequences."""
+    path: Path = tmp_path_factory.mktemp("text") / "letters.txt"
+    path.write_text(LETTERS)
+    return f"dataset.path={path}"
+
+
+def compared(world_size: int, letters: str, *keys: str, of_mode: tuple[str, ...]) -> list[Steps]:
+    """Return the ranks' steps, after a comparison with those of one process."""
+    (alone,) = run_ranks(steps_of, 1, compose_config(*GPT, letters, *keys, "parallelism=single"))
+    config = compose_config(*GPT, letters, *keys, *of_mode, world_size=world_size)
+    ranks: list[Steps] = run_ranks(steps_of, world_size, config)
+    assert alone.losses[-1] < alone.losses[0]
+    for rank in ranks:
+        for name in ("losses", "norms"):
+            torch.testing.assert_close(getattr(rank, name), getattr(alone, name), **CLOSE)
+        for metrics, expected in zip(rank.metrics, alone.metrics, strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-12)
+        for name in ("parameters", "average"):
+            whole, own = getattr(alone, name), getattr(rank, name)
+            for key, value in own.items():
+                torch.testing.assert_close(value, whole[key], **CLOSE)
+    together = set[str]().union(*(rank.parameters for rank in ranks))
+    assert together == alone.parameters.keys()
+    return ranks
+
+
+INTERLEAVED = ("parallelism.schedule=interleaved", "parallelism.stages_per_rank=2")
+WAYS: dict[str, Any] = {
+    "1f1b": (2, ("parallelism=pp",)),
+    "interleaved": (2, ("parallelism=pp", *INTERLEAVED)),
+    "replicas": (4, ("parallelism=ddp_pp",)),
+    "gpipe": (2, ("parallelism=pp", "parallelism.schedule=gpipe")),
+    "four stages": (4, ("parallelism=pp",)),
+    "replicas, interleaved": (4, ("parallelism=ddp_pp", *INTERLEAVED)),
+    "replicas, gpipe": (4, ("parallelism=ddp_pp", "parallelism.schedule=gpipe")),
+}
+
+
+@pytest.mark.parametrize("way", first_of(WAYS, num_quick=1))
+def test_a_pipeline_takes_the_steps_of_one_process(way: str, letters: str) -> None:
+    """With a clipped norm over all stages, a tied embedding, and a last step of three samples."""
+    world_size, keys = WAYS[way]
+    ranks = compared(world_size, letters, "ema.decay=0.9", of_mode=keys)
+    assert not ranks[0].parameters.keys() & ranks[1].parameters.keys() - {"tokens.weight"}
+
+
+PP, OWN = ("parallelism=pp",), "allowed_targets=[staged_models]"
+UNCUT = (OWN, "model._target_=staged_models.Plain", "model.meta_init=false", "~model.pipeline")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "groups": (
+        "params.no_decay=true",
+        "params.groups=[{match:blocks.3.*,lr:0.02},{match:tokens.*,weight_decay:0.5}]",
+    ),
+    "first stage frozen": ("params.freeze=[tokens.*,blocks.0.*,blocks.1.*]",),
+    "last block frozen": ("params.freeze=[blocks.3.*,norm.*]",),
+    "computed twice": ("train.activation_checkpointing=true",),
+    "without clipping": ("train.clip_norm=null",),
+    "clipped by value": ("train.clip_norm=null", "train.clip_value=0.01"),
+    "built whole": ("model.meta_init=false",),
+    "all ends on all ranks": ("~model.pipeline",),
+    "a model of the user's": UNCUT,
+    "own step": (OWN, "train.step=staged_models.noisy"),
+    "scalars": (OWN, "train.step=staged_models.counted"),
+}
+
+
+@pytest.mark.parametrize("variant", first_of(VARIANTS))
+def test_variants_take_the_steps_of_one_process(variant: str, letters: str) -> None:
+    """Patterns may match on other ranks only; unused and frozen parts need no gradient."""
+    compared(2, letters, *VARIANTS[variant], of_mode=PP)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["groups", "first stage frozen", "a model of the user's"])
+def test_variants_of_replicas(variant: str, letters: str) -> None:
+    """Gradients are added over replicas where the stages have some."""
+    compared(4, letters, *VARIANTS[variant], of_mode=("parallelism=ddp_pp",))
