@@ -46,7 +46,13 @@ from ddp_runner.checkpoint.pieces import pieces_of, reject_sharded
 from ddp_runner.checkpoint.store import load_verified
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, listed, typed
-from ddp_runner.parallelism.shards import first_not_finite, gathered, is_shard, load_module
+from ddp_runner.parallelism.shards import (
+    first_not_finite,
+    gathered,
+    has_stages,
+    is_shard,
+    load_module,
+)
 
 PARTS = {"task", "step", "num_shares", "objects", "by_rank"}
 
@@ -120,7 +126,7 @@ class Saver:
 
     @property
     def _has_stages(self) -> bool:
-        return any(hasattr(value, "whole_state") for value in self.objects.values())
+        return any(isinstance(one, nn.Module) and has_stages(one) for one in self.objects.values())
 
     def _gathered(self, states: Any, copies: set[int] | None) -> Any:
         keep = self.rank == 0

@@ -193,13 +193,25 @@ def copy_shard(target: Tensor, value: Tensor) -> None:
 def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load a state_dict of whole tensors, which every rank has, into a module or its shards."""
     own = module.state_dict()
-    module.load_state_dict({key: shard_like(value, own.get(key)) for key, value in state.items()})
+    names = own if has_stages(module) else state
+    module.load_state_dict({name: shard_like(state[name], own.get(name)) for name in names})
+
+
+def has_stages(module: nn.Module) -> bool:
+    """Return whether a module is, or holds, stages of a pipeline."""
+    return any(hasattr(part, "whole_state") for part in module.modules())
 
 
 def whole_state(module: nn.Module) -> Mapping[str, Tensor]:
-    """Return a bare model's state_dict; of a stage the whole model's, without values."""
-    state: Mapping[str, Tensor] | None = getattr(module, "whole_state", None)
-    return module.state_dict() if state is None else state
+    """Return a bare model's state_dict; of stages the whole model's, without values."""
+    state: Mapping[str, Tensor] = module.state_dict()
+    for name, part in module.named_modules():
+        if hasattr(part, "whole_state"):
+            prefix = f"{name}." if name else ""
+            whole = cast(Mapping[str, Tensor], part.whole_state)
+            others = {key: value for key, value in state.items() if not key.startswith(prefix)}
+            return {**others, **{prefix + key: value for key, value in whole.items()}}
+    return state
 
 
 def send_module(
@@ -277,7 +289,7 @@ def first_not_finite(module: nn.Module, *, group: dist.ProcessGroup | None) -> s
     flags = [(~torch.isfinite(own_part(tensor))).any() for tensor in tensors.values()]
     counts = list(map(int, values_of(flags)))
     first = next((name for name, count in zip(tensors, counts, strict=True) if count), None)
-    if hasattr(module, "whole_state") or any(map(is_shard, tensors.values())):
+    if has_stages(module) or any(map(is_shard, tensors.values())):
         found = gather_objects(first, group=group)
         first = next((name for name in found if name is not None), None)
     return first

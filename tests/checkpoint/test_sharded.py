@@ -40,6 +40,7 @@ GPT = (
     *("model=gpt", "model.num_layers=2", "model.width=24", "model.num_heads=2"),
     *("model.feedforward=66", "model.min_vocab_size=259", "dataset.sequence_length=8"),
     *("batch.global_size=8", "ema.decay=0.9", "train.max_steps=9", "scheduler=cosine"),
+    "train.grad_accum_steps=2",
 )
 PLACES = {
     "single": ("single", 1),
@@ -49,6 +50,8 @@ PLACES = {
     "hsdp": ("hsdp", 4),
     "tp": ("tp", 2),
     "fsdp_tp": ("fsdp_tp", 4),
+    "pp": ("pp", 2),
+    "ddp_pp": ("ddp_pp", 4),
 }
 STEPS = 3
 
@@ -102,11 +105,13 @@ def saved(
     """Return a folder with a sharded checkpoint of each place."""
     folder = tmp_path_factory.mktemp("sharded")
     sources = tuple(PLACES) if len(selected(request, "target")) > 1 else ("fsdp", "ddp")
-    for source in sources:
+    kinds = [(source, ("checkpoint.format=sharded",), source) for source in sources]
+    kinds += [(source, (), f"{source}, file") for source in sources if source in ("tp", "pp")]
+    for source, keys, name in kinds:
         mode, ranks = PLACES[source]
-        sharded = config_of(mode, ranks, "checkpoint.format=sharded")
-        run_ranks(saved_in, ranks, sharded, config_of(mode, ranks), folder / source)
-    return {source: folder / source for source in sources}
+        config = config_of(mode, ranks, *keys)
+        run_ranks(saved_in, ranks, config, config_of(mode, ranks), folder / name)
+    return {name: folder / name for _, _, name in kinds}
 
 
 @pytest.mark.parametrize("target", named(PLACES, quick=["single"]))
