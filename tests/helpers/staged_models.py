@@ -101,3 +101,14 @@ def decaying(model: Any, batch: Any) -> StepOutput:
     for parameter in model.parameters():
         loss = loss + parameter.square().sum()
     return StepOutput(loss, targets.ne(-100).sum())
+
+
+DRAWN: list[float] = []  # by ``drawing``
+
+
+def drawing(model: Any, batch: Any) -> StepOutput:
+    """Draw a random number before the model is called, and after it."""
+    tokens, targets = batch
+    DRAWN.append(float(torch.rand(())))
+    loss = token_cross_entropy(model(tokens), targets) * torch.rand(()).add(1).to(torch.float32)
+    return StepOutput(loss, targets.ne(-100).sum())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import staged_models
 import torch
 from ranks import run_ranks
 from tiers import first_of
@@ -138,3 +139,39 @@ def test_variants_take_the_steps_of_one_process(variant: str, letters: str) -> N
 def test_variants_of_replicas(variant: str, letters: str) -> None:
     """Gradients are added over replicas where the stages have some."""
     compared(4, letters, *VARIANTS[variant], of_mode=("parallelism=ddp_pp",))
+
+
+def random_steps(env: DistEnv, config: Config) -> tuple[list[float], list[float], int]:
+    """Return the losses of two equal steps, what the training step drew, and the masks' seeds."""
+    losses = []
+    for _ in range(2):
+        state = build(env, config)
+        state.engine = build_engine(state)
+        state.model.train()
+        losses.append(global_loss(state, take_step(state, next(iter(state.batches)))))
+    return losses, staged_models.DRAWN, state.work.layout.share
+
+
+@pytest.mark.full
+def test_random_numbers_repeat_and_are_those_of_the_recorded_inputs(letters: str) -> None:
+    """The training step runs once for the inputs and once for the loss, with the same numbers."""
+    keys = (OWN, "train.step=staged_models.drawing", "model.dropout=0.5", "train.clip_norm=null")
+    config = compose_config(*GPT, letters, *keys, *PP, world_size=2)
+    (first, recorded, _), (last, drawn, _) = run_ranks(random_steps, 2, config)
+    assert first == last
+    assert first[0] == first[1]
+    assert len(set(recorded[:4])) == 4
+    assert drawn[:4] == drawn[4:8] == recorded[:4]
+
+
+@pytest.mark.full
+def test_bf16_rounds_as_in_one_process(letters: str) -> None:
+    """The stages compute in the autocast of the training step's call."""
+    keys = (*GPT, letters, "train.precision=bf16")
+    (alone,) = run_ranks(steps_of, 1, compose_config(*keys, "parallelism=single"), torch.float32)
+    (plain,) = run_ranks(steps_of, 1, compose_config(*GPT, letters, "parallelism=single"))
+    config = compose_config(*keys, *PP, world_size=2)
+    for rank in run_ranks(steps_of, 2, config, torch.float32):
+        torch.testing.assert_close(rank.losses, alone.losses, rtol=2e-4, atol=0.0)
+        torch.testing.assert_close(rank.norms, alone.norms, rtol=2e-2, atol=0.0)
+    assert abs(alone.losses[0] - plain.losses[0]) > 1e-6
