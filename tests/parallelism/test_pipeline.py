@@ -145,7 +145,7 @@ def test_variants_take_the_steps_of_one_process(variant: str, letters: str) -> N
 @pytest.mark.parametrize("variant", ["groups", "first stage frozen", "a model of the user's"])
 def test_variants_of_replicas(variant: str, letters: str) -> None:
     """Gradients are added over replicas where the stages have some."""
-    compared(4, letters, *VARIANTS[variant], of_mode=("parallelism=ddp_pp",))
+    compared(4, letters, *VARIANTS[variant], of_mode=("parallelism=ddp_pp", TWICE_AS_LARGE))
 
 
 def random_steps(env: DistEnv, config: Config) -> tuple[list[float], list[float], int]:
