@@ -1,6 +1,6 @@
 """Models that a pipeline can cut, and training steps for them."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,3 +112,18 @@ def drawing(model: Any, batch: Any) -> StepOutput:
     DRAWN.append(float(torch.rand(())))
     loss = token_cross_entropy(model(tokens), targets) * torch.rand(()).add(1).to(torch.float32)
     return StepOutput(loss, targets.ne(-100).sum())
+
+
+class Strided(Plain):
+    """Has hidden states, and gradients of them, that are not contiguous."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the first hidden state, with features before positions in memory."""
+        return super().embed(tokens).mT.contiguous().mT
+
+    def context(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Reject token 99 on ranks without the first stage."""
+        is_first = cast(Layer, self.blocks[0]).linear.weight is not None
+        if (tokens == 99).any() and not is_first:
+            raise ValueError("99 is no token")
+        return super().context(tokens)

@@ -130,6 +130,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "built whole": ("model.meta_init=false",),
     "all ends on all ranks": ("~model.pipeline",),
     "a model of the user's": UNCUT,
+    "strided": tuple(key.replace("Plain", "Strided") for key in UNCUT),
     "own step": (OWN, "train.step=staged_models.noisy"),
     "scalars": (OWN, "train.step=staged_models.counted"),
 }

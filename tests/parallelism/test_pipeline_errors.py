@@ -116,6 +116,25 @@ def test_a_forward_is_a_collective_with_the_outputs_on_each_rank(letters: str) -
     assert first[2] == second[2] == 38
 
 
+def failure(env: DistEnv, config: Config) -> str:
+    """Return how the forward of a token that only the last stage rejects ends."""
+    module = build(env, config).module
+    try:
+        module(torch.full((2, 8), 99))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.full
+def test_a_stage_that_fails_fails_on_each_rank(letters: str) -> None:
+    """Else the others would wait for its output."""
+    keys = (*OWN, "model._target_=staged_models.Strided")
+    first, last = run_ranks(failure, 2, compose_config(*KEYS, letters, *keys, world_size=2))
+    assert last == "ValueError: 99 is no token"
+    assert first == f"RuntimeError: {last}"
+
+
 def whole_outputs(env: DistEnv, config: Config) -> tuple[torch.Tensor, str, int]:
     """Return the outputs of a whole model."""
     return build(env, config).module(torch.arange(16).view(2, 8)).detach(), "", 0
