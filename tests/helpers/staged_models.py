@@ -42,7 +42,7 @@ class Plain(nn.Module):
 
 
 class Layer(nn.Module):
-    """A block that counts its forwards in training."""
+    """A block with a buffer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -127,3 +127,17 @@ class Strided(Plain):
         if (tokens == 99).any() and not is_first:
             raise ValueError("99 is no token")
         return super().context(tokens)
+
+
+class Counting(Plain):
+    """Counts its forwards in training, on the last stage."""
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits."""
+        if self.training:
+            self.seen += len(hidden)
+        return super().head(hidden)

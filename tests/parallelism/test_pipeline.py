@@ -15,6 +15,9 @@ from train_states import build, compose_config, evaluated
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.stages import whole_parameters
+from ddp_runner.tracking.run_record import RunFields
+from ddp_runner.tracking.start_block import sizes
 from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import build_engine, take_step
 from ddp_runner.train.step_metrics import global_loss
@@ -40,6 +43,7 @@ class Steps:
     norms: list[float]
     metrics: list[dict[str, float]]
     parameters: dict[str, Tensor]
+    sizes: RunFields  # as in run.json
     average: dict[str, Tensor]
 
 
@@ -51,7 +55,8 @@ def steps_of(env: DistEnv, config: Config, dtype: torch.dtype = torch.float64) -
     steps = (one for group in state.optimizer.param_groups for one in group["params"])
     assert {*steps} <= {*state.module.parameters()}
     state.engine = build_engine(state)
-    found = Steps([], [], [], {}, {})
+    whole = {*whole_parameters(state.module).values()}
+    found = Steps([], [], [], {}, sizes(whole), {})
     for number, batch in enumerate(islice(state.batches, NUM_STEPS), start=1):
         state.model.train()
         sums = take_step(state, batch)
@@ -75,13 +80,14 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def compared(world_size: int, letters: str, *keys: str, of_mode: tuple[str, ...]) -> list[Steps]:
     """Return the ranks' steps, after a comparison with those of one process."""
-    sizes = [key for key in of_mode if key.startswith("batch.")]
-    single = compose_config(*GPT, letters, *keys, *sizes, "parallelism=single")
+    of_batch = [key for key in of_mode if key.startswith("batch.")]
+    single = compose_config(*GPT, letters, *keys, *of_batch, "parallelism=single")
     (alone,) = run_ranks(steps_of, 1, single)
     config = compose_config(*GPT, letters, *keys, *of_mode, world_size=world_size)
     ranks: list[Steps] = run_ranks(steps_of, world_size, config)
     assert alone.losses[-1] < alone.losses[0]
     for rank in ranks:
+        assert rank.sizes == alone.sizes
         for name in ("losses", "norms"):
             torch.testing.assert_close(getattr(rank, name), getattr(alone, name), **CLOSE)
         for metrics, expected in zip(rank.metrics, alone.metrics, strict=True):

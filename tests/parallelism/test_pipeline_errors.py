@@ -12,6 +12,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.gpt import GPT
 from ddp_runner.parallelism.stages import plan_cut
+from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import build_engine, take_step
 
 KEYS = (
@@ -133,6 +134,23 @@ def test_a_stage_that_fails_fails_on_each_rank(letters: str) -> None:
     first, last = run_ranks(failure, 2, compose_config(*KEYS, letters, *keys, world_size=2))
     assert last == "ValueError: 99 is no token"
     assert first == f"RuntimeError: {last}"
+
+
+def tried(env: DistEnv, config: Config) -> str:
+    """Return why the trial rejects a run."""
+    try:
+        try_run(build(env, config))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.full
+def test_a_buffer_that_training_changes_is_one_line(letters: str) -> None:
+    """It would count the samples that fill a micro-batch, on the ranks that have it."""
+    keys = (*OWN, "model._target_=staged_models.Counting")
+    for answer in run_ranks(tried, 2, compose_config(*KEYS, letters, *keys, world_size=2)):
+        assert answer.startswith("training changes the buffer model.seen, and a pipeline computes ")
 
 
 def whole_outputs(env: DistEnv, config: Config) -> tuple[torch.Tensor, str, int]:
