@@ -190,7 +190,7 @@ class PipelineEngine(Engine[Any, Any]):
         with micro.autocast():
             output: Tensor = self._stages.compute(stage, hidden, micro.args, micro.kwargs)
         if stage < len(self._stages.blocks) - 1:
-            return output
+            return output.contiguous()
         model = _StandIn(self._module, lambda *_, **__: micro.own(output))
         seed_all(self._seed, "micro-batch", number)  # as when the inputs were recorded
         part = self._local.micro_sums(self._state, model, micro.batch, global_count=self._count)

@@ -80,7 +80,7 @@ class Stages:
         if is_own:
             try:
                 value = self.compute(stage, value, args, kwargs)
-                box = [tree_map_only(Tensor, lambda leaf: leaf.to("meta"), value)]
+                box = [tree_map_only(Tensor, _meta, value)]
             except Exception as failure:  # the user's code
                 error = failure
                 box = [failure if isinstance(failure, UserError) else RuntimeError(typed(failure))]
@@ -269,6 +269,11 @@ def drop_others(module: nn.Module, keeps: Callable[[str], bool]) -> None:
             for key, value in owner.items():
                 if value is not None and not keeps(f"{prefix}.{key}" if prefix else key):
                     owner[key] = None
+
+
+def _meta(value: Tensor) -> Tensor:
+    """Return a tensor's shape and dtype on the meta device; what ranks send is contiguous."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def tie_groups(cut: Cut, size: int) -> Iterator[tuple[tuple[int, ...], list[str]]]:

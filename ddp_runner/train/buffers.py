@@ -27,13 +27,19 @@ def find_changing(state: TrainState) -> None:
     count as changing. Collective: every rank must call.
 
     Raises:
-        UserError: the training step changes its own buffers under a parameter server, or a
-            buffer's shape depends on the batch.
+        UserError: the training step changes its own buffers under a parameter server, training
+            changes a buffer in a pipeline, or a buffer's shape depends on the batch.
     """
     work, owners = state.work, _owners(state)
     # With stages a forward is a collective, and some ranks may have no buffers.
     changed = _changed(state, owners) if owners or work.layout.has_stages else set[str]()
     changed = set[str]().union(*gather_objects(changed))
+    if work.layout.has_stages and changed:
+        raise UserError(
+            f"training changes the buffer {min(changed)}, and a pipeline computes some samples and "
+            f"{step_of(work.config)}, more than once",
+            "write parallelism=fsdp",
+        )
     if not work.layout.sends_batch_numbers:
         state.changing = [owners[name] for name in owners if name in changed]
     # A server sends a model's buffers with its parameters.

@@ -1,6 +1,6 @@
 """Models that a pipeline can cut, and training steps for them."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Plain(nn.Module):
 
 
 class Layer(nn.Module):
-    """A block that counts its forwards in training."""
+    """A block with a buffer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -101,3 +101,43 @@ def decaying(model: Any, batch: Any) -> StepOutput:
     for parameter in model.parameters():
         loss = loss + parameter.square().sum()
     return StepOutput(loss, targets.ne(-100).sum())
+
+
+DRAWN: list[float] = []  # by ``drawing``
+
+
+def drawing(model: Any, batch: Any) -> StepOutput:
+    """Draw a random number before the model is called, and after it."""
+    tokens, targets = batch
+    DRAWN.append(float(torch.rand(())))
+    loss = token_cross_entropy(model(tokens), targets) * torch.rand(()).add(1).to(torch.float32)
+    return StepOutput(loss, targets.ne(-100).sum())
+
+
+class Strided(Plain):
+    """Has hidden states, and gradients of them, that are not contiguous."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the first hidden state, with features before positions in memory."""
+        return super().embed(tokens).mT.contiguous().mT
+
+    def context(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Reject token 99 on ranks without the first stage."""
+        is_first = cast(Layer, self.blocks[0]).linear.weight is not None
+        if (tokens == 99).any() and not is_first:
+            raise ValueError("99 is no token")
+        return super().context(tokens)
+
+
+class Counting(Plain):
+    """Counts its forwards in training, on the last stage."""
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits."""
+        if self.training:
+            self.seen += len(hidden)
+        return super().head(hidden)

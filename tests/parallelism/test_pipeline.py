@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import staged_models
 import torch
 from ranks import run_ranks
 from tiers import first_of
@@ -14,18 +15,24 @@ from train_states import build, compose_config, evaluated
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism.stages import whole_parameters
+from ddp_runner.tracking.run_record import RunFields
+from ddp_runner.tracking.start_block import sizes
 from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import build_engine, take_step
 from ddp_runner.train.step_metrics import global_loss
 
-LETTERS = "".join(chr(97 + place * place % 26) for place in range(241))  # 27 samples to train on
+LETTERS = "".join(chr(97 + place * place % 26) for place in range(277))  # 31 samples to train on
 GPT = (
     *("model=gpt", "dataset.sequence_length=8", "model.num_layers=4", "model.width=16"),
-    *("model.num_heads=2", "batch.global_size=8", "train.grad_accum_steps=4"),
+    *("model.num_heads=2", "batch.global_size=12", "train.grad_accum_steps=4"),
     *("optimizer=adamw", "optimizer.lr=0.01", "train.clip_norm=1.0"),
 )
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-NUM_STEPS = 6  # the fourth is the last of an epoch, and has three samples
+# A step has four micro-batches of three samples; an epoch's last one has 3, 2 and 2, so two are
+# filled, and the fourth is a placeholder.
+NUM_STEPS = 6
+TWICE_AS_LARGE = "batch.global_size=24"  # so that each of two replicas has the same
 
 
 @dataclass
@@ -36,6 +43,7 @@ class Steps:
     norms: list[float]
     metrics: list[dict[str, float]]
     parameters: dict[str, Tensor]
+    sizes: RunFields  # as in run.json
     average: dict[str, Tensor]
 
 
@@ -44,8 +52,11 @@ def steps_of(env: DistEnv, config: Config, dtype: torch.dtype = torch.float64) -
     torch.set_default_dtype(dtype)
     state = build(env, config)
     try_run(state)
+    steps = (one for group in state.optimizer.param_groups for one in group["params"])
+    assert {*steps} <= {*state.module.parameters()}
     state.engine = build_engine(state)
-    found = Steps([], [], [], {}, {})
+    whole = {*whole_parameters(state.module).values()}
+    found = Steps([], [], [], {}, sizes(whole), {})
     for number, batch in enumerate(islice(state.batches, NUM_STEPS), start=1):
         state.model.train()
         sums = take_step(state, batch)
@@ -61,7 +72,7 @@ def steps_of(env: DistEnv, config: Config, dtype: torch.dtype = torch.float64) -
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the key of a text of 27 sequences."""
+    """Return the key of a text of 31 sequences."""
     path: Path = tmp_path_factory.mktemp("text") / "letters.txt"
     path.write_text(LETTERS)
     return f"dataset.path={path}"
@@ -69,11 +80,14 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def compared(world_size: int, letters: str, *keys: str, of_mode: tuple[str, ...]) -> list[Steps]:
     """Return the ranks' steps, after a comparison with those of one process."""
-    (alone,) = run_ranks(steps_of, 1, compose_config(*GPT, letters, *keys, "parallelism=single"))
+    of_batch = [key for key in of_mode if key.startswith("batch.")]
+    single = compose_config(*GPT, letters, *keys, *of_batch, "parallelism=single")
+    (alone,) = run_ranks(steps_of, 1, single)
     config = compose_config(*GPT, letters, *keys, *of_mode, world_size=world_size)
     ranks: list[Steps] = run_ranks(steps_of, world_size, config)
     assert alone.losses[-1] < alone.losses[0]
     for rank in ranks:
+        assert rank.sizes == alone.sizes
         for name in ("losses", "norms"):
             torch.testing.assert_close(getattr(rank, name), getattr(alone, name), **CLOSE)
         for metrics, expected in zip(rank.metrics, alone.metrics, strict=True):
@@ -91,17 +105,17 @@ INTERLEAVED = ("parallelism.schedule=interleaved", "parallelism.stages_per_rank=
 WAYS: dict[str, Any] = {
     "1f1b": (2, ("parallelism=pp",)),
     "interleaved": (2, ("parallelism=pp", *INTERLEAVED)),
-    "replicas": (4, ("parallelism=ddp_pp",)),
+    "replicas": (4, ("parallelism=ddp_pp", TWICE_AS_LARGE)),
     "gpipe": (2, ("parallelism=pp", "parallelism.schedule=gpipe")),
     "four stages": (4, ("parallelism=pp",)),
-    "replicas, interleaved": (4, ("parallelism=ddp_pp", *INTERLEAVED)),
-    "replicas, gpipe": (4, ("parallelism=ddp_pp", "parallelism.schedule=gpipe")),
+    "replicas, interleaved": (4, ("parallelism=ddp_pp", TWICE_AS_LARGE, *INTERLEAVED)),
+    "replicas, gpipe": (4, ("parallelism=ddp_pp", TWICE_AS_LARGE, "parallelism.schedule=gpipe")),
 }
 
 
 @pytest.mark.parametrize("way", first_of(WAYS, num_quick=1))
 def test_a_pipeline_takes_the_steps_of_one_process(way: str, letters: str) -> None:
-    """With a clipped norm over all stages, a tied embedding, and a last step of three samples."""
+    """With a clipped norm over all stages, a tied embedding, and uneven micro-batches."""
     world_size, keys = WAYS[way]
     ranks = compared(world_size, letters, "ema.decay=0.9", of_mode=keys)
     assert not ranks[0].parameters.keys() & ranks[1].parameters.keys() - {"tokens.weight"}
@@ -122,6 +136,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "built whole": ("model.meta_init=false",),
     "all ends on all ranks": ("~model.pipeline",),
     "a model of the user's": UNCUT,
+    "strided": tuple(key.replace("Plain", "Strided") for key in UNCUT),
     "own step": (OWN, "train.step=staged_models.noisy"),
     "scalars": (OWN, "train.step=staged_models.counted"),
 }
@@ -137,4 +152,38 @@ def test_variants_take_the_steps_of_one_process(variant: str, letters: str) -> N
 @pytest.mark.parametrize("variant", ["groups", "first stage frozen", "a model of the user's"])
 def test_variants_of_replicas(variant: str, letters: str) -> None:
     """Gradients are added over replicas where the stages have some."""
-    compared(4, letters, *VARIANTS[variant], of_mode=("parallelism=ddp_pp",))
+    compared(4, letters, *VARIANTS[variant], of_mode=("parallelism=ddp_pp", TWICE_AS_LARGE))
+
+
+def random_steps(env: DistEnv, config: Config) -> tuple[list[float], list[float], int]:
+    """Return the losses of two equal steps, what the training step drew, and the masks' seeds."""
+    losses = []
+    for _ in range(2):
+        state = build(env, config)
+        state.engine = build_engine(state)
+        state.model.train()
+        losses.append(global_loss(state, take_step(state, next(iter(state.batches)))))
+    return losses, staged_models.DRAWN, state.work.layout.share
+
+
+@pytest.mark.full
+def test_random_numbers_repeat_and_are_those_of_the_recorded_inputs(letters: str) -> None:
+    """The training step runs once for the inputs and once for the loss, with the same numbers."""
+    keys = (OWN, "train.step=staged_models.drawing", "model.dropout=0.5", "train.clip_norm=null")
+    config = compose_config(*GPT, letters, *keys, *PP, world_size=2)
+    (first, recorded, _), (last, drawn, _) = run_ranks(random_steps, 2, config)
+    assert first == last
+    assert first[0] == first[1]
+    assert len(set(recorded[:4])) == 4
+    assert drawn[:4] == drawn[4:8] == recorded[:4]
+
+
+@pytest.mark.full
+def test_bf16_rounds_as_in_one_process(letters: str) -> None:
+    """The stages compute in the autocast of the training step's call."""
+    keys = (*GPT, letters, "train.precision=bf16")
+    (alone,) = run_ranks(steps_of, 1, compose_config(*keys, "parallelism=single"), torch.float32)
+    config = compose_config(*keys, *PP, world_size=2)
+    for rank in run_ranks(steps_of, 2, config, torch.float32):
+        torch.testing.assert_close(rank.losses, alone.losses, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(rank.norms, alone.norms, rtol=1e-4, atol=0.0)

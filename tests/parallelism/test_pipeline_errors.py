@@ -12,6 +12,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.gpt import GPT
 from ddp_runner.parallelism.stages import plan_cut
+from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import build_engine, take_step
 
 KEYS = (
@@ -114,6 +115,42 @@ def test_a_forward_is_a_collective_with_the_outputs_on_each_rank(letters: str) -
     assert first[1] == second[1]
     assert first[1].startswith("the outputs of a pipeline have no graph: its schedule computes the")
     assert first[2] == second[2] == 38
+
+
+def failure(env: DistEnv, config: Config) -> str:
+    """Return how the forward of a token that only the last stage rejects ends."""
+    module = build(env, config).module
+    try:
+        module(torch.full((2, 8), 99))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.full
+def test_a_stage_that_fails_fails_on_each_rank(letters: str) -> None:
+    """Else the others would wait for its output."""
+    keys = (*OWN, "model._target_=staged_models.Strided")
+    first, last = run_ranks(failure, 2, compose_config(*KEYS, letters, *keys, world_size=2))
+    assert last == "ValueError: 99 is no token"
+    assert first == f"RuntimeError: {last}"
+
+
+def tried(env: DistEnv, config: Config) -> str:
+    """Return why the trial rejects a run."""
+    try:
+        try_run(build(env, config))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.full
+def test_a_buffer_that_training_changes_is_one_line(letters: str) -> None:
+    """It would count the samples that fill a micro-batch, on the ranks that have it."""
+    keys = (*OWN, "model._target_=staged_models.Counting")
+    for answer in run_ranks(tried, 2, compose_config(*KEYS, letters, *keys, world_size=2)):
+        assert answer.startswith("training changes the buffer model.seen, and a pipeline computes ")
 
 
 def whole_outputs(env: DistEnv, config: Config) -> tuple[torch.Tensor, str, int]:

@@ -69,6 +69,7 @@ STOPPABLE = (
     "train.log_every_steps=1",
     "train.num_threads=1",
 )
+STAGES = ("model=gpt", "model.num_layers=2", "train.grad_accum_steps=2", "train.max_steps=2")
 # Overrides and number of ranks.
 TABLE = {
     "single": (("parallelism=single", *TOY), 1),
@@ -81,6 +82,8 @@ TABLE = {
     "tp": (("parallelism=tp", *TOY), 2),
     "fsdp_tp": (("parallelism=fsdp_tp", *TOY), 4),
     "gpt": (("model=gpt", "model.num_layers=1", "train.max_steps=2"), 2),
+    "pp": (("parallelism=pp", *STAGES), 2),
+    "ddp_pp": (("parallelism=ddp_pp", *STAGES), 4),
     "ps": (("parallelism=ps", "parallelism.mode=async", *TOY), 2),
     "toy_mp": (("model=toy_mp", "parallelism=ddp_mp", "world_size=1", *TOY[1:]), 1),
     "convnet": (("model=convnet", "train.max_steps=2"), 2),
