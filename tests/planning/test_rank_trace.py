@@ -1,0 +1,56 @@
+"""A plan beside reality: real tensors on real ranks, counted by the same tracker."""
+
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import pytest
+from ranks import run_ranks
+from tiers import first_of
+from train_states import compose_config
+
+from ddp_runner.config.instantiate import make
+from ddp_runner.config.schema import Config
+from ddp_runner.dist_env import DistEnv
+from ddp_runner.parallelism import mesh
+from ddp_runner.parallelism.mode import Mode, rank_devices
+from ddp_runner.planning.rank_trace import RankTrace, planned_dataset, trace_rank, traced
+from ddp_runner.train.build_state import build_work
+
+GPT_10M = ("model=gpt_10m", "batch.per_rank=2", "dataset.sequence_length=32")
+MODES = [
+    (("parallelism=fsdp",), 2),
+    (("parallelism=ddp",), 2),
+    (("parallelism=tp",), 2),
+    (("parallelism=fsdp_tp",), 4),
+    (("parallelism=fsdp", "train.precision=bf16"), 4),
+]
+
+
+def real_step(env: DistEnv, config: Config) -> RankTrace:
+    """Take steps with real tensors, and FSDP's own reduce-scatter in place of gloo's."""
+    mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    devices = rank_devices(env, kind="cpu", per_rank=1)
+    dataset = planned_dataset(config, log=print)
+    with patch.object(mesh.FSDPModule, "set_custom_reduce_scatter", lambda *_: None):
+        work = build_work(config, env, mode, devices=devices, dataset=dataset)
+        return traced(work, tensors=nullcontext())
+
+
+def planned_step(env: DistEnv, config: Config, rank: int) -> RankTrace:
+    """Plan the same steps, in a process that is alone."""
+    return trace_rank(config, rank=rank, log=print)
+
+
+@pytest.mark.parametrize(("words", "world_size"), first_of(MODES, num_quick=2))
+def test_a_plan_is_what_happens(words: tuple[str, ...], world_size: int) -> None:
+    """FLOP and the bytes of each collective are equal, and the peak is within a hundredth."""
+    config = compose_config(*GPT_10M, *words, world_size=world_size)
+    real = run_ranks(real_step, world_size, config)[0]
+    (planned,) = run_ranks(planned_step, 1, config, 0, backend=None)
+    print(real, planned)
+    assert planned.flops == real.flops
+    assert planned.calls == real.calls
+    assert planned.sent == real.sent
+    assert (planned.parameters, planned.optimizer) == (real.parameters, real.optimizer)
+    assert planned.gradients == real.gradients
+    assert planned.peak == pytest.approx(real.peak, rel=0.01)
