@@ -11,8 +11,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
 READ = torch.ops.aten._local_scalar_dense.default  # of Tensor.item
@@ -26,8 +28,7 @@ class NumberlessTensors(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operator without numbers, except on tensors that have some, as a mesh's."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func.namespace == "aten" and tensors and all(map(_has_numbers, tensors)):
+        if not types and func.namespace == "aten" and _have_numbers((args, kwargs)):
             with torch._C._DisableTorchDispatch():
                 return func(*args, **(kwargs or {}))
         if func is READ:
@@ -35,8 +36,10 @@ class NumberlessTensors(FakeTensorMode):
         return super().dispatch(func, types, args, kwargs or {})
 
 
-def _has_numbers(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+def _have_numbers(tree: Any) -> bool:
+    """Return whether a tree has tensors, none of which is a fake or on the meta device."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
 
 
 @contextmanager
@@ -66,6 +69,18 @@ def fake_ranks(world_size: int, *, rank: int) -> Iterator[None]:
 
 def _fill(box: list[Any], value: Any, group: Any = None) -> None:
     box[:] = [value] * len(box)
+
+
+@contextmanager
+def optimizers_as_on_gpus() -> Iterator[None]:
+    """Let an optimizer step all parameters in one call, as on a GPU, which takes another copy."""
+    types = [*optimizer._foreach_supported_types, FakeTensor]
+    with (
+        patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+        patch.object(optimizer, "_foreach_supported_types", types),
+        patch.object(_foreach_utils, "_foreach_supported_types", types),
+    ):
+        yield
 
 
 @contextmanager

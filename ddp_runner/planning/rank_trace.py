@@ -1,7 +1,8 @@
 """Traces two optimizer steps of one rank, built and taken as a training does, without numbers."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ from ddp_runner.data.text_tokenizer import NUM_BYTES, load_text_tokenizer
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism.mode import Mode
-from ddp_runner.planning.fake_ranks import NumberlessTensors, fake_ranks, numberless_modules
+from ddp_runner.planning.fake_ranks import (
+    NumberlessTensors,
+    fake_ranks,
+    numberless_modules,
+    optimizers_as_on_gpus,
+)
 from ddp_runner.planning.planned_mode import PlannedMode
 from ddp_runner.planning.step_tracker import Collective, StepTracker, num_bytes
 from ddp_runner.train.build_state import build_state, build_work
@@ -84,7 +90,7 @@ def traced(work: Work, *, tensors: AbstractContextManager[Any]) -> RankTrace:
 
     Collective: every rank must call.
     """
-    with tensors, StepTracker() as tracker:
+    with _no_collection(), optimizers_as_on_gpus(), tensors, StepTracker() as tracker:
         state = build_state(work)
         state.engine = build_engine(state)
         state.model.train()
@@ -93,9 +99,20 @@ def traced(work: Work, *, tensors: AbstractContextManager[Any]) -> RankTrace:
             with _disable_current_modes():
                 batch = next(steps)
             state.optimizer.zero_grad(set_to_none=True)  # as the step begins
+            gc.collect()
             tracker.begin()
             take_step(state, batch)
         return _summary(state, tracker)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let Python free cycles before a step only: when it does is chance, and it takes time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _summary(state: TrainState, tracker: StepTracker) -> RankTrace:

@@ -48,6 +48,7 @@ class StepTracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._live: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._total = 0
         self.begin()
 
@@ -87,7 +88,7 @@ class StepTracker(TorchDispatchMode):
             self.flops += flops / 2 if _argument(func, args, kwargs, "is_causal") else flops
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(func, args, kwargs, result)
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor) and not is_shard(leaf):
                 self._add(leaf.untyped_storage())
         return result
@@ -112,7 +113,7 @@ class StepTracker(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._live:
-            weakref.finalize(storage, self._drop, key)
+            self._refs[key] = weakref.ref(storage, lambda _: self._drop(key))
             self._set(key, storage.nbytes())
 
     def _set(self, key: int, size: int) -> None:
@@ -121,7 +122,8 @@ class StepTracker(TorchDispatchMode):
         self.peak = max(self.peak, self._total)
 
     def _drop(self, key: int) -> None:
-        self._total -= self._live.pop(key, 0)
+        self._total -= self._live.pop(key)
+        del self._refs[key]
 
 
 def tensors(tree: Any) -> list[Tensor]:
