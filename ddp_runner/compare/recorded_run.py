@@ -41,7 +41,7 @@ class RecordedRun:
     def task(self) -> str:
         """The task for the comparison: a loop of the user's own counts as a training."""
         task = self.record.get("task")
-        return task if task in ("evaluate", "collectives") else "train"
+        return task if task in ("evaluate", "plan", "collectives") else "train"
 
     @property
     def comm_hook(self) -> str | None:

