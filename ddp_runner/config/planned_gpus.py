@@ -26,8 +26,8 @@ def _validate_gpu(name: str | None) -> None:
     if name is not None and name not in FIGURES:
         near = nearest(name, FIGURES, cutoff=0.4) or next(iter(FIGURES))
         raise UserError(
-            f"task=plan knows no gpu {name}; did you mean {near}? or write plan.tflops=... "
-            "plan.memory_gib=..."
+            f"task=plan knows no gpu {name}",
+            f"did you mean {near}? or write plan.tflops=N plan.memory_gib=N",
         )
 
 

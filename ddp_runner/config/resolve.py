@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import yaml
 
+from ddp_runner.config.plan_rules import on_planned_machine
 from ddp_runner.config.rules import validate_config, validate_ranks, validate_steps
 from ddp_runner.config.schema import CONFIG_DIR, Config, RunConfig, mode_needs, num_shares
-from ddp_runner.config.sections import AUTO, INFERENCE, PLAN, SAMPLE, BackendConfig, LaunchConfig
+from ddp_runner.config.sections import AUTO, INFERENCE, PLAN, SAMPLE, BackendConfig
 from ddp_runner.config.targets import validate_targets
 from ddp_runner.config.training import ResolvedBatch
 from ddp_runner.config.validate import validate_values
@@ -41,21 +42,18 @@ def resolve(
         config = replace(config, backend=replace(config.backend, name="auto"))
     config, notes = _fit_to_machine(config, hardware, chosen=chosen)
     if config.task == PLAN:
-        config, hardware, of_plan = _planned(config, hardware, env, chosen=chosen)
-        env, notes = None, [*notes, *of_plan]
+        config, hardware, notes = on_planned_machine(config, env, chosen=chosen)
+        env = None
     ranks = _num_ranks(config, hardware, env)
     nproc = env.local_world_size if env else _num_local_ranks(config, hardware, ranks)
     # A rank may see only its own GPUs. Unless Slurm says so, that looks like one GPU for all ranks,
     # so the user must ask for it. The ranks then compare their GPUs.
     per_rank = mode_needs(config.parallelism).devices_per_rank
     sees_its_own = env is not None and hardware.num_gpus == per_rank
-    backend = config.backend
-    if config.task != PLAN:
-        backend = _backend(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
+    backend = _backend(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
     validate_ranks(replace(config, world_size=ranks, backend=backend), env)
     model = {"name": config.model["_target_"].rpartition(".")[2].lower()} | config.model
-    batch = resolve_batch(config, ranks, chosen)
-    train = config.train
+    batch, train = resolve_batch(config, ranks, chosen), config.train
     if batch.virtual_ranks is not None:  # what else would decide the bytes is part of the config
         is_exact = train.deterministic or backend.device != "cpu"
         train = replace(train, num_threads=train.num_threads or 1, deterministic=is_exact)
@@ -95,38 +93,6 @@ def _fit_to_machine(
     if "world_size" not in chosen and config.task != SAMPLE:
         config = replace(config, world_size=AUTO)
     return config, [f"{note}; give world_size and backend to choose"]
-
-
-def _planned(
-    config: Config, hardware: Hardware, env: DistEnv | None, *, chosen: Collection[str]
-) -> tuple[Config, Hardware, list[str]]:
-    """Return the config of a plan, a machine with as many cores as it has ranks, and notes.
-
-    The plan is of GPUs with NCCL, and is traced on a CPU, in one process.
-    """
-    if env is not None and env.world_size > 1:
-        raise UserError(
-            f"task=plan runs in one process and {env.launcher} started {env.world_size}",
-            f"leave {env.launcher} out: world_size is the number of planned ranks",
-        )
-    ranks, notes = _num_ranks(config, hardware, None), []
-    if config.plan.rank >= ranks:
-        raise UserError(
-            f"plan.rank ({config.plan.rank}) must be less than world_size ({ranks})",
-            "write plan.rank=0",
-        )
-    total, parts = config.batch.global_size, num_shares(config, ranks)
-    parts *= config.train.grad_accum_steps
-    is_chosen = {"batch", "batch.global_size", "batch.per_rank"} & {*chosen}
-    if total is not None and total % (parts or 1) and not is_chosen:
-        notes = [
-            f"batch.global_size ({total}) does not divide among {parts} forwards: planned with "
-            "batch.per_rank=1"
-        ]
-        config = replace(config, batch=replace(config.batch, global_size=None, per_rank=1))
-    cpu = BackendConfig(name="gloo", device="cpu")
-    config = replace(config, world_size=ranks, backend=cpu, launch=LaunchConfig())
-    return config, replace(hardware, num_gpus=0, num_cores=ranks), notes
 
 
 def _warnings(config: RunConfig, hardware: Hardware, env: DistEnv | None, nproc: int) -> list[str]:
@@ -243,6 +209,8 @@ def _backend(
     config: Config, hardware: Hardware, *, nproc: int, sees_its_own: bool
 ) -> BackendConfig:
     """Return the backend with its name and device filled in."""
+    if config.task == PLAN:  # it computes nothing, in any precision
+        return config.backend
     name, device, gpus = config.backend.name, config.backend.device, hardware.num_gpus
     needs, kinds = mode_needs(config.parallelism), BACKENDS | {hardware.kind: hardware.backend}
     for key, value, options, fix in (

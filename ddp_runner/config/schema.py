@@ -139,8 +139,8 @@ class Config:
     task: str = key(
         "train",
         "train; evaluate, predict or export a run's model, or sample a text from it; check (the "
-        "guarantees of DDP); collectives (measure them); plan (what a rank needs at any world size); "
-        "or a function of your own",
+        "guarantees of DDP); collectives (measure them); plan (what a rank needs and costs at "
+        "any world size); or a function of your own",
         validate=_validate_task,
     )
     loop: dict[str, Any] = key({}, "arguments of your own function in task")

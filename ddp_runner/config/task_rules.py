@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping
 
 from ddp_runner.config.identity import is_inside
-from ddp_runner.config.schema import Config, has_own_loop, mode_needs
+from ddp_runner.config.plan_rules import validate_plan
+from ddp_runner.config.schema import Config, has_own_loop
 from ddp_runner.config.sections import AUTO, INFERENCE, PLAN, SAMPLE, SAMPLE_KEYS
 from ddp_runner.config.training import EXPORTS
 from ddp_runner.errors import UserError, listed
@@ -22,8 +23,6 @@ _STEP = (
 _BATCHES = ("train.step", "batch", "metrics")
 _TEXT = tuple(f"inference.{key}" for key in SAMPLE_KEYS)
 _OTHERS = ("loop", "collectives", "plan")
-# The modes that task=plan can trace.
-PLANNED = ("single.Single", "ddp.DDP", "mesh.Mesh")
 _UNUSED: Mapping[str, tuple[str, ...]] = {
     "train": ("inference", *_OTHERS),
     "check": (*_LOOP, "ema", "checkpoint", "inference", *_OTHERS),
@@ -70,7 +69,7 @@ def validate_task(config: Config, *, chosen: Collection[str]) -> None:
                 f"collectives.{key} ([{', '.join(names)}]) must name at least one, and none twice"
             )
     if task == PLAN:
-        _validate_plan(config)
+        validate_plan(config)
     if task in INFERENCE and config.inference.run is None and config.resume in (None, AUTO):
         raise UserError(f"task={task} takes the model of a run", "write resume=RUN, or resume=last")
     if "inference.run" in chosen:
@@ -80,53 +79,6 @@ def validate_task(config: Config, *, chosen: Collection[str]) -> None:
             "task=export writes the formats in checkpoint.export, which is empty",
             f"write checkpoint.export=[{EXPORTS[0]}]",
         )
-
-
-def _validate_plan(config: Config) -> None:
-    """Reject what a trace of one rank on fake tensors cannot tell."""
-    mode, name = config.parallelism, f"parallelism={config.parallelism.get('name')}"
-    is_known = mode["_target_"].removeprefix("ddp_runner.parallelism.") in PLANNED
-    hook = mode.get("comm_hook")
-    for is_broken, what, reason, fix in (
-        (
-            not is_known or mode_needs(mode).devices_per_rank > 1,
-            name,
-            "a plan traces one of equal ranks, each with one device",
-            "write parallelism=ddp or parallelism=fsdp",
-        ),
-        (
-            bool(mode.get("cpu_offload")),
-            "parallelism.cpu_offload=true",
-            "a plan counts the memory of GPUs alone",
-            "write parallelism.cpu_offload=false",
-        ),
-        (
-            bool(mode.get("sync_batchnorm")),
-            "parallelism.sync_batchnorm=true",
-            "its layers compute on GPUs only",
-            "write parallelism.sync_batchnorm=false",
-        ),
-        (
-            not isinstance(hook, str | None),
-            "a parallelism.comm_hook of your own",
-            "it takes the buckets of DDP's reducer, which is not there",
-            "write parallelism.comm_hook=null, bf16 or fp16",
-        ),
-        (
-            config.batch.virtual_ranks is not None,
-            f"batch.virtual_ranks={config.batch.virtual_ranks}",
-            "its tree of sums waits for numbers of other ranks",
-            "write batch.virtual_ranks=null",
-        ),
-        (
-            config.resume is not None,
-            f"resume={config.resume}",
-            "a plan has no steps to continue",
-            "leave resume out, and give the keys of that run",
-        ),
-    ):
-        if is_broken:
-            raise UserError(f"{what} cannot be planned: {reason}", fix)
 
 
 def unused_note(task: str, given: Iterable[str]) -> list[str]:
