@@ -63,10 +63,10 @@ def on_planned_machine(
     The plan is of GPUs with NCCL, and is traced on a CPU, in one process. A default batch that does
     not divide among the ranks becomes one sample for each.
     """
-    if env is not None and env.world_size > 1:
+    if env is not None:
         raise UserError(
-            f"task=plan runs in one process and {env.launcher} started {env.world_size}",
-            f"leave {env.launcher} out: world_size is the number of planned ranks",
+            f"task=plan runs in one process of its own, and {env.launcher} starts ranks",
+            f"leave {env.launcher} out",
         )
     ranks, notes = config.world_size, []
     if ranks == AUTO or config.plan.rank >= ranks:

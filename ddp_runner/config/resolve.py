@@ -43,7 +43,6 @@ def resolve(
     config, notes = _fit_to_machine(config, hardware, chosen=chosen)
     if config.task == PLAN:
         config, hardware, notes = on_planned_machine(config, env, chosen=chosen)
-        env = None
     ranks = _num_ranks(config, hardware, env)
     nproc = env.local_world_size if env else _num_local_ranks(config, hardware, ranks)
     # A rank may see only its own GPUs. Unless Slurm says so, that looks like one GPU for all ranks,
@@ -61,8 +60,7 @@ def resolve(
     resolved = RunConfig(**vars(config) | derived | {"train": train})
     validate_steps(resolved)
     warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
-    # A resumed run has the device of its frozen config, even if nobody chose it.
-    is_inherited = config.resume is not None and not given - {"backend.name"}
+    is_inherited = config.resume is not None and not given - {"backend.name"}  # from its config
     if backend.device == "cpu" and (config.backend.device != "cpu" or is_inherited):
         idle = _idle_gpus(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
         warnings = [*idle, *warnings]

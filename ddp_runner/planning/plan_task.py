@@ -58,7 +58,7 @@ def table(trace: RankTrace) -> Iterator[str]:
         ("  activations and others", trace.others),
         ("  peak of a step", trace.peak),
     ):
-        yield FIGURE.format(name, f"{size / GIB:,.2f}")
+        yield FIGURE.format(name, f"{size / GIB:,.3f}")
     yield FIGURE.format("TFLOP of a rank and step", f"{trace.flops / 1e12:,.3f}")
     if trace.calls:
         yield CALL.format("collectives of a step", "calls", "GiB", "ranks")
@@ -102,8 +102,7 @@ def plan_metrics(trace: RankTrace, times: StepTimes | None) -> dict[str, float]:
 
 def _time_lines(times: StepTimes | None, gpu: PlanConfig) -> Iterator[str]:
     if times is None:
-        absent = listed([f"plan.{name}" for name in missing(gpu)])
-        yield f"no times without {absent}:\nwrite them, or plan.gpu=h100"
+        yield f"no times without {listed(missing(gpu))}: write plan.gpu=h100"
         return
     yield FIGURE.format("time of a step", "ms")
     yield FIGURE.format("  computing", f"{times.computing:,.1f}")

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.config.fields import KINDS
 from ddp_runner.config.schema import Config, mode_needs
-from ddp_runner.config.sections import AUTO, PLAN
+from ddp_runner.config.sections import AUTO
 from ddp_runner.errors import UserError, in_yaml
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.jobs import NodeLayout
@@ -126,7 +126,7 @@ def job_layout(config: Config, node: Hardware, settings: SlurmSettings) -> NodeL
         UserError: the ranks do not divide among the nodes, or a node has too few cores.
     """
     launch, most = config.launch, ranks_per_node(config, node, settings)
-    num_ranks = 1 if config.task == PLAN else config.world_size
+    num_ranks = config.world_size
     if num_ranks == AUTO:
         needs = mode_needs(config.parallelism)
         num_ranks = needs.max_ranks or max(needs.min_ranks, most * launch.nnodes)
