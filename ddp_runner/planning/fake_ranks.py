@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
 READ = torch.ops.aten._local_scalar_dense.default  # of Tensor.item
@@ -73,12 +72,15 @@ def _fill(box: list[Any], value: Any, group: Any = None) -> None:
 
 @contextmanager
 def optimizers_as_on_gpus() -> Iterator[None]:
-    """Let an optimizer step all parameters in one call, as on a GPU, which takes another copy."""
-    types = [*optimizer._foreach_supported_types, FakeTensor]
+    """Let an optimizer step whole parameters in one call, as on a GPU: it takes another copy.
+
+    Shards are stepped one by one. A call for all saves no memory, and with fake tensors DTensor
+    would think about it for a minute.
+    """
+    types = [Tensor, nn.Parameter, FakeTensor]
     with (
         patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
         patch.object(optimizer, "_foreach_supported_types", types),
-        patch.object(_foreach_utils, "_foreach_supported_types", types),
     ):
         yield
 

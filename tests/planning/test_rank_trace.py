@@ -60,3 +60,21 @@ def test_a_plan_is_what_happens(words: tuple[str, ...], world_size: int) -> None
 def _every_step(counts: Mapping[Collective, int]) -> dict[Collective, int]:
     """Leave out the broadcasts with which DDP agrees on its buckets, after the first step alone."""
     return {one: count for one, count in counts.items() if one.kind != "broadcast"}
+
+
+def test_what_shards_compute_is_counted() -> None:
+    """A tensor-parallel rank has half of each block's FLOP, and all of the output layer's.
+
+    DTensor's operators reach a tracker only if it lets DTensor come first.
+    """
+    words = ("model=gpt", "batch.global_size=2", "dataset.sequence_length=32")
+    single, split = (
+        run_ranks(planned_step, 1, compose_config(*words, mode, world_size=size), 0, backend=None)[
+            0
+        ]
+        for mode, size in (("parallelism=single", 1), ("parallelism=tp", 2))
+    )
+    head = 3 * 2 * (2 * 32) * 256 * 128  # three products: tokens x vocabulary x width
+    assert split.flops == (single.flops - head) / 2 + head
+    assert split.peak >= split.parameters + split.gradients + split.optimizer
+    assert [count for one, count in split.calls.items() if one.kind == "all-reduce"] != []
