@@ -1,6 +1,7 @@
 """Traces two optimizer steps of one rank, built and taken as a training does, without numbers."""
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -79,15 +84,27 @@ class RepeatedSplit(NumberedSplit):
 
 
 def trace_rank(config: RunConfig, *, rank: int, log: Callable[[str], None]) -> RankTrace:
-    """Trace a rank of a run of any world size, in this process alone."""
+    """Trace a rank of a run of any world size, in this process alone.
+
+    Raises:
+        UserError: the dataset is a stream, or the shapes of a step depend on numbers.
+    """
     train = replace(config.train, max_steps=MANY_STEPS, compile=False)
     config = replace(config, train=train)
     mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
     dataset, size = planned_dataset(config, log=log), config.world_size
     env = DistEnv(rank, local_rank=0, world_size=size, local_world_size=1)
-    with fake_ranks(size, rank=rank), numberless_modules():
+    with fake_ranks(size, rank=rank), numberless_modules(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels on the CPU
         work = build_work(config, env, PlannedMode(mode), devices=(CPU,), dataset=dataset)
-        return traced(work, tensors=NumberlessTensors())
+        try:
+            return traced(work, tensors=NumberlessTensors())
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UserError(
+                f"model={config.model.get('name')} cannot be planned: its step reads numbers of "
+                f"tensors ({error.func})",
+                "compute without them, or measure a run of a few steps",
+            ) from error
 
 
 def traced(work: Work, *, tensors: AbstractContextManager[Any]) -> RankTrace:

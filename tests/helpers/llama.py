@@ -1,6 +1,6 @@
 """Llama 3 as torchtitan trains it: grouped queries, an own output layer, selective recomputation.
 
-Sources: arXiv:2407.21783, and torchtitan's models/llama3 and its selective activation checkpointing,
+Sources: arXiv:2407.21783, and the selective activation checkpointing of torchtitan's llama3,
 which keeps attention and every second matrix product.
 """
 
