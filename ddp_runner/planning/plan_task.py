@@ -42,7 +42,8 @@ def run_plan(session: Session, stop_requested: Callable[[], bool]) -> Status:
         gpu = filled_in(config.plan, precision=config.train.precision)
         times = None if missing(gpu) else step_times(trace, gpu)
         answer = verdict(trace, gpu)
-        session.log("\n".join([*table(trace), *_time_lines(times, gpu), *_answer_lines(answer)]))
+        lines = [*table(trace), *_time_lines(times, gpu), *filter(None, [answer])]
+        session.log("\n".join(lines))
         logger.log(plan_metrics(trace, times), step=0, epoch=0)
         logger.finish(Status.COMPLETED, **_fields(config, trace, answer))
     return Status.COMPLETED
@@ -109,10 +110,6 @@ def _time_lines(times: StepTimes | None, gpu: PlanConfig) -> Iterator[str]:
     yield FIGURE.format("  sending", f"{times.sending:,.1f}")
     yield FIGURE.format("  if nothing overlaps", f"{times.not_overlapped:,.1f}")
     yield FIGURE.format("  if all overlaps", f"{times.overlapped:,.1f}")
-
-
-def _answer_lines(answer: str | None) -> list[str]:
-    return [] if answer is None else [answer]
 
 
 def _fields(config: RunConfig, trace: RankTrace, answer: str | None) -> RunFields:

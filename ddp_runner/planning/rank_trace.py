@@ -120,7 +120,6 @@ def traced(work: Work, *, tensors: AbstractContextManager[Any]) -> RankTrace:
         for _ in range(NUM_STEPS):
             with _disable_current_modes():
                 batch = next(steps)
-            state.optimizer.zero_grad(set_to_none=True)  # as the step begins
             gc.collect()
             tracker.begin()
             take_step(state, batch)
@@ -176,8 +175,9 @@ def planned_dataset(config: RunConfig, *, log: Callable[[str], None]) -> Dataset
     dataset = build_dataset(config, log=log)
     if isinstance(dataset.train, StreamSplit):
         raise UserError(
-            f"task=plan cannot plan dataset={dataset.name}: the batches of a stream have no number",
-            "write dataset=text with the same dataset.sequence_length",
+            f"dataset={dataset.name} cannot be planned: it is a stream, which has no number of "
+            "samples",
+            "write a dataset with __len__, such as dataset=text",
         )
     split = RepeatedSplit(dataset.train.first([0]).data, count)
     return replace(dataset, train=split, eval=split, group_by_length=False)

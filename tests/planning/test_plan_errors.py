@@ -1,12 +1,21 @@
 """What cannot be planned is one plain line, before any process starts."""
 
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from commands import run_command
 from configs import config_error, resolved
+from ranks import run_ranks
+from torch import Tensor
+from train_states import compose_config
 
+from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
+from ddp_runner.models import gpt
+from ddp_runner.planning.rank_trace import trace_rank
 from ddp_runner.tracking.run_record import read_run_record
 
 ALIKE = "cannot be planned: one rank on one device must stand for all; write parallelism=fsdp"
@@ -82,3 +91,44 @@ def test_a_plan_is_a_run(tmp_path: Path) -> None:
     assert record["verdict"] in ended.stdout
     assert len([*(ended.run_dir / "logs").glob("rank*")]) == 1
     assert max(map(len, ended.stdout.splitlines())) <= 100
+
+
+STREAM = (
+    *("model=toy", "dataset=torch_dataset", "allowed_targets=[own_streams]"),
+    "dataset.train={_target_:own_streams.Plain,size:23}",
+    "dataset.eval={_target_:own_streams.Plain,size:7}",
+)
+
+
+def error_of_trace(env: DistEnv, config: Config, *, reads_numbers: bool) -> str:
+    """Trace rank 0; return the mistake."""
+
+    def rotate(features: Tensor, rotary: Tensor) -> Tensor:
+        return features * (len(features.nonzero()) if reads_numbers else 1)
+
+    try:
+        with patch.object(gpt, "rotate", rotate):
+            trace_rank(config, rank=0, log=print)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_trace_needs_shapes_alone() -> None:
+    """A stream has no number of samples; a model that reads numbers has no shapes without them."""
+    config = compose_config(*STREAM, "parallelism=single")
+    (sentence,) = run_ranks(partial(error_of_trace, reads_numbers=False), 1, config, backend=None)
+    assert sentence == (
+        f"dataset={config.dataset['name']} cannot be planned: it is a stream, which has no number "
+        "of samples; write a dataset with __len__, such as dataset=text"
+    )
+    config = compose_config("model=gpt", "parallelism=single")
+    trace = (
+        partial(error_of_trace, reads_numbers=False),
+        partial(error_of_trace, reads_numbers=True),
+    )
+    assert run_ranks(trace[0], 1, config, backend=None) == [""]
+    assert run_ranks(trace[1], 1, config, backend=None) == [
+        "model=gpt cannot be planned: its step reads numbers of tensors (aten.nonzero.default); "
+        "compute without them, or measure a run of a few steps"
+    ]
