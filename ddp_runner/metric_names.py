@@ -68,6 +68,12 @@ METRICS = (
     MetricInfo("ps/server_wait_ms", True),
     MetricInfo("ps/pushes_per_s", False),
     MetricInfo("ps/num_trainers", None),
+    MetricInfo("plan/peak_gib", True, True),
+    MetricInfo("plan/step_ms", True, True),
+    MetricInfo("plan/step_ms_overlapped", True, True),
+    *(MetricInfo(f"plan/{part}_gib", True) for part in ("parameters", "gradients", "optimizer")),
+    MetricInfo("plan/collective_gib", True),
+    MetricInfo("plan/flops", None),
 )
 LISTED = {metric.name: metric for metric in METRICS}
 _ALL_REDUCE = tuple(  # for the largest message of task=collectives

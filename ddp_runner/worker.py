@@ -18,6 +18,7 @@ from ddp_runner.inference.predict import run_prediction
 from ddp_runner.inference.sample import run_sampling
 from ddp_runner.job import COMPLETED, Job, Outcome, Status
 from ddp_runner.own_loop.own_task import run_own_loop
+from ddp_runner.planning.plan_task import run_plan
 from ddp_runner.rank.session import Session, open_session
 from ddp_runner.train.train_task import run_training
 
@@ -30,6 +31,7 @@ TASKS: dict[str, Callable[[Session, Callable[[], bool]], Status]] = {
     "sample": run_sampling,
     "collectives": run_collectives,
     "check": run_check,
+    "plan": run_plan,
 }
 
 

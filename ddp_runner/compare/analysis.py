@@ -28,7 +28,7 @@ NO_METRICS = {"startup_s", "wall_s", "time_to_target_s", "sessions"}  # stats th
 BUSY = 0.1  # share of the cores' time that other work may use
 # The first of these tasks that has runs gets the rows. Evaluations have no training to compare
 # with, and benchmarks beside other runs only serve predictions.
-TASKS = ("train", "evaluate", "collectives")
+TASKS = ("train", "evaluate", "plan", "collectives")
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,12 @@ def _curve(run: RecordedRun, name: str, num_points: int) -> Curve | None:
 MAX_CLASSES = 30  # in a readable confusion matrix
 MAX_TRACEBACK = 4_000  # bytes at its end
 MAX_RECORDS = 500  # lines of task=check or task=collectives
-RECORDS = ("checks", "collectives", "not_in_backend")  # fields that are tables
+RECORDS = (
+    "checks",
+    "collectives",
+    "not_in_backend",
+    "planned_collectives",
+)  # fields that are tables
 # Fields of run.json that are shown elsewhere, or mean nothing to a reader.
 ELSEWHERE = {
     *("status", "error", "metrics", "sessions", "started_at", "startup_s", "wall_s", "versions"),

@@ -39,12 +39,45 @@ def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
     from matplotlib import rc_context
 
     with rc_context(STYLE):
+        if any("plan/peak_gib" in row.stats for row in comparison.rows):
+            return {"plan": _plan(comparison)}
         return {
             "scaling": _scaling(comparison),
             "loss_by_step": _loss(comparison, by_time=False),
             "loss_by_time": _loss(comparison, by_time=True),
             "step_parts": _step_parts(comparison),
         }
+
+
+def _plan(comparison: Comparison) -> "Figure":
+    """Return the peak memory and the time of a step over world size, a line per setting."""
+    from matplotlib.ticker import LogLocator
+
+    titles = {
+        "plan/peak_gib": "peak memory of a rank, GiB",
+        "plan/step_ms": "ms of a step if nothing overlaps",
+        "plan/step_ms_overlapped": "ms of a step if all overlaps",
+    }
+    rows, varying = comparison.rows, {"world_size", "num_devices", *BATCH_SIZES}
+    shown = [name for name in titles if any(name in row.stats for row in rows)]
+    keys = [key for key in comparison.keys if key not in varying]
+    names = labels([{key: row.setting.get(key) for key in keys} for row in rows])
+    figure, panels = new_figure("Planned memory and time by world size", num_panels=len(shown))
+    for axes, metric in zip(panels, shown, strict=True):
+        lines: dict[str, dict[float, float]] = {name: {} for name in names}
+        for name, row in zip(names, rows, strict=True):
+            if metric in row.stats:
+                lines[name][row.runs[0].world_size] = row.stats[metric].mean
+        sizes = sorted({size for points in lines.values() for size in points})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        draw_lines(axes, [*lines.items()], first="first", xlabel="ranks")
+        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_title(titles[metric], loc="left", fontsize=11)
+    return figure
 
 
 def _scaling(comparison: Comparison) -> "Figure | str":

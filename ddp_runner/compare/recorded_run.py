@@ -41,7 +41,7 @@ class RecordedRun:
     def task(self) -> str:
         """The task for the comparison: a loop of the user's own counts as a training."""
         task = self.record.get("task")
-        return task if task in ("evaluate", "collectives") else "train"
+        return task if task in ("evaluate", "plan", "collectives") else "train"
 
     @property
     def comm_hook(self) -> str | None:
@@ -69,7 +69,12 @@ class RecordedRun:
 
     @property
     def busy_share(self) -> float | None:
-        """Share of the cores' time on rank 0's machine that other work used; None if unknown."""
+        """Share of the cores' time on rank 0's machine that other work used; None if unknown.
+
+        A plan computes its times.
+        """
+        if self.task == "plan":
+            return None
         names = ("busy_share_others", "steal_share")
         shares = [nested(self.record, "load", "end", name) for name in names]
         measured = [share for share in shares if is_finite(share)]

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import yaml
 
+from ddp_runner.config.plan_rules import on_planned_machine
 from ddp_runner.config.rules import validate_config, validate_ranks, validate_steps
 from ddp_runner.config.schema import CONFIG_DIR, Config, RunConfig, mode_needs, num_shares
-from ddp_runner.config.sections import AUTO, INFERENCE, SAMPLE, BackendConfig
+from ddp_runner.config.sections import AUTO, INFERENCE, PLAN, SAMPLE, BackendConfig
 from ddp_runner.config.targets import validate_targets
 from ddp_runner.config.training import ResolvedBatch
 from ddp_runner.config.validate import validate_values
@@ -40,6 +41,8 @@ def resolve(
     if config.resume and given == {"backend.device"}:  # the run's own backend may not support it
         config = replace(config, backend=replace(config.backend, name="auto"))
     config, notes = _fit_to_machine(config, hardware, chosen=chosen)
+    if config.task == PLAN:
+        config, hardware, notes = on_planned_machine(config, env, chosen=chosen)
     ranks = _num_ranks(config, hardware, env)
     nproc = env.local_world_size if env else _num_local_ranks(config, hardware, ranks)
     # A rank may see only its own GPUs. Unless Slurm says so, that looks like one GPU for all ranks,
@@ -49,8 +52,7 @@ def resolve(
     backend = _backend(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
     validate_ranks(replace(config, world_size=ranks, backend=backend), env)
     model = {"name": config.model["_target_"].rpartition(".")[2].lower()} | config.model
-    batch = resolve_batch(config, ranks, chosen)
-    train = config.train
+    batch, train = resolve_batch(config, ranks, chosen), config.train
     if batch.virtual_ranks is not None:  # what else would decide the bytes is part of the config
         is_exact = train.deterministic or backend.device != "cpu"
         train = replace(train, num_threads=train.num_threads or 1, deterministic=is_exact)
@@ -58,8 +60,7 @@ def resolve(
     resolved = RunConfig(**vars(config) | derived | {"train": train})
     validate_steps(resolved)
     warnings = [*notes, *_warnings(resolved, hardware, env, nproc)]
-    # A resumed run has the device of its frozen config, even if nobody chose it.
-    is_inherited = config.resume is not None and not given - {"backend.name"}
+    is_inherited = config.resume is not None and not given - {"backend.name"}  # from its config
     if backend.device == "cpu" and (config.backend.device != "cpu" or is_inherited):
         idle = _idle_gpus(config, hardware, nproc=nproc, sees_its_own=sees_its_own)
         warnings = [*idle, *warnings]
@@ -206,6 +207,8 @@ def _backend(
     config: Config, hardware: Hardware, *, nproc: int, sees_its_own: bool
 ) -> BackendConfig:
     """Return the backend with its name and device filled in."""
+    if config.task == PLAN:  # it computes nothing, in any precision
+        return config.backend
     name, device, gpus = config.backend.name, config.backend.device, hardware.num_gpus
     needs, kinds = mode_needs(config.parallelism), BACKENDS | {hardware.kind: hardware.backend}
     for key, value, options, fix in (

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.config.fields import Rule, key
+from ddp_runner.config.planned_gpus import PlanConfig
 from ddp_runner.config.sections import (
     AUTO,
+    PLAN,
     TASKS,
     BackendConfig,
     CollectivesConfig,
@@ -141,7 +143,8 @@ class Config:
     task: str = key(
         "train",
         "train; evaluate, predict or export a run's model, or sample a text from it; check (the "
-        "guarantees of DDP); collectives (measure them); or a function of your own",
+        "guarantees of DDP); collectives (measure them); plan (what a rank needs and costs at "
+        "any world size); or a function of your own",
         validate=_validate_task,
     )
     loop: dict[str, Any] = key({}, "arguments of your own function in task")
@@ -175,6 +178,7 @@ class Config:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     model: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, Any] = field(default_factory=dict)
     parallelism: dict[str, Any] = field(default_factory=dict)
@@ -190,3 +194,8 @@ class RunConfig(Config):
 
     world_size: int
     batch: ResolvedBatch
+
+    @property
+    def num_processes(self) -> int:
+        """The ranks that run; a plan has the ranks of another run, and one process."""
+        return 1 if self.task == PLAN else self.world_size

@@ -7,11 +7,11 @@ from typing import Any
 from ddp_runner.config.fields import key
 from ddp_runner.errors import UserError
 
-SAMPLE = "sample"
+SAMPLE, PLAN = "sample", "plan"
 INFERENCE = ("evaluate", "predict", "export", SAMPLE)  # tasks that take the model of a run
-WITHOUT_MODEL = (*INFERENCE, "collectives", "check")  # tasks that write no model
+WITHOUT_MODEL = (*INFERENCE, "collectives", "check", PLAN)  # tasks that write no model
 WITHOUT_METRICS = ("check", "predict", "export", SAMPLE)
-WITHOUT_STEPS = (*WITHOUT_METRICS, "collectives")
+WITHOUT_STEPS = (*WITHOUT_METRICS, "collectives", PLAN)
 TASKS = ("train", *WITHOUT_MODEL)
 SAMPLE_KEYS = ("prompt", "num_tokens", "temperature", "top_k")  # only task=sample reads them
 AUTO = "auto"  # resume: the newest unfinished run of this config; numbers: the runner decides

@@ -3,8 +3,9 @@
 from collections.abc import Collection, Iterable, Mapping
 
 from ddp_runner.config.identity import is_inside
+from ddp_runner.config.plan_rules import validate_plan
 from ddp_runner.config.schema import Config, has_own_loop
-from ddp_runner.config.sections import AUTO, INFERENCE, SAMPLE, SAMPLE_KEYS
+from ddp_runner.config.sections import AUTO, INFERENCE, PLAN, SAMPLE, SAMPLE_KEYS
 from ddp_runner.config.training import EXPORTS
 from ddp_runner.errors import UserError, listed
 
@@ -21,7 +22,7 @@ _STEP = (
 )
 _BATCHES = ("train.step", "batch", "metrics")
 _TEXT = tuple(f"inference.{key}" for key in SAMPLE_KEYS)
-_OTHERS = ("loop", "collectives")
+_OTHERS = ("loop", "collectives", "plan")
 _UNUSED: Mapping[str, tuple[str, ...]] = {
     "train": ("inference", *_OTHERS),
     "check": (*_LOOP, "ema", "checkpoint", "inference", *_OTHERS),
@@ -34,12 +35,18 @@ _UNUSED: Mapping[str, tuple[str, ...]] = {
     ),
     "collectives": (
         *(*_LOOP, *_STEP, *_BATCHES, "train.precision", "model", "dataset", "ema", "checkpoint"),
-        *("inference", "loop"),
+        *("inference", "loop", "plan"),
+    ),
+    PLAN: (
+        *("train.epochs", "train.max_steps", "train.log_every_steps", "train.eval_every_epochs"),
+        *("train.eval_every_steps", "train.profile", "train.compile", "early_stop", "checkpoint"),
+        *("inference", "loop", "collectives", "metrics", "launch", "backend"),
     ),
 }
 # Keys that the runner does not apply in the user's own loop, which may read them itself.
 _UNUSED_IN_OWN_LOOP = (
     *("train", "params", "ema", "early_stop", "scheduler", "metrics", "collectives", "inference"),
+    "plan",
     *("batch.count", "batch.eval_per_rank", "checkpoint.every_epochs"),
     *("checkpoint.load_best", "checkpoint.export"),
 )
@@ -61,6 +68,8 @@ def validate_task(config: Config, *, chosen: Collection[str]) -> None:
             raise UserError(
                 f"collectives.{key} ([{', '.join(names)}]) must name at least one, and none twice"
             )
+    if task == PLAN:
+        validate_plan(config)
     if task in INFERENCE and config.inference.run is None and config.resume in (None, AUTO):
         raise UserError(f"task={task} takes the model of a run", "write resume=RUN, or resume=last")
     if "inference.run" in chosen:

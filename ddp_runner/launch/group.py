@@ -112,7 +112,7 @@ class OneMachine:
 
     def join(self, is_stopped: Callable[[], bool]) -> Group | None:
         """Return the machines of the next attempt; None if a stop was requested first."""
-        return Group([socket.gethostname()], 0, self._job.config.world_size)
+        return Group([socket.gethostname()], 0, self._job.config.num_processes)
 
     def all_ended(self) -> bool | None:
         """Return whether all ranks of the run ended well; None: wait. This machine's have."""

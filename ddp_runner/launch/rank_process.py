@@ -80,7 +80,7 @@ def bound_to_cores(
     options = LaunchConfig(
         min_nodes=config.launch.nnodes,
         max_nodes=config.launch.nnodes,
-        nproc_per_node=config.world_size // config.launch.nnodes,
+        nproc_per_node=config.num_processes // config.launch.nnodes,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # else it creates a log folder
     ).numa_options
     if options is None:

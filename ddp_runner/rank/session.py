@@ -272,7 +272,7 @@ def _record_start(session: Session) -> None:
         own_groups=job.own_groups,
         host=socket.gethostname(),
         hosts=session.hosts,
-        world_size=env.world_size,
+        world_size=config.world_size,
         num_nodes=env.num_nodes,
         parallelism=config.parallelism.get("name"),
         backend=config.backend.name,

@@ -59,7 +59,7 @@ class Local:
 
     def layout(self, config: RunConfig) -> NodeLayout:
         """Return one node with all ranks."""
-        return NodeLayout(1, config.world_size)
+        return NodeLayout(1, config.num_processes)
 
     def run(self, batch: JobBatch) -> Mapping[str, Outcome]:
         """Run a batch; return the outcome of each job by its id.

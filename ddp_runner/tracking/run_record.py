@@ -104,6 +104,8 @@ class RunFields(TypedDict, total=False):
     checks: Sequence[Mapping[str, Any]]  # task=check
     collectives: Sequence[Mapping[str, Any]]  # task=collectives
     not_in_backend: Sequence[Mapping[str, Any]]
+    planned_collectives: Sequence[Mapping[str, Any]]  # task=plan, of a step of a rank
+    verdict: str | None  # task=plan: whether a rank fits its GPU
 
 
 class RunRecord(RunFields, total=False):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.schema import RunConfig, mode_needs
+from ddp_runner.config.sections import PLAN
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import counted
 from ddp_runner.job import Job
@@ -27,6 +28,8 @@ def starting_lines(job: Job) -> str:
         run = fact_lines({"run": str(shown_path(job.run_dir))}) + "\n"
     # Without the run's config, which is on another machine, the number of ranks is unknown.
     ranks = "ranks" if job.lacks_run else counted(config.world_size, "rank")
+    if config.task == PLAN:
+        return f"{run}planning {ranks} in one process; importing torch …"
     return f"{run}starting {ranks}{nodes}, {config.backend.name} on {device}; importing torch …"
 
 

@@ -198,8 +198,8 @@ INVALID = [
     ("optimizer.lr=fast", "optimizer.lr (fast) must be a number"),
     ("optimizer.lr=-0.1", "optimizer.lr (-0.1) must be greater than 0"),
     ("task=trian",
-     "task (trian) must be one of train, evaluate, predict, export, sample, collectives, check, or "
-     "a function of your own, as PACKAGE.MODULE.FUNCTION; did you mean train?"),
+     "task (trian) must be one of train, evaluate, predict, export, sample, collectives, check, "
+     "plan, or a function of your own, as PACKAGE.MODULE.FUNCTION; did you mean train?"),
     ("task=torch.save",
      "task (torch.save) is not a task of ddp_runner; if it is a function of your own, add "
      "allowed_targets=[torch.save]"),

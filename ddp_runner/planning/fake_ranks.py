@@ -1,0 +1,108 @@
+"""Ranks and tensors without memory: other ranks that do not exist, tensors that hold no numbers.
+
+Only for a process of its own: the patches are of classes that all models share.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+READ = torch.ops.aten._local_scalar_dense.default  # of Tensor.item
+
+
+class NumberlessTensors(FakeTensorMode):
+    """Compute shapes and dtypes alone; an ``item`` is 1."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operator without numbers, except on tensors that have some, as a mesh's."""
+        if not types and func.namespace == "aten" and _have_numbers((args, kwargs)):
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
+        if func is READ:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").numpy()[()].item()
+        return super().dispatch(func, types, args, kwargs or {})
+
+
+def _have_numbers(tree: Any) -> bool:
+    """Return whether a tree has tensors, none of which is a fake or on the meta device."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
+
+
+@contextmanager
+def fake_ranks(world_size: int, *, rank: int) -> Iterator[None]:
+    """Be one of many ranks, in place of the only one; each other rank sends what this rank sends.
+
+    At the end the process is a group of its own again.
+    """
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    with ExitStack() as stack:
+        options = FakeProcessGroup.Options()
+        if hasattr(options, "simulate_uniform_ranks"):
+            options.simulate_uniform_ranks = True
+        else:  # torch 2.14 and older: what other ranks send is not set
+            stack.enter_context(patch.object(dist, "all_gather_object", _fill))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            alone: Any = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            stack.callback(dist.init_process_group, "gloo", **alone)
+        dist.init_process_group(
+            "fake", store=FakeStore(), rank=rank, world_size=world_size, pg_options=options
+        )
+        stack.callback(dist.destroy_process_group)
+        yield
+
+
+def _fill(box: list[Any], value: Any, group: Any = None) -> None:
+    box[:] = [value] * len(box)
+
+
+@contextmanager
+def optimizers_as_on_gpus() -> Iterator[None]:
+    """Let an optimizer step whole parameters in one call, as on a GPU: it takes another copy.
+
+    Shards are stepped one by one. A call for all saves no memory, and with fake tensors DTensor
+    would think about it for a minute.
+    """
+    types = [Tensor, nn.Parameter, FakeTensor]
+    with (
+        patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+        patch.object(optimizer, "_foreach_supported_types", types),
+    ):
+        yield
+
+
+@contextmanager
+def numberless_modules() -> Iterator[None]:
+    """Let modules move to tensors of another class, as ``to_empty`` does from meta to fake."""
+    with patch.object(nn.Module, "_apply", _apply):
+        yield
+
+
+def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Replace parameters, where torch would swap their contents."""
+    for child in module.children() if recurse else ():
+        child._apply(fn)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                value = fn(parameter)
+            if value is not parameter:
+                needs_gradient = parameter.requires_grad
+                module._parameters[name] = nn.Parameter(value, requires_grad=needs_gradient)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else fn(buffer)
+    return module
