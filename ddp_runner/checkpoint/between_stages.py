@@ -23,7 +23,7 @@ def merged(trees: Sequence[Any]) -> Any:
     return type(first)(map(merged, zip(*trees, strict=True)))
 
 
-class Stages:
+class StageStates:
     """The states of all stages as one. Each method is collective: every rank must call.
 
     Args:

@@ -30,7 +30,7 @@ from ddp_runner.checkpoint.between_ranks import (
     on_cpu,
     on_every_machine,
 )
-from ddp_runner.checkpoint.between_stages import Stages
+from ddp_runner.checkpoint.between_stages import StageStates
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.model_file import fitting_tensors
 from ddp_runner.checkpoint.optimizer_state import (
@@ -131,13 +131,13 @@ class Saver:
     def _gathered(self, states: Any, copies: set[int] | None) -> Any:
         keep = self.rank == 0
         if self._has_stages:
-            return Stages(states, group=self.group).gathered(keep=keep)
+            return StageStates(states, group=self.group).gathered(keep=keep)
         return gathered(states, keep=keep, copies=copies)
 
     def _pieces(self, states: Any) -> Any:
         if not self._has_stages:
             return pieces_of(states, {}, rank=self.rank)
-        stages = Stages(states, group=self.group)
+        stages = StageStates(states, group=self.group)
         return pieces_of(stages.own(), stages.holders, rank=self.rank)
 
     def restore(
