@@ -7,9 +7,8 @@ the values are in the files of the ranks.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -24,9 +23,6 @@ from ddp_runner.checkpoint.tensor_files import (
 from ddp_runner.errors import UserError
 from ddp_runner.files import leaves
 from ddp_runner.parallelism.shards import is_shard, map_leaves, own_part, spec_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -46,31 +42,31 @@ def pieces_of(state: Any, holders: Mapping[str, int], *, rank: int) -> Any:
         holders: the first rank that has a tensor, by the tensor's name, unless it is 0.
         rank: this rank.
     """
+    places = dict[object, tuple[tuple[int, ...], frozenset[int]]]()  # the loop waits meanwhile
 
     def piece(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype not in DTYPES or value.is_sparse:
             return value
-        return _piece(value, holder=holders.get(name, 0), rank=rank)
+        spec, holder = spec_of(value), holders.get(name, 0)
+        if not is_shard(value):
+            return Piece(spec, (0,) * value.ndim, value if rank == holder else None)
+        place = value.device_mesh, value.placements, value.shape
+        if place not in places:
+            places[place] = _place(value)
+        offsets, copies = places[place]
+        part = own_part(value)
+        is_saved = holder in copies and part.numel() > 0  # a rank may have no rows
+        return Piece(spec, offsets, part if is_saved else None)
 
     return map_leaves(piece, state)
 
 
-def _piece(tensor: Tensor, *, holder: int, rank: int) -> Piece:
-    """Return a tensor's piece: of equal copies, also in other meshes, the first is saved."""
-    if not is_shard(tensor):
-        return Piece(spec_of(tensor), (0,) * tensor.ndim, tensor if rank == holder else None)
-    mesh, part = tensor.device_mesh, own_part(tensor)
-    copies = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
-    is_copy = any(placement.is_replicate() and index for index, placement in copies)
-    (chunk,) = cast(Any, tensor).__create_chunk_list__()
-    # A rank may have no rows.
-    is_saved = holder in _ranks_of(mesh) and not is_copy and part.numel() > 0
-    return Piece(spec_of(tensor), tuple(chunk.offsets), part if is_saved else None)
-
-
-@lru_cache
-def _ranks_of(mesh: "DeviceMesh") -> frozenset[int]:
-    return frozenset(mesh.mesh.flatten().tolist())
+def _place(tensor: Any) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Return the offsets of this rank's part, and the ranks of its mesh if it is the first copy."""
+    mesh, (chunk,) = tensor.device_mesh, tensor.__create_chunk_list__()
+    axes = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
+    is_first = not any(placement.is_replicate() and index for index, placement in axes)
+    return tuple(chunk.offsets), frozenset(mesh.mesh.flatten().tolist() if is_first else ())
 
 
 def split_off(state: Any) -> tuple[Any, dict[str, Piece]]:

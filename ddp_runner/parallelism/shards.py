@@ -8,6 +8,7 @@ identifies them, and a run without shards does not import it.
 """
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
@@ -286,9 +287,11 @@ def first_not_finite(module: nn.Module, *, group: dist.ProcessGroup | None) -> s
     None if there is none. Collective if the model is split.
     """
     tensors = dict(module.named_parameters())
-    flags = [(~torch.isfinite(own_part(tensor))).any() for tensor in tensors.values()]
-    counts = list(map(int, values_of(flags)))
-    first = next((name for name, count in zip(tensors, counts, strict=True) if count), None)
+    # A sum takes a tenth of the time of a look at each value. It may overflow where all are finite.
+    sums = values_of([own_part(tensor).sum().abs() for tensor in tensors.values()])
+    doubtful = [name for name, total in zip(tensors, sums, strict=True) if not math.isfinite(total)]
+    bad = (name for name in doubtful if not torch.isfinite(own_part(tensors[name])).all())
+    first = next(bad, None)
     if has_stages(module) or any(map(is_shard, tensors.values())):
         found = gather_objects(first, group=group)
         first = next((name for name in found if name is not None), None)
