@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ddp_runner.config.pipeline_rules import validate_pipeline
 from ddp_runner.config.schema import Config, has_own_loop, mode_needs
-from ddp_runner.config.sections import INFERENCE
+from ddp_runner.config.sections import INFERENCE, PLAN
 from ddp_runner.errors import UserError, counted
 
 COMM_HOOKS = ("bf16", "fp16")
@@ -112,7 +112,7 @@ def validate_mode(config: Config) -> None:
         _validate_hook(config, hook)
     if "tensor_parallel_size" in mode:
         _validate_mesh(config)
-    if "pipeline_size" in mode and config.task == "train":
+    if "pipeline_size" in mode and config.task in ("train", PLAN):
         validate_pipeline(config)
     if config.batch.virtual_ranks is not None and config.task not in UNSUMMED:
         _validate_virtual_ranks(config, config.batch.virtual_ranks)

@@ -9,7 +9,8 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 
-PLANNED = ("single.Single", "ddp.DDP", "mesh.Mesh")  # the modes that a trace can build
+# The modes that a trace can build.
+PLANNED = ("single.Single", "ddp.DDP", "mesh.Mesh", "pipeline.Pipeline")
 
 
 def validate_plan(config: Config) -> None:

@@ -55,6 +55,8 @@ def fake_ranks(world_size: int, *, rank: int) -> Iterator[None]:
             options.simulate_uniform_ranks = True
         else:  # torch 2.14 and older: what other ranks send is not set
             stack.enter_context(patch.object(dist, "all_gather_object", _fill))
+        # Numbers of another rank, which has none: each keeps its own.
+        stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
         if dist.is_initialized():
             dist.destroy_process_group()
             alone: Any = {"store": dist.HashStore(), "rank": 0, "world_size": 1}

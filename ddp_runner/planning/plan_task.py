@@ -1,13 +1,14 @@
 """``task=plan``: traces a rank of a run that nobody starts, and prints what it needs and costs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from ddp_runner.config.planned_gpus import PlanConfig, filled_in, missing
 from ddp_runner.config.schema import RunConfig
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import counted, listed
 from ddp_runner.job import Status
-from ddp_runner.planning.rank_trace import RankTrace, trace_rank
+from ddp_runner.planning.rank_trace import RankTrace, make_mode, trace_rank
 from ddp_runner.planning.step_times import StepTimes, step_times
 from ddp_runner.rank.records import log_facts, task_logger
 from ddp_runner.rank.session import Session, report_start
@@ -37,16 +38,47 @@ def run_plan(session: Session, stop_requested: Callable[[], bool]) -> Status:
     log_facts(session, facts)
     logger = task_logger(session)
     with logger:
-        trace = trace_rank(config, rank=config.plan.rank, log=session.log)
+        traces = [trace_rank(config, rank=rank, log=session.log) for rank in traced_ranks(config)]
         logger.step_done(step=0, epoch=0)  # the start-up ends here
+        trace = max(traces, key=lambda one: one.peak)
         gpu = filled_in(config.plan, precision=config.train.precision)
-        times = None if missing(gpu) else step_times(trace, gpu)
+        waits = bubble(config) if len(traces) > 1 else 0.0
+        times = None if missing(gpu) else step_times(traces, gpu, bubble=waits)
         answer = verdict(trace, gpu)
-        lines = [*table(trace), *_time_lines(times, gpu), *filter(None, [answer])]
+        lines = [
+            *table(trace),
+            *(_stage_lines(traces, waits) if len(traces) > 1 else ()),
+            *_time_lines(times, gpu),
+            *filter(None, [answer]),
+        ]
         session.log("\n".join(lines))
         logger.log(plan_metrics(trace, times), step=0, epoch=0)
         logger.finish(Status.COMPLETED, **_fields(config, trace, answer))
     return Status.COMPLETED
+
+
+def traced_ranks(config: RunConfig) -> Sequence[int]:
+    """Return the ranks that stand for all: ``plan.rank``, and those of the other stages."""
+    layout = make_mode(config).layout(DistEnv(config.plan.rank, 0, config.world_size, 1))
+    if not layout.has_stages:
+        return [config.plan.rank]
+    first = config.plan.rank // layout.model_ranks * layout.model_ranks
+    return range(first, first + layout.model_ranks)
+
+
+def bubble(config: RunConfig) -> float:
+    """Return the share of a step in which a rank of a pipeline waits, if all stages are equal."""
+    waits = len(traced_ranks(config)) - 1
+    parts = config.train.grad_accum_steps * int(config.parallelism["stages_per_rank"])
+    return waits / (parts + waits)
+
+
+def _stage_lines(traces: Sequence[RankTrace], waits: float) -> Iterator[str]:
+    yield CALL.format("stages of a pipeline", "rank", "peak, GiB", "TFLOP")
+    for rank, trace in enumerate(traces):
+        peak, flops = f"{trace.peak / GIB:,.3f}", f"{trace.flops / 1e12:,.3f}"
+        yield CALL.format("", rank, peak, flops)
+    yield f"each rank waits for {waits:.0%} of the step if all stages take the same time"
 
 
 def table(trace: RankTrace) -> Iterator[str]:

@@ -2,19 +2,25 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism import mesh
+from ddp_runner.parallelism import mesh, pipeline
 from ddp_runner.parallelism.ddp import DDP, MIN_BUCKET_MB
-from ddp_runner.parallelism.mode import Layout, Mode, local_engine
+from ddp_runner.parallelism.mode import Engine, Layout, Mode
+from ddp_runner.parallelism.modules import matched
+from ddp_runner.parallelism.stages import Stages, stages_of
+from ddp_runner.planning.fake_ranks import NumberlessTensors
 
 META = torch.device("meta")
 SENT = {"None": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # dtype by comm_hook
@@ -26,7 +32,6 @@ class PlannedMode:
 
     mode: Mode
     _is_local: list[bool] = field(default_factory=list)  # not empty: inside ``no_sync`` of DDP
-    engine = staticmethod(local_engine)
 
     def layout(self, env: DistEnv) -> Layout:
         """Return the layout of the mode."""
@@ -47,9 +52,17 @@ class PlannedMode:
             _disable_current_modes(),
             patch.object(nn.Module, "to_empty", lambda module, **_: module),
             patch.object(mesh, "initialise", lambda _: None),
+            patch.object(pipeline, "initialise", lambda _: None),
         ):
             module = self.mode.place(build_on_meta, devices if is_split else (META,))
+            if (stages := stages_of(module)) is not None:
+                assert isinstance(self.mode, pipeline.Pipeline)
+                _learn_shapes(stages, build_on_meta(), self.mode.blocks[0], devices[0])
         return module.to_empty(device=devices[0])
+
+    def engine(self, state: Any, local: Engine[Any, Any]) -> Engine[Any, Any]:
+        """Return the engine of the mode."""
+        return self.mode.engine(state, local)
 
     def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
         """Return the module; under DDP it has the buckets of the reducer."""
@@ -84,6 +97,33 @@ class PlannedMode:
     def _fill(self, bucket: "_Bucket", parameter: Tensor) -> None:
         if not self._is_local:
             bucket.fill(parameter)
+
+
+def _learn_shapes(stages: Stages, whole: nn.Module, pattern: str, device: torch.device) -> None:
+    """Let stages learn the shapes of hidden states from a whole model: no other rank sends any."""
+    blocks = iter(matched(whole, pattern, key="model.blocks").values())
+    copies = [[*islice(blocks, len(own))] for own in stages.blocks]
+    model = replace(stages, module=whole, blocks=copies)
+    stages.device = device
+
+    def forward(*args: Any, **kwargs: Any) -> None:
+        found = list[tuple[torch.Size, torch.dtype]]()
+        with _disable_current_modes():
+            with NumberlessTensors():
+                whole.to_empty(device=device)
+                args, kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))
+                hidden = None
+                for stage in range(len(copies)):
+                    hidden = model.compute(stage, hidden, args, kwargs)
+                    found.append((hidden.shape, hidden.dtype))
+            for stage, (shape, dtype) in enumerate(found):
+                stages.hidden[stage] = torch.empty(shape, dtype=dtype, device=META)
+
+    cast(Any, stages).forward = forward
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 class _Bucket:

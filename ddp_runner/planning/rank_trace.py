@@ -83,6 +83,12 @@ class RepeatedSplit(NumberedSplit):
             yield tree_map(partial(torch.index_select, dim=0, index=rows), self.sample)
 
 
+def make_mode(config: RunConfig) -> Mode:
+    """Return the mode of a config."""
+    mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    return mode
+
+
 def trace_rank(config: RunConfig, *, rank: int, log: Callable[[str], None]) -> RankTrace:
     """Trace a rank of a run of any world size, in this process alone.
 
@@ -91,7 +97,7 @@ def trace_rank(config: RunConfig, *, rank: int, log: Callable[[str], None]) -> R
     """
     train = replace(config.train, max_steps=MANY_STEPS, compile=False)
     config = replace(config, train=train)
-    mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    mode = make_mode(config)
     dataset, size = planned_dataset(config, log=log), config.world_size
     env = DistEnv(rank, local_rank=0, world_size=size, local_world_size=1)
     with fake_ranks(size, rank=rank), numberless_modules(), warnings.catch_warnings():

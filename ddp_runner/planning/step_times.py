@@ -1,7 +1,7 @@
 """The time of a planned step: between the sum and the maximum of computing and sending."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.config.planned_gpus import PlanConfig
@@ -29,11 +29,19 @@ class StepTimes:
         return max(self.computing, self.sending)
 
 
-def step_times(trace: RankTrace, gpu: PlanConfig) -> StepTimes:
-    """Return the times of a trace on these GPUs; no figure may be None."""
+def step_times(traces: Sequence[RankTrace], gpu: PlanConfig, *, bubble: float) -> StepTimes:
+    """Return the times of a step on these GPUs; no figure may be None.
+
+    Args:
+        traces: of a rank, or of one with each stage of a pipeline; the slowest decides.
+        gpu: the figures.
+        bubble: share of the step in which a rank waits for other stages.
+    """
     assert gpu.tflops is not None
-    computing = trace.flops / (gpu.tflops * 1e12 * gpu.efficiency)
-    return StepTimes(1e3 * computing, 1e3 * sum(sending_s(trace.calls, trace.sent, gpu).values()))
+    most = max(trace.flops for trace in traces)
+    computing = most / (gpu.tflops * 1e12 * gpu.efficiency) / (1.0 - bubble)
+    sending = max(sum(sending_s(one.calls, one.sent, gpu).values()) for one in traces)
+    return StepTimes(1e3 * computing, 1e3 * sending)
 
 
 def sending_s(
@@ -51,7 +59,7 @@ def sending_s(
         link = gpu.node_gb_s if is_near else gpu.net_gb_s
         assert link is not None
         rounds, size = 1 + (one.kind in TWICE), one.group_size
-        hops = rounds * math.ceil(math.log2(size))
-        moved = rounds * sent[one] * (size - 1) / size
+        hops = 1 if one.kind == "send" else rounds * math.ceil(math.log2(size))
+        moved = rounds * sent[one] * (1.0 if one.kind == "send" else (size - 1) / size)
         seconds[one] = count * hops * gpu.latency_us / 1e6 + moved / (link * 1e9)
     return seconds

@@ -21,6 +21,7 @@ KINDS = {  # of collectives, by a part of torch's names for them without undersc
     "allreduce": "all-reduce",
     "alltoall": "all-to-all",
     "broadcast": "broadcast",
+    "send": "send",
 }
 
 
@@ -88,7 +89,7 @@ class StepTracker(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(func, args, kwargs, result)
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(leaf, Tensor) and not is_shard(leaf):
+            if isinstance(leaf, Tensor) and not is_shard(leaf) and leaf.device.type != "meta":
                 self._add(leaf.untyped_storage())
         return result
 

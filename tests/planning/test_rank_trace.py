@@ -20,10 +20,12 @@ from ddp_runner.planning.step_tracker import Collective, StepTracker
 from ddp_runner.train.build_state import build_work
 
 GPT_10M = ("model=gpt_10m", "batch.per_rank=2", "dataset.sequence_length=32")
+PP = ("parallelism=pp", "train.grad_accum_steps=4")
 GLOO_S = 0.02
 MODES = [  # keys, world size, tolerance of the peak
     (("parallelism=fsdp",), 2, 0.01),
     (("parallelism=ddp",), 2, 0.01),
+    (PP, 2, 0.01),
     (("parallelism=tp",), 2, 0.01),
     (("parallelism=fsdp",), 4, 0.01),
     (("parallelism=ddp",), 4, 0.01),
@@ -31,6 +33,10 @@ MODES = [  # keys, world size, tolerance of the peak
     (("parallelism=fsdp_tp",), 4, 0.01),
     (("parallelism=hsdp",), 4, 0.01),
     (("parallelism=fsdp", "train.precision=bf16"), 4, 0.03),
+    ((*PP, "parallelism.schedule=gpipe"), 2, 0.01),
+    ((*PP, "parallelism.schedule=interleaved", "parallelism.stages_per_rank=2"), 2, 0.01),
+    (PP, 4, 0.01),
+    (("parallelism=ddp_pp", "train.grad_accum_steps=4"), 4, 0.01),
 ]
 
 
@@ -61,19 +67,22 @@ def planned_step(env: DistEnv, config: Config, rank: int) -> RankTrace:
     return trace_rank(config, rank=rank, log=print)
 
 
-@pytest.mark.parametrize(("words", "world_size", "tolerance"), first_of(MODES, num_quick=2))
+@pytest.mark.parametrize(("words", "world_size", "tolerance"), first_of(MODES, num_quick=3))
 def test_a_plan_is_what_happens(words: tuple[str, ...], world_size: int, tolerance: float) -> None:
     """FLOP and the bytes of each collective are equal, and the peak is close."""
     config = compose_config(*GPT_10M, *words, world_size=world_size)
     reals = run_ranks(real_step, world_size, config)
     real = min(reals, key=lambda one: one.peak)
-    (planned,) = run_ranks(planned_step, 1, config, 0, backend=None)
-    assert planned.flops == real.flops
-    assert _every_step(planned.calls) == _every_step(real.calls)
-    assert _every_step(planned.sent) == _every_step(real.sent)
-    assert (planned.parameters, planned.optimizer) == (real.parameters, real.optimizer)
-    assert planned.gradients == real.gradients
-    assert planned.peak == pytest.approx(real.peak, rel=tolerance)
+    # The ranks of a pipeline differ.
+    pairs = enumerate(reals) if "pp" in words[0] else [(0, real)]
+    for rank, real in pairs:
+        (planned,) = run_ranks(planned_step, 1, config, rank, backend=None)
+        assert planned.flops == real.flops
+        assert _every_step(planned.calls) == _every_step(real.calls)
+        assert _every_step(planned.sent) == _every_step(real.sent)
+        assert (planned.parameters, planned.optimizer) == (real.parameters, real.optimizer)
+        assert planned.gradients == real.gradients
+        assert planned.peak == pytest.approx(real.peak, rel=tolerance)
 
 
 def _every_step(counts: Mapping[Collective, int]) -> dict[Collective, int]:

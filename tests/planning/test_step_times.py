@@ -31,11 +31,12 @@ def test_a_step_takes_two_times() -> None:
     within = 10 * 3 * 10e-6 + 4e9 * 7 / 8 / 450e9
     between = 2 * (2 * 4) * 10e-6 + 2 * 1e9 * 15 / 16 / 50e9
     assert seconds == pytest.approx({GATHER: within, REDUCE: between})
-    times = step_times(TRACE, H100)
+    times = step_times([TRACE], H100, bubble=0.0)
     assert times.computing == pytest.approx(2000.0)
     assert times.not_overlapped == pytest.approx(2000.0 + 1000 * (within + between))
     assert times.overlapped == pytest.approx(2000.0)
-    slow = step_times(TRACE, replace(H100, net_gb_s=0.5))
+    slow = step_times([TRACE], replace(H100, net_gb_s=0.5), bubble=0.2)
+    assert slow.computing == pytest.approx(2500.0)  # a fifth of the step is waiting
     assert slow.overlapped == pytest.approx(slow.sending)
     assert plan_metrics(TRACE, times)["plan/step_ms"] == times.not_overlapped
 
