@@ -64,14 +64,14 @@ MODES = {
     "tp": (*TEXT, "parallelism=tp", "world_size=2"),
     "other ranks": (*TEXT, "batch.virtual_ranks=8", "parallelism=ddp", "world_size=4"),
     "sharded": (*TEXT, *SHARDED, "parallelism=fsdp", "world_size=2"),
-    "sharded, then others": (
+    "sharded and others": (
         *(*TEXT, *SHARDED, "model.dropout=0", "train.grad_accum_steps=2"),
         *("parallelism=fsdp", "world_size=2"),
     ),
 }
 RESUMED_AS: dict[str, list[tuple[str, ...]]] = {  # after a kill, one of these
     "other ranks": [("parallelism=fsdp", "world_size=2")],
-    "sharded, then others": [
+    "sharded and others": [
         ("parallelism=pp", "world_size=2"),
         ("parallelism=tp", "world_size=2"),
         ("parallelism=single", "world_size=1"),
@@ -79,7 +79,7 @@ RESUMED_AS: dict[str, list[tuple[str, ...]]] = {  # after a kill, one of these
     ],
 }
 # Modes whose runs equal the uninterrupted run up to rounding only.
-TOLERANCES = {"sharded, then others": 1e-4}
+TOLERANCES = {"sharded and others": 1e-4}
 VICTIMS = ("rank", "launcher", "tree")
 PLACES = ("training", "saving", "any instant")
 MOST_KILLS = 8  # of a chain

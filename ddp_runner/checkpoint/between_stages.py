@@ -1,5 +1,6 @@
 """Merges the states of a pipeline's stages into the whole model's, by names."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ def merged(trees: Sequence[Any]) -> Any:
     """Return nested states with the keys, and the items of lists of names, of all of them."""
     first = trees[0]
     if isinstance(first, Mapping):
-        keys = dict.fromkeys(key for tree in trees for key in tree)
-        return {key: merged([tree[key] for tree in trees if key in tree]) for key in keys}
+        result: Any = copy.copy(first)  # a module's state_dict carries `_metadata`
+        for key in dict.fromkeys(key for tree in trees for key in tree):
+            result[key] = merged([tree[key] for tree in trees if key in tree])
+        return result
     if not isinstance(first, list | tuple):
         return first
     if all(isinstance(name, str) for tree in trees for name in tree):
