@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.memory import return_freed_memory
-from ddp_runner.parallelism.mode import Layout, local_engine, no_wrapper
+from ddp_runner.parallelism.mode import Layout, local_engine, no_wrapper, one_share_for
 from ddp_runner.parallelism.modules import blocks_of, initialise
 from ddp_runner.parallelism.tensor_parallel import split_layers
 from ddp_runner.parallelism.tree import Tree, TreeReduceScatter, new_buffer
@@ -89,14 +89,7 @@ class Mesh:
 
     def layout(self, env: DistEnv) -> Layout:
         """Return a rank's part; ranks of a tensor-parallel group have the same share."""
-        size = self.tensor_parallel_size or env.world_size
-        return Layout(
-            share=env.rank // size,
-            num_shares=env.world_size // size,
-            env=env,
-            model_ranks=size,
-            forward_is_collective=True,
-        )
+        return one_share_for(env, self.tensor_parallel_size)
 
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
         """Build the model and keep this rank's shards. Collective: every rank must call.

@@ -134,6 +134,18 @@ def one_share_each(env: DistEnv) -> Layout:
     return Layout(share=env.rank, num_shares=env.world_size, env=env)
 
 
+def one_share_for(env: DistEnv, model_ranks: int | None) -> Layout:
+    """Return the layout of a mode with a share for each `model_ranks` neighbours; None: for all."""
+    size = model_ranks or env.world_size
+    return Layout(
+        share=env.rank // size,
+        num_shares=env.world_size // size,
+        env=env,
+        model_ranks=size,
+        forward_is_collective=True,
+    )
+
+
 def local_engine(state: StateT, local: Engine[StateT, BatchT]) -> Engine[StateT, BatchT]:
     """Return the local engine, for modes whose backward already averages the gradients."""
     return local

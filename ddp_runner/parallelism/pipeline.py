@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.mode import Engine, Layout, no_wrapper, null_context
+from ddp_runner.parallelism.mode import Engine, Layout, no_wrapper, null_context, one_share_for
 from ddp_runner.parallelism.modules import initialise
 from ddp_runner.parallelism.pipeline_engine import PipelineEngine
 from ddp_runner.parallelism.stages import (
@@ -42,16 +42,8 @@ class Pipeline:
 
     def layout(self, env: DistEnv) -> Layout:
         """Return a rank's part; the ranks of a pipeline have the same share."""
-        size = self.pipeline_size or env.world_size
-        return Layout(
-            share=env.rank // size,
-            num_shares=env.world_size // size,
-            env=env,
-            model_ranks=size,
-            forward_is_collective=True,
-            backward_is_collective=False,
-            has_stages=True,
-        )
+        layout = one_share_for(env, self.pipeline_size)
+        return replace(layout, backward_is_collective=False, has_stages=True)
 
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
         """Build the model and keep this rank's stages. Collective: every rank must call.

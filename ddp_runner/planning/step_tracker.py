@@ -46,7 +46,7 @@ class StepTracker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no types
         self._live: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._total = 0
@@ -68,6 +68,7 @@ class StepTracker(TorchDispatchMode):
                 tracker._set(storage._cdata, size)
             return result
 
+        # No operator and no hook reports it, so the method itself is replaced meanwhile.
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
