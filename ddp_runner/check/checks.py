@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.check.one_process import registered_tensors
-from ddp_runner.check.rank_differences import Verdict, differences, equality, largest_difference
+from ddp_runner.check.rank_differences import (
+    Verdict,
+    differences,
+    equality,
+    largest_difference,
+    with_other_stages,
+)
 from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.batches import NumberedBatches
 from ddp_runner.data.splits import EpochShare, MicroBatch, TensorSplit
@@ -122,7 +128,7 @@ def same_data(state: TrainState) -> Verdict:
 
 def equal_start(state: TrainState) -> Verdict:
     """Check that the parameters and buffers are equal after the mode has wrapped the model."""
-    tensors = registered_tensors(state.module)
+    tensors = with_other_stages(state.module, registered_tensors(state.module))
     detail = f"{len(tensors)} parameters and buffers, bit for bit"
     return equality("all ranks begin with rank 0's weights", tensors, detail)
 
@@ -133,7 +139,8 @@ def equal_parameters(state: TrainState) -> Verdict:
     state.model.train()
     for batch in islice(batches, NUM_STEPS):
         losses.append(f"{global_loss(state, take_step(state, batch)):.4f}")
-        verdict = equality(name, dict(state.module.named_parameters()), "")
+        parameters = dict(state.module.named_parameters())
+        verdict = equality(name, with_other_stages(state.module, parameters), "")
         if not verdict.ok:
             return Verdict(name, False, f"after step {1 + len(losses)} {verdict.detail}")
         if batch.is_last and batches.steps_per_epoch is None:  # a stream may have only one epoch
@@ -143,10 +150,11 @@ def equal_parameters(state: TrainState) -> Verdict:
 
 def equal_buffers(state: TrainState) -> Verdict:
     """Check that all ranks evaluate and save the same buffers, after some training steps."""
-    buffers = dict(state.module.named_buffers())
+    buffers = with_other_stages(state.module, dict(state.module.named_buffers()))
     num_differed = len(differences(buffers))
     evaluate(state.work, state.module, step=state.step, most_batches=EVAL_STEPS)
-    saved = state.module.state_dict()
+    buffers = with_other_stages(state.module, dict(state.module.named_buffers()))
+    saved = with_other_stages(state.module, state.module.state_dict())
     detail = (
         f"{len(buffers)} of them and {len(saved.keys() - buffers.keys())} parameters, bit for bit; "
         f"{num_differed} differed while training, and rank 0's are used"
@@ -168,7 +176,8 @@ def equal_outputs(state: TrainState, *, rounding: float) -> Verdict:
     same = f"outputs of {batch.num_samples} samples, bit for bit"
     if (verdict := equality(name, {"outputs": outputs}, same)).ok:
         return verdict
-    held = {**registered_tensors(state.module), **unregistered_values(state.module)}
+    held = with_other_stages(state.module, registered_tensors(state.module))
+    held |= unregistered_values(state.module)
     random = "no tensor of the model differs: does its evaluation draw random numbers?"
     cause, difference = equality(name, held, random), largest_difference(outputs)
     largest = max(gather_objects(float(outputs.abs().max())))

@@ -23,11 +23,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_runner.check.distances import Distance, Key, Stage, call_of, norm, wide
 from ddp_runner.check.only_rank import as_only_rank, communicates
+from ddp_runner.check.rank_differences import with_other_stages
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism.shards import full_tensor, has_shards
+from ddp_runner.parallelism.stages import whole_parameters
 from ddp_runner.seeds import derive, seed_all
 from ddp_runner.train.build_model import one_process_model
 from ddp_runner.train.state import DTYPES, TrainState, Work, forward, restored_after
@@ -54,7 +56,7 @@ def one_process(state: TrainState) -> nn.Module:
     if any(isinstance(part, nn.SyncBatchNorm) for part in state.module.modules()):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     shapes, alone = (
-        {name: tuple(value.shape) for name, value in one.named_parameters()}
+        {name: tuple(value.shape) for name, value in whole_parameters(one).items()}
         for one in (state.module, model)
     )
     for name in (shapes | alone) if shapes != alone else ():
@@ -69,6 +71,12 @@ def one_process(state: TrainState) -> nn.Module:
 def registered_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters and buffers, including those that are not saved."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def whole_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return ``registered_tensors`` of the whole model. Collective: every rank must call."""
+    held = with_other_stages(module, registered_tensors(module))
+    return {name: full_tensor(value.detach()) for name, value in held.items() if value is not None}
 
 
 @contextmanager
@@ -160,11 +168,12 @@ class OneProcess:
         self.results = defaultdict[Key, list[Tensor]](list)  # of the calls of a module
         self.bounds = dict[Key, float]()  # L2 norm of the difference
         self.start = dict[Key, Distance]()  # of the whole parameters; replicas are compared before
-        if has_shards(state.module) and state.work.config.model.get("weights") is None:
-            held = dict(state.module.named_parameters())
+        is_split = has_shards(state.module) or state.work.layout.has_stages
+        if is_split and state.work.config.model.get("weights") is None:
+            held = whole_tensors(state.module)
             for name, value in self.model.named_parameters():
                 self.start[Stage.START, name] = distance = Distance(0.0)
-                distance.add(full_tensor(held[name].detach()), value)
+                distance.add(held[name], value)
         # The next module may change a result in place.
         self._compute(lambda key, value: self.results[key].append(value.clone()))
         parameters = dict(self.model.named_parameters())
@@ -214,10 +223,10 @@ class OneProcess:
     def _compute(self, visit: Visit, change: Callable[[Any], Any] | None = None) -> None:
         """Compute the step from the state's weights, and show `visit` its results."""
         state, batch, model, work = self._state, self._batch, self.model, self._state.work
-        held = registered_tensors(state.module)
+        held = whole_tensors(state.module)
         with torch.no_grad():
             for name, tensor in registered_tensors(model).items():
-                tensor.copy_(full_tensor(held[name].detach()))
+                tensor.copy_(held[name])
         # A rank with a part of a layer draws fewer numbers for dropout than one process.
         model.train(work.layout.model_ranks == 1)
         model.zero_grad(set_to_none=True)

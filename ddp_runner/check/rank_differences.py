@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.trees import shape_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import listed
-from ddp_runner.parallelism.shards import full_tensor, is_shard, own_part
+from ddp_runner.parallelism.shards import full_tensor, is_shard, own_part, whole_state
+from ddp_runner.parallelism.stages import stages_of
 
 ABSENT = ("none", "")  # stands for a tensor that a rank does not have
 
@@ -78,6 +79,26 @@ def largest_difference(tensor: Tensor) -> float:
     dist.broadcast(wanted, src=0)
     largest = float((values - wanted).abs().max()) if values.numel() else 0.0
     return float(torch.tensor(gather_objects(largest), dtype=torch.float64).max())  # NaN wins
+
+
+def with_other_stages(
+    module: nn.Module, tensors: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """Return a rank's tensors of a model, and those of its pipeline's other ranks. Collective.
+
+    A tensor that this rank has is its own; a tied parameter has the first of its names.
+    """
+    if (stages := stages_of(module)) is None:
+        return dict(tensors)
+    first, firsts = dict[Tensor, str](), dict[str, str]()
+    for name, value in whole_state(module).items():
+        firsts[name] = first.setdefault(value, name)
+    own = {firsts.get(name, name): value for name, value in tensors.items()}
+    known = {name: value.detach().cpu() for name, value in own.items() if value is not None}
+    whole = dict[str, Tensor | None]()
+    for part in gather_objects(known, group=stages.group):
+        whole |= {name: value.to(stages.device) for name, value in part.items()}
+    return {**whole, **own}
 
 
 def split_everywhere(tensors: Mapping[str, Tensor | None]) -> list[str]:

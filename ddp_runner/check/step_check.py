@@ -8,6 +8,7 @@ begins with the real ones, so that a fault shows at its own place alone.
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain, count
 from typing import Any
@@ -16,9 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.check.distances import Distance, Key, Stage, first_fault, module_of, norm, wide
+from ddp_runner.check.distances import (
+    FORWARD,
+    Distance,
+    Key,
+    Stage,
+    first_fault,
+    module_of,
+    norm,
+    wide,
+)
 from ddp_runner.check.one_process import FACTOR, Noise, OneProcess, rounding, watched
-from ddp_runner.check.rank_differences import Verdict, split_everywhere
+from ddp_runner.check.rank_differences import Verdict, split_everywhere, with_other_stages
 from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted, listed
@@ -73,6 +83,12 @@ class StepCheck:
         self._state, self.expected = state, (expected := OneProcess(state, batch))
         self.distances = {key: Distance(bound) for key, bound in expected.bounds.items()}
         self.distances |= expected.start
+        watching: AbstractContextManager[Work] = watched(work, state.module, self._add)
+        if work.layout.has_stages:  # they call modules outside the training step
+            self.distances = {
+                key: one for key, one in self.distances.items() if key[0] not in FORWARD
+            }
+            watching = nullcontext(work)
         self._norm, self._norm_error, self._positions, self._endless = 0.0, 0.0, count(), ""
         # A mode's engine may hide gradients in a hook of its own, so this one comes first.
         hook = state.optimizer.register_step_pre_hook(self._before_update)
@@ -80,8 +96,8 @@ class StepCheck:
         try:
             engine = build_engine(state)
             state.engine = _Watched(engine, self._after_backward)
-            with watched(work, state.module, self._add) as watching:
-                state.work = self._ending(watching, last=len(batch.micro_batches))
+            with watching as work_watched:
+                state.work = self._ending(work_watched, last=len(batch.micro_batches))
                 sums = take_step(state, batch)
         except _EndlessError as error:
             self._endless = str(error)
@@ -154,11 +170,12 @@ class StepCheck:
     def _whole(self, *, gradients: bool) -> Iterator[tuple[str, Tensor | None, nn.Parameter]]:
         """Yield the whole parameters, or their gradients, beside one process's parameters."""
         named = dict(self._state.module.named_parameters())
-        tensors = {
+        tensors: dict[str, Tensor | None] = {
             name: parameter.grad if gradients else parameter.detach()
             for name, parameter in named.items()
             if parameter.requires_grad
         }
+        tensors = with_other_stages(self._state.module, tensors)
         split = split_everywhere(tensors)
         for name, parameter in self.expected.model.named_parameters():
             tensor = tensors.get(name)
@@ -258,6 +275,8 @@ class StepCheck:
             hook := self._state.work.config.parallelism.get("comm_hook"), Mapping
         ):
             fault += f"; the comm_hook {hook['_target_']} sent them"
+        elif stage in (Stage.GRADIENT, Stage.LOSS) and self._state.work.layout.has_stages:
+            fault += "; do embed, the blocks and head compute what forward computes?"
         elif stage == Stage.SCALED and (found_norm := by_rank[0][3]) is not None:
             fault += f"; the norm is {found_norm:.4g}, one process has {self._norm:.4g}"
         if fault:

@@ -31,7 +31,7 @@ def validate_clashes(config: Config) -> None:
     if needs.num_servers and mode.get("mode") not in ("sync", "async"):
         raise UserError(f"parallelism.mode ({mode.get('mode')}) must be sync or async")
     is_pipeline = "pipeline_size" in mode
-    if (needs.num_servers or is_pipeline) and config.task == "check":
+    if needs.num_servers and config.task == "check":
         raise UserError(
             f"task=check compares equal ranks, not parallelism={name}", "write parallelism=ddp"
         )
@@ -112,7 +112,7 @@ def validate_mode(config: Config) -> None:
         _validate_hook(config, hook)
     if "tensor_parallel_size" in mode:
         _validate_mesh(config)
-    if "pipeline_size" in mode and config.task in ("train", PLAN):
+    if "pipeline_size" in mode and config.task in ("train", "check", PLAN):
         validate_pipeline(config)
     if config.batch.virtual_ranks is not None and config.task not in UNSUMMED:
         _validate_virtual_ranks(config, config.batch.virtual_ranks)

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from broken_models import untouched
+from modes import PIPELINES
 from ranks import run_ranks
 from tiers import only
 from torch.distributed.fsdp import FSDPModule
@@ -15,9 +17,14 @@ from ddp_runner.check.check_task import run_checks
 from ddp_runner.check.rank_differences import Verdict
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.shards import own_part
+from ddp_runner.parallelism.stages import stages_of
 from ddp_runner.train.state import TrainState
 
 SMALL = ("model=toy", "batch.global_size=8", "dataset.num_samples=27")
+STAGED = (
+    *("model=gpt", "dataset.sequence_length=8", "model.num_layers=4", "model.width=16"),
+    *("model.num_heads=2", "batch.global_size=8", "train.grad_accum_steps=4", "train.clip_norm=1"),
+)
 Break = Callable[[TrainState, DistEnv], TrainState]
 
 
@@ -40,6 +47,21 @@ def other_samples(state: TrainState, env: DistEnv) -> TrainState:
     """Give two ranks that compute one share a share each."""
     batches = replace(state.batches, num_shares=2, share=env.rank)
     return replace(state, batches=batches)
+
+
+def halved(state: TrainState, env: DistEnv) -> TrainState:
+    """Let the last stage compute something other than the whole model."""
+    module = cast(Any, state.module)
+    module.head = lambda hidden, head=module.head: 0.5 * head(hidden)
+    return state
+
+
+def untied(state: TrainState, env: DistEnv) -> TrainState:
+    """Let each stage with a tied parameter keep its own part of the gradient."""
+    stages = stages_of(state.module)
+    assert stages is not None
+    stages.ties = ()
+    return state
 
 
 # The mode, what is broken, the check that fails first (None: none does), what it says.
@@ -73,6 +95,19 @@ ON_FOUR: dict[str, Case] = {
     "hsdp": ("hsdp", untouched, None, "4 starting parameters 0, "),
     "fsdp_tp": ("fsdp_tp", untouched, None, "4 starting parameters 0, "),
     "a shard of a replica": ("hsdp", altered, START, "net2.bias on ranks 2, 3 is not rank 0's ("),
+    "ddp_pp": ("ddp_pp", untouched, None, "38 gradients"),
+    "a stage of a replica": (
+        "ddp_pp",
+        altered,
+        START,
+        "norm.weight on ranks 2, 3 is not rank 0's (",
+    ),
+}
+STAGES: dict[str, Case] = {
+    "pp": ("pp", untouched, None, "38 gradients"),
+    "a stage": ("pp", altered, STEP, "norm: its weight at the start is 1.5 times"),
+    "another head": ("pp", halved, STEP, "do embed, the blocks and head compute what forwar"),
+    "a tied parameter": ("pp", untied, STEP, "the gradient of its weight"),
 }
 
 
@@ -80,16 +115,26 @@ def check_all(env: DistEnv, cases: Mapping[str, Case]) -> dict[str, list[Verdict
     """Check each state in turn, on ranks that stay."""
     found = {}
     for name, (mode, broken, *_) in cases.items():
-        config = compose_config(*SMALL, f"parallelism={mode}", world_size=env.world_size)
+        keys = STAGED if mode in PIPELINES else SMALL
+        config = compose_config(*keys, f"parallelism={mode}", world_size=env.world_size)
         found[name] = list(run_checks(broken(build(env, config), env)))
     return found
+
+
+def test_stages_are_checked() -> None:
+    """The whole model is compared, the ranks' tied parameters with it."""
+    _assert_found(STAGES)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("cases", only("2 ranks", {"2 ranks": ON_TWO, "4 ranks": ON_FOUR}))
 def test_what_is_split_over_ranks_is_checked(cases: dict[str, Case]) -> None:
     """A good model passes; a fault is named by the check that fails first, on every rank alike."""
-    first, *others = run_ranks(check_all, 2 if cases is ON_TWO else 4, cases, timeout_s=240)
+    _assert_found(cases)
+
+
+def _assert_found(cases: dict[str, Case]) -> None:
+    first, *others = run_ranks(check_all, 4 if cases is ON_FOUR else 2, cases, timeout_s=240)
     assert all(other == first for other in others)
     for name, (_, _, check, detail) in cases.items():
         failed = [finding for finding in first[name] if not finding.ok]

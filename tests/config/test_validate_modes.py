@@ -95,7 +95,6 @@ PP = "model=gpt parallelism=pp"
             "no rank sees under parallelism=pp; write train.precision=bf16",
         ),
         (f"{PP} train.compile=true", "a rank of parallelism=pp has only some of its layers; write"),
-        (f"{PP} task=check", "task=check compares equal ranks, not parallelism=pp; write"),
         (f"{PP} task=a.b", "samples of its own on each rank, which parallelism=pp does not give"),
         (
             f"{PP} world_size=2 batch.virtual_ranks=4 train.grad_accum_steps=2",
