@@ -208,7 +208,7 @@ class PipelineEngine(Engine[Any, Any]):
             box, cpu = [[*sums.scalars]], torch.device("cpu")
             dist.broadcast_object_list(box, group=group, group_src=last, device=cpu)
             self._names = box[0]
-        tokens = torch.zeros(()) if sums.tokens is None else sums.tokens
+        tokens = torch.zeros((), device=device) if sums.tokens is None else sums.tokens
         values = [sums.loss, tokens, *(sums.scalars.get(name, tokens) for name in self._names)]
         packed = torch.stack([value.to(device, sum_dtype(device)) for value in values])
         dist.broadcast(packed, group=group, group_src=last)
@@ -279,8 +279,11 @@ def add_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) 
                 "a pipeline adds dense gradients over ranks, and this model has sparse ones",
                 "leave out sparse=True in the model, or write parallelism=ddp",
             )
-        is_used = torch.tensor([float(one.grad is not None) for one in bucket]).to(parts[0])
-        flat = torch.cat([*(part.flatten() for part in parts), is_used])
+        are_used = [
+            part.new_full((1,), one.grad is not None)
+            for part, one in zip(parts, bucket, strict=True)
+        ]
+        flat = torch.cat([*(part.flatten() for part in parts), *are_used])
         dist.all_reduce(flat, group=group)
         *totals, is_used = flat.split([*(part.numel() for part in parts), len(bucket)])
         for parameter, total, used in zip(bucket, totals, is_used, strict=True):

@@ -68,7 +68,7 @@ class Row:
 
     @property
     def _model_and_data(self) -> tuple[str, ...]:
-        is_gpt = self.mode in ("tp", "fsdp_tp")
+        is_gpt = self.mode in ("tp", "fsdp_tp", "pp")
         if self.source == "padded":
             return ("model=bag", "dataset=padded", "--config-dir", str(PARTS / "conf"))
         model = GPT if is_gpt else (f"model=mnist_net{'_mp' * (self.mode == 'ddp_mp')}", *NET)

@@ -40,7 +40,7 @@ RANKS = {
 AVERAGED = "ema.decay=0.9"
 VIRTUAL = "batch.virtual_ranks=4"
 OFFLOADED = "parallelism.cpu_offload=true"
-SHARDED = ("fsdp", "hsdp", "tp", "fsdp_tp")
+SHARDED = ("fsdp", "hsdp", "tp", "fsdp_tp", "pp")
 USUAL = {mode: 2 if 2 in sizes else sizes[-1] for mode, sizes in RANKS.items()}
 MEMORY = [Row(mode, size) for mode, sizes in RANKS.items() for size in sizes]
 WORKERS = [Row(mode, size, source="workers") for mode, size in USUAL.items()]
@@ -51,6 +51,7 @@ MORE = [
     Row("ddp", 2, source="padded"),
     Row("ddp", 2, more=(VIRTUAL, "train.clip_norm=1.0")),
     Row("fsdp", 2, more=(VIRTUAL, "train.clip_norm=1.0")),
+    Row("pp", 2, more=(ACCUMULATED, "train.clip_norm=1.0")),
 ]
 HALF = [
     *(Row(mode, size, "bf16") for mode, size in USUAL.items()),
