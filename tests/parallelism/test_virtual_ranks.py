@@ -152,14 +152,18 @@ def test_every_place_gives_the_same_bytes(
     named(ROWS, quick=["mnist_net, dropout"]),
 )
 def test_a_resume_in_another_mode_gives_the_same_bytes(row: str, tmp_path: Path) -> None:
-    """Stopped in the middle of an epoch on 4 ranks, continued on 2 under another mode."""
-    split = "ddp" if row.startswith("a codebook") else "fsdp"
+    """Stopped amid an epoch on 4 ranks, continued on 2 under another mode, then on one again.
+
+    The first checkpoint is one file, the second has a file of each rank.
+    """
+    split, sharded = "ddp" if row.startswith("a codebook") else "fsdp", "checkpoint.format=sharded"
     (whole,) = run_ranks(trained, 1, config_of(row, "single", 1), 9)
     begun, *_ = run_ranks(trained, 4, config_of(row, "ddp", 4), 9, tmp_path, 3)
-    ended, *_ = run_ranks(trained, 2, config_of(row, split, 2), 9, tmp_path)
+    further, *_ = run_ranks(trained, 2, config_of(row, split, 2, sharded), 9, tmp_path, 6)
+    (ended,) = run_ranks(trained, 1, config_of(row, "single", 1, sharded), 9, tmp_path)
     assert begun.sha256 != whole.sha256
     assert ended.sha256 == whole.sha256
-    assert [*begun.lines, *ended.lines] == whole.lines
+    assert [*begun.lines, *further.lines, *ended.lines] == whole.lines
 
 
 def weights_of_all(env: DistEnv, config: Config) -> Tensor:

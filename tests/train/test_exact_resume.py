@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import background, rank_processes, run_command, wait_for
-from modes import MESHES, MODES, OF_ANY_MODEL, TENSOR_PARALLEL, has_stages, needs, smallest_world
+from modes import MESHES, MODES, PIPELINES, TENSOR_PARALLEL, has_stages, needs, smallest_world
 from ranks import run_ranks
 from run_folders import (
     assert_same_state,
@@ -81,6 +81,34 @@ class Tiny(nn.Module):
         return F.log_softmax(self.last(self.dropout2(hidden)), dim=1)
 
 
+class Staged(nn.Module):
+    """Linear layers for a pipeline; of the keys of mnist_net."""
+
+    def __init__(
+        self, *, num_classes: int, in_channels: int, dropout1: float, dropout2: float
+    ) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64 * in_channels, 12), nn.Linear(12, num_classes)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Dropout(p)) for p in (dropout1, dropout2)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (batch, in_channels, 8, 8) to log-probabilities (batch, num_classes)."""
+        hidden = self.embed(images)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Return what the first block takes."""
+        return F.relu(self.first(images.flatten(1)))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return log-probabilities from what the last block returns."""
+        return F.log_softmax(self.last(hidden), dim=1)
+
+
 class Counting(torch.optim.SGD):
     """SGD whose rate falls with the steps that it has counted itself, in its groups."""
 
@@ -135,6 +163,12 @@ AUGMENTED = ("dataset.augmentation.horizontal_flip=true", "dataset.augmentation.
 WARM_UP = ("scheduler=cosine", "scheduler.warmup_steps=2", "scheduler.min_factor=0.1")
 ACCUMULATED = ("train.grad_accum_steps=2", "train.clip_norm=0.5")
 DROPOUT = ("model.dropout1=0.3", "model.dropout2=0.5")
+STAGED = (
+    f"model._target_={__name__}.Staged",
+    "+model.blocks=['blocks.*']",
+    "+model.pipeline={embed:[first],head:[last]}",
+    "train.grad_accum_steps=2",
+)
 # What a resumed run must find as it was, each alone and then all that go together.
 CASES: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -180,7 +214,7 @@ CASES: dict[str, tuple[str, ...]] = {
 # Each mode has the fewest ranks that show what it does; ddp has three too, since the sum of three
 # depends on their order.
 GROUPS = {
-    **{mode: (mode, smallest_world(mode)) for mode in OF_ANY_MODEL},
+    **{mode: (mode, smallest_world(mode)) for mode in MODES},
     "ddp of three": ("ddp", 3),
     "one asynchronous trainer": ("ps parallelism.mode=async", 2),
     "asynchronous": ("ps parallelism.mode=async", 3),  # the order of its steps is random
@@ -242,6 +276,8 @@ def config_of(group: str, *overrides: str) -> Config:
     keys = f"parallelism={mode}".split()
     if mode in TENSOR_PARALLEL:
         keys.append("+model.tensor_parallel={hidden:colwise,last:rowwise}")
+    if mode in PIPELINES:
+        keys += STAGED
     return compose_config(model, *BASE, *keys, *overrides, world_size=world_size)
 
 
@@ -293,6 +329,8 @@ def cases_of(group: str) -> list[str]:
     if group == "asynchronous":
         return []
     # On CPUs dp is one device, as single is; what a mesh has of its own are its shards.
+    if group in PIPELINES:
+        return ["dropout", MIXED]  # they take no BatchNorm
     if group not in MODES or group in ("dp", "ddp_mp", *MESHES):  # ddp_mp resumes as ddp does
         # Four ranks resume as two do, but with another mesh.
         few = ["plain", MIXED]
@@ -341,7 +379,7 @@ def ways() -> Iterator[Any]:
     for group in GROUPS:
         for case in cases_of(group):
             is_quick = (
-                case in ("all", MIXED)[: 1 + (group == "ddp")]
+                case in ("all", MIXED)[: 1 + (group in ("ddp", "pp"))]
                 and group in MODES
                 and group not in ("dp", "ddp_mp", "tp")
             )
@@ -403,7 +441,7 @@ def test_what_is_rehearsed_is_a_whole_micro_batch_in_training(
 # Three steps an epoch, of 12, 12 and 8 samples; twelve can be cut in one, two, three and four.
 SHARED = ("dataset.num_samples=32", "batch.global_size=12", "train.epochs=2", *AUGMENTED, *WARM_UP)
 PLACES = {"between two epochs": 3, "amid an epoch": 4}
-SYNCHRONOUS = [group for group in GROUPS if group not in ("asynchronous", "dp")]
+SYNCHRONOUS = [group for group in GROUPS if group not in ("asynchronous", "dp", *PIPELINES)]
 
 
 def resume_elsewhere(
