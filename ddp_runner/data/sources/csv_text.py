@@ -73,10 +73,8 @@ class CsvText:
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Return the fields that the tensors depend on, and the stamps of the files."""
         fields = {key: value for key, value in asdict(self).items() if key != "group_by_length"}
-        fields["csv"] = shared.stamps([data_root / self.path])
-        if self.tokenizer is not None:
-            fields["tokenizer"] = shared.tokenizer_stamps(self.tokenizer)
-        return fields
+        csv_stamps = shared.stamps([data_root / self.path])
+        return {**fields, "csv": csv_stamps, **shared.tokenizer_facts(self.tokenizer)}
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Read, split and encode; the ids are int32 ``(n, max_length)``.

@@ -57,9 +57,7 @@ class Text:
             fields["text"] = hashlib.sha256(bundled_text().encode()).hexdigest()
         else:
             fields["text"] = [shared.stamps([path]) for path in self._paths(data_root)]
-        if self.tokenizer is not None:
-            fields["tokenizer"] = shared.tokenizer_stamps(self.tokenizer)
-        return fields
+        return fields | shared.tokenizer_facts(self.tokenizer)
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Read, split and encode; the tokens are unsigned int16, or int32 in a large vocabulary.
