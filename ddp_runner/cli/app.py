@@ -166,7 +166,6 @@ def _named_folder(composed: DictConfig, job: Job) -> Path | None:
 
 
 def _sweep(composed: DictConfig, invocation: Invocation) -> int:
-    """Run a sweep; return its exit code."""
     if invocation.env is not None:
         raise UserError("-m starts its own ranks", "run a sweep without torchrun or srun")
     command, jobs = invocation.command, Jobs(composed, invocation)
