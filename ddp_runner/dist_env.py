@@ -26,8 +26,6 @@ MPICH = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
 RANKS = ("RANK", OPEN_MPI[0], "SLURM_PROCID", MPICH[0])
 START = " start "  # separates a job's name from the number of its earlier starts
 
-Launcher = Literal["torchrun", "srun", "mpirun", "environment"]
-
 
 @dataclass(frozen=True)
 class DistEnv:
@@ -39,7 +37,8 @@ class DistEnv:
     local_world_size: int
     node_rank: int = 0
     restart_count: int = 0
-    launcher: Launcher = "environment"  # environment: variables set by hand
+    # environment: variables set by hand
+    launcher: Literal["torchrun", "srun", "mpirun", "environment"] = "environment"
     init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: unknown
     launch_id: str | None = None  # see ``launch_id``
 

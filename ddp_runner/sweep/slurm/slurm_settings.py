@@ -9,7 +9,7 @@ from typing import Any, get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_runner.config.fields import KINDS
+from ddp_runner.config.fields import KINDS, Rule, validate_value
 from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.sections import AUTO
 from ddp_runner.errors import UserError, in_yaml
@@ -156,9 +156,9 @@ def slurm_settings(launcher: DictConfig) -> SlurmSettings | None:
         raise UserError(f"hydra.launcher.{key} ({in_yaml(values[key])}) must be {kind}") from None
     assert isinstance(settings, SlurmSettings)
     for key, value in vars(settings).items():
-        least = 0 if key in NOT_NEGATIVE else 1
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < least:
-            raise UserError(f"hydra.launcher.{key} ({value}) must be {least} or greater")
+        if type(value) in (int, float):
+            rule = Rule(least=0 if key in NOT_NEGATIVE else 1)
+            validate_value(f"hydra.launcher.{key}", value, rule)
     for key in settings.additional_parameters:
         if key.replace("-", "_") in SWEEP_OPTIONS:
             raise UserError(
