@@ -20,6 +20,7 @@ from ddp_runner.config.validate import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
 from ddp_runner.files import READER_S, locked, replace_file
+from ddp_runner.host.processes import answering
 from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.sweep.jobs import JobBatch, JobHardware, NodeLayout, SweepJob
 from ddp_runner.sweep.slurm.queue import (
@@ -31,7 +32,7 @@ from ddp_runner.sweep.slurm.queue import (
     submitted_as,
 )
 from ddp_runner.sweep.slurm.slurm_settings import Options, SlurmSettings
-from ddp_runner.sweep.slurm.watch import Watch, queued_signals
+from ddp_runner.sweep.slurm.watch import Signals, Watch
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 from ddp_runner.tracking.start_block import shown_path
@@ -105,7 +106,8 @@ class Slurm:
         if not self._settings.submit:
             return self._write_scripts(batch)
         self._lock()
-        with queued_signals() as signals:
+        signals = Signals()
+        with answering(lambda signum, _: signals.put(signum)):
             names = self._submit(batch)
             return Watch(batch, names, folder=self._folder, signals=signals).run()
 
