@@ -134,12 +134,6 @@ def _groups_text() -> str:
     return "\n".join(textwrap.fill(line, width=80, subsequent_indent="    ") for line in lines)
 
 
-def help_page(composed: DictConfig) -> str:
-    """Return the text of --help. Hydra's own code takes three times as long."""
-    with opened_node(composed) as node:
-        return str(node.help.template)
-
-
 def parse_sweep(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> list[Override]:
     """Return the parsed overrides of a sweep; a glob finds the options of all folders."""
     OWN_GROUPS[:] = folders

@@ -112,9 +112,6 @@ class _Fetcher(Dataset[Any]):
         self._current: int | None = None  # the sample that is being loaded
         self._is_first = True
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
     def __getitems__(self, order: _Order) -> Any:
         """Return a batch, or the reason why it cannot be loaded. DataLoader calls this method."""
         before = generator_states(GENERATORS.keys() - self._drawn)
