@@ -36,9 +36,8 @@ def open_devices(devices: Sequence[torch.device], *, precision: str) -> None:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise UserError(
             f"torch {torch.__version__} cannot use {first} ({reason})",
-            "update the driver, "
-            f"install a torch that was built for it ({GET_TORCH}), or write backend=gloo "
-            "backend.device=cpu",
+            f"update the driver, install a torch that was built for it ({GET_TORCH}), or write "
+            "backend=gloo backend.device=cpu",
         ) from error
     backends: Any = torch.backends  # its attribute is not in its type
     backends.fp32_precision = "tf32" if precision == "tf32" else "ieee"

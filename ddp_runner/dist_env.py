@@ -26,8 +26,6 @@ MPICH = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"]
 RANKS = ("RANK", OPEN_MPI[0], "SLURM_PROCID", MPICH[0])
 START = " start "  # separates a job's name from the number of its earlier starts
 
-Launcher = Literal["torchrun", "srun", "mpirun", "environment"]
-
 
 @dataclass(frozen=True)
 class DistEnv:
@@ -39,7 +37,8 @@ class DistEnv:
     local_world_size: int
     node_rank: int = 0
     restart_count: int = 0
-    launcher: Launcher = "environment"  # environment: variables set by hand
+    # environment: variables set by hand
+    launcher: Literal["torchrun", "srun", "mpirun", "environment"] = "environment"
     init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: unknown
     launch_id: str | None = None  # see ``launch_id``
 
@@ -54,14 +53,13 @@ class DistEnv:
         return self.world_size // self.local_world_size
 
 
-def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
+def dist_env(environ: Mapping[str, str] = os.environ) -> DistEnv | None:
     """Return which rank this process is; None if no launcher started it as a rank.
 
     Raises:
         UserError: a variable is missing or not a number, or the machines run different numbers of
             ranks.
     """
-    environ = os.environ if environ is None else environ
     for read in (_from_variables, _from_open_mpi, _from_slurm, _from_mpich):
         if (env := read(environ)) is not None:
             has_address = bool(environ.get("MASTER_ADDR"))
@@ -71,14 +69,13 @@ def dist_env(environ: Mapping[str, str] | None = None) -> DistEnv | None:
     return None
 
 
-def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
+def launch_id(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the scheduler's job and its number of earlier starts; None without a scheduler.
 
     A requeued Slurm job keeps its number, and each task of a job array has its own. The number of a
     step cannot identify a run: a restarted script may skip steps that are done. A retry of TorchX
     keeps the name of its job; a torchrun started by hand within the job does not have it.
     """
-    environ = os.environ if environ is None else environ
     job = environ.get("TORCHX_JOB_ID", "")
     if job.rpartition("/")[2] == environ.get("TORCHELASTIC_RUN_ID"):
         return f"torchx {job}"
@@ -111,9 +108,8 @@ def starts_our_launchers(env: DistEnv, *, nnodes: int) -> bool:
     return env.launcher == "srun" and env.local_world_size == 1 and nnodes > 1
 
 
-def prints_errors(environ: Mapping[str, str] | None = None) -> bool:
+def prints_errors(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process prints an error that the machine's other ranks also meet."""
-    environ = os.environ if environ is None else environ
     try:
         env = dist_env(environ)
     except UserError:  # the variables are wrong, on all ranks of all machines

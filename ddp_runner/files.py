@@ -216,13 +216,16 @@ def file_sha256(path: Path) -> str:
 
 def json_safe(value: Any) -> Any:
     """Return the value with None for NaN and infinities, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(item) for item in value]
-    return value
+    return mapped(lambda x: None if isinstance(x, float) and not math.isfinite(x) else x, value)
+
+
+def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Return nested mappings and lists with `change` applied to each other value in them."""
+    if isinstance(tree, Mapping):
+        return {key: mapped(change, item) for key, item in tree.items()}
+    return (
+        [mapped(change, item) for item in tree] if isinstance(tree, list | tuple) else change(tree)
+    )
 
 
 def leaves(state: Any, path: str) -> Iterator[tuple[str, Any]]:

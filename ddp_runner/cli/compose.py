@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from ddp_runner.config.keys import help_text
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.errors import UserError
+from ddp_runner.files import mapped
 
 ROOT_CONFIG = "ddp_runner"  # in conf/; a user's project may have its own config.yaml
 OWN_GROUPS = list[str]()  # URLs of the folders that Hydra reads before conf/, for this command
@@ -133,12 +134,6 @@ def _groups_text() -> str:
     return "\n".join(textwrap.fill(line, width=80, subsequent_indent="    ") for line in lines)
 
 
-def help_page(composed: DictConfig) -> str:
-    """Return the text of --help. Hydra's own code takes three times as long."""
-    with opened_node(composed) as node:
-        return str(node.help.template)
-
-
 def parse_sweep(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> list[Override]:
     """Return the parsed overrides of a sweep; a glob finds the options of all folders."""
     OWN_GROUPS[:] = folders
@@ -176,15 +171,11 @@ def opened_node(composed: DictConfig) -> Iterator[HydraConf]:
 def literal(value: Any) -> str:
     """Return a plain value, such as a mapping, as the value of an override."""
 
-    def with_quotes(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return {key: with_quotes(item) for key, item in tree.items()}
-        if isinstance(tree, list):
-            return [with_quotes(item) for item in tree]
-        is_text = isinstance(tree, str | bytes)
-        return QuotedString(str(tree), Quote.double) if is_text else tree
+    def with_quotes(item: Any) -> Any:
+        is_text = isinstance(item, str | bytes)
+        return QuotedString(str(item), Quote.double) if is_text else item
 
-    return Override._get_value_element_as_str(with_quotes(value))
+    return Override._get_value_element_as_str(mapped(with_quotes, value))
 
 
 def quoted(text: str) -> str:

@@ -101,7 +101,6 @@ def _is_from_libraries(error: BaseException) -> bool:
 
 
 def _own_words(chain: Sequence[BaseException]) -> str:
-    """Return the library's own message."""
     error = chain[0]
     if isinstance(error, OverrideParseException):
         reason = EVALUATING.sub(": ", " ".join(str(error).partition("\nSee ")[0].split()))

@@ -116,8 +116,8 @@ def plan_at(
         prepared = prepare(given, node, invocation)
         _, secrets = resolved_texts(prepared.raw, prepared.interpolations)
         with secrets.hidden_in_errors():
-            config, words = to_config(prepared.raw), prepared.overrides
-            return finish(prepared, config, hardware_for, secrets, words, invocation)
+            config = to_config(prepared.raw)
+            return prepared.finish(config, hardware_for, secrets, prepared.overrides)
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,38 @@ class PreparedConfig:
     choices: Mapping[str, str]  # the option of each group
     lacks_run: bool  # the run to resume is not on this machine
     notes: Sequence[str]
+    invocation: Invocation
+
+    def finish(
+        self,
+        unresolved: Config,
+        hardware_for: Callable[[Config], JobHardware],
+        secrets: Secrets,
+        overrides: tuple[str, ...],
+    ) -> Job:
+        """Return the job: resolved and validated."""
+        invocation, here = self.invocation, hardware_for(unresolved)
+        env, own_groups = invocation.env, invocation.command.own_groups
+        config, warnings = resolve(
+            unresolved, hardware=here.hardware, chosen=chosen_keys(overrides), env=here.env
+        )
+        validate_files(config, env=here.env, is_here=here.env is env)
+        written, choices = secrets.written(config), self.choices
+        return Job(
+            config=config,
+            started_at=invocation.started_at,
+            lacks_run=self.lacks_run,
+            provenance=invocation.provenance,
+            uncommitted=invocation.uncommitted,
+            overrides=overrides,
+            own_groups=own_groups if env is None else None,
+            resume_arguments=resume_arguments(
+                written, self.given, overrides, own_groups, choices=choices
+            ),
+            secrets=secrets,
+            choices=choices,
+            warnings=(*invocation.warnings, *map(secrets.hide, [*self.notes, *warnings])),
+        )
 
 
 def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> PreparedConfig:
@@ -157,39 +189,8 @@ def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> Prepa
     for group in LIST_GROUPS:  # Hydra leaves out groups with a list of options
         if raw[group]:
             choices[group] = f"[{','.join(map(str, raw[group]))}]"
-    return PreparedConfig(given, raw, interpolations(raw), overrides, choices, is_elsewhere, notes)
-
-
-def finish(
-    prepared: PreparedConfig,
-    unresolved: Config,
-    hardware_for: Callable[[Config], JobHardware],
-    secrets: Secrets,
-    overrides: tuple[str, ...],
-    invocation: Invocation,
-) -> Job:
-    """Return the job of a prepared config: resolved and validated."""
-    env, own_groups, here = invocation.env, invocation.command.own_groups, hardware_for(unresolved)
-    config, warnings = resolve(
-        unresolved, hardware=here.hardware, chosen=chosen_keys(overrides), env=here.env
-    )
-    validate_files(config, env=here.env, is_here=here.env is env)
-    written, choices = secrets.written(config), prepared.choices
-    return Job(
-        config=config,
-        started_at=invocation.started_at,
-        lacks_run=prepared.lacks_run,
-        provenance=invocation.provenance,
-        uncommitted=invocation.uncommitted,
-        overrides=overrides,
-        own_groups=own_groups if env is None else None,
-        resume_arguments=resume_arguments(
-            written, prepared.given, overrides, own_groups, choices=choices
-        ),
-        secrets=secrets,
-        choices=choices,
-        warnings=(*invocation.warnings, *map(secrets.hide, [*prepared.notes, *warnings])),
-    )
+    texts = interpolations(raw)
+    return PreparedConfig(given, raw, texts, overrides, choices, is_elsewhere, notes, invocation)
 
 
 def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:

@@ -204,7 +204,6 @@ def _take_model(
 
 
 def _resolve_run(value: Any) -> Path:
-    """Return the run that a value of resume names."""
     text = value.text if isinstance(value, QuotedString) else str(value)
     if text != "last":
         return Path(text)

@@ -17,6 +17,7 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.secrets import foreign_keys, walk_texts
 from ddp_runner.config.targets import given_packages
 from ddp_runner.errors import UserError
+from ddp_runner.files import mapped
 
 COMMAND_GROUPS = ("allowed_targets", "launch", "sweep", "trackers")  # not taken from the run
 
@@ -33,7 +34,7 @@ def restore_interpolations(frozen: DictConfig, run: Any, dataset: Mapping[str, A
         run: the same as plain containers.
         dataset: as this command composes it, unresolved.
     """
-    values = OmegaConf.create(_without_interpolations(run))
+    values = OmegaConf.create(mapped(lambda value: None if "${" in str(value) else value, run))
     for path, text in walk_texts(dataset):
         if not re.search(r"\$\{(dataset\.|data_root\})", text):
             continue
@@ -47,15 +48,6 @@ def restore_interpolations(frozen: DictConfig, run: Any, dataset: Mapping[str, A
                 owner[path[-1]] = before
             if is_equal:
                 reduce(getitem, path[:-1], cast(Any, frozen.dataset))[path[-1]] = text
-
-
-def _without_interpolations(tree: Any) -> Any:
-    """Return a plain tree with None in place of each text with an interpolation."""
-    if isinstance(tree, dict):
-        return {key: _without_interpolations(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [*map(_without_interpolations, tree)]
-    return None if isinstance(tree, str) and "${" in tree else tree
 
 
 def resume_arguments(

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_runner.cli.compose import compose_config, group_folders, opened, opened_node
 from ddp_runner.cli.messages import user_error
-from ddp_runner.cli.plan import Invocation, PreparedConfig, finish, plan_at, prepare
+from ddp_runner.cli.plan import Invocation, PreparedConfig, plan_at, prepare
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.load import resolved_texts, to_config, value_at, with_values
 from ddp_runner.config.schema import Config
@@ -111,9 +111,7 @@ class Jobs:
                     paths = [tuple(key.split(".")) for key in shape.values]
                     values = {path: value_at(prepared.raw, path) for path in paths}
                     unresolved = with_values(pickle.loads(config), values | texts)
-                    return finish(
-                        prepared, unresolved, hardware_for, secrets, shape.words, invocation
-                    )
+                    return prepared.finish(unresolved, hardware_for, secrets, shape.words)
 
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
-from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,17 +81,12 @@ def _find_module(name: str, path: tuple[str, ...]) -> tuple[Path | None, list[st
     spec = None if first in ("", "__main__") else importlib.util.find_spec(first)
     if spec is None:
         return None, rest
-    while rest and (inner := _submodule(spec, rest[0])) is not None:
+    while rest:
+        inner = PathFinder.find_spec(rest[0], spec.submodule_search_locations or [])
+        if inner is None:
+            break
         spec, rest = inner, rest[1:]
     return Path(spec.origin) if spec.has_location and spec.origin else None, rest
-
-
-def _submodule(spec: ModuleSpec, name: str) -> ModuleSpec | None:
-    for folder in spec.submodule_search_locations or ():
-        inner = FileFinder(folder, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(name)
-        if inner is not None:
-            return inner
-    return None
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

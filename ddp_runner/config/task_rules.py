@@ -9,12 +9,14 @@ from ddp_runner.config.sections import AUTO, INFERENCE, PLAN, SAMPLE, SAMPLE_KEY
 from ddp_runner.config.training import EXPORTS
 from ddp_runner.errors import UserError, listed
 
+_EPOCHS = (
+    *("train.epochs", "train.max_steps", "train.log_every_steps", "train.eval_every_epochs"),
+    *("train.eval_every_steps", "train.profile", "early_stop"),
+)
 # Keys and groups of the training loop; a task without the loop reads none of them.
 _LOOP = (
-    *("train.epochs", "train.max_steps", "train.log_every_steps", "train.eval_every_epochs"),
-    *("train.eval_every_steps", "train.clip_norm", "train.clip_value", "train.profile"),
-    *("early_stop", "scheduler", "checkpoint.every_epochs", "checkpoint.every_steps"),
-    *("checkpoint.keep", "checkpoint.load_best"),
+    *(*_EPOCHS, "train.clip_norm", "train.clip_value", "scheduler", "checkpoint.every_epochs"),
+    *("checkpoint.every_steps", "checkpoint.keep", "checkpoint.load_best"),
 )
 _STEP = (
     *("train.grad_accum_steps", "train.compile", "train.activation_checkpointing"),
@@ -38,9 +40,8 @@ _UNUSED: Mapping[str, tuple[str, ...]] = {
         *("inference", "loop", "plan"),
     ),
     PLAN: (
-        *("train.epochs", "train.max_steps", "train.log_every_steps", "train.eval_every_epochs"),
-        *("train.eval_every_steps", "train.profile", "train.compile", "early_stop", "checkpoint"),
-        *("inference", "loop", "collectives", "metrics", "launch", "backend"),
+        *(*_EPOCHS, "train.compile", "checkpoint", "inference", "loop", "collectives", "metrics"),
+        *("launch", "backend"),
     ),
 }
 # Keys that the runner does not apply in the user's own loop, which may read them itself.

@@ -61,7 +61,7 @@ class LoaderSplit(NumberedSplit):
         Raises:
             UserError: a sample cannot be loaded, or a worker has died.
         """
-        orders = self._orders
+        orders = cast(_Orders, self._loader.batch_sampler)
         orders.next = mine = (_Order(seed, plan.epoch, _numbers(plan)) for plan in plans)
         for batch in start_loading(self._loader, name=self.name):
             yield batch
@@ -69,14 +69,10 @@ class LoaderSplit(NumberedSplit):
                 raise RuntimeError(f"other {self.name} samples were loaded during this epoch")
 
     @cached_property
-    def _orders(self) -> "_Orders":
-        return _Orders()
-
-    @cached_property
     def _loader(self) -> "DataLoader[Any]":
         return DataLoader(
             _Fetcher(self),
-            batch_sampler=cast(Any, self._orders),  # an order instead of a list of indices
+            batch_sampler=cast(Any, _Orders()),  # an order instead of a list of indices
             persistent_workers=self.persistent_workers and self.num_workers > 0,
             **loader_options(self),
         )
@@ -84,8 +80,6 @@ class LoaderSplit(NumberedSplit):
 
 @dataclass(frozen=True)
 class _Order:
-    """One batch to load."""
-
     seed: int
     epoch: int
     indices: Sequence[int]
@@ -117,9 +111,6 @@ class _Fetcher(Dataset[Any]):
         self._drawn = set[str]()  # the generators that samples draw from
         self._current: int | None = None  # the sample that is being loaded
         self._is_first = True
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def __getitems__(self, order: _Order) -> Any:
         """Return a batch, or the reason why it cannot be loaded. DataLoader calls this method."""

@@ -226,9 +226,7 @@ class StreamBatches(Batches):
 
 @dataclass(frozen=True)
 class _StreamStep:
-    """This rank's part of a step."""
-
-    parts: tuple[MicroBatch, ...]
+    parts: tuple[MicroBatch, ...]  # of this rank
     sizes: Tensor  # samples and micro-batches of each share, int64 (num_shares, 2)
     readers: Mapping[str, Any]  # their state after it
 

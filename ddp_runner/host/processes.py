@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
@@ -90,11 +90,9 @@ def end_after_launcher() -> NoReturn:
 
 
 @contextmanager
-def answering(
-    signals: Iterable[int], handler: Callable[[int, FrameType | None], Any] | signal.Handlers
-) -> Iterator[None]:
-    """Handle these signals with `handler` inside the block."""
-    before = {signum: signal.signal(signum, handler) for signum in signals}
+def answering(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle the stop signals with `handler` inside the block."""
+    before = {signum: signal.signal(signum, handler) for signum in handled_signals()}
     try:
         yield
     finally:

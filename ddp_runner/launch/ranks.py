@@ -33,9 +33,7 @@ from ddp_runner.launch.rank_process import run_rank
 from ddp_runner.launch.stop_requests import StopRequests
 
 POLL_S = 0.05
-UNKNOWN_CODE = (
-    255  # multiprocessing's exit code once the server is gone; os._exit(255) looks the same
-)
+UNKNOWN_CODE = 255  # from multiprocessing once the server is gone; os._exit(255) looks the same
 ANSWER_S = 3.0  # after the first failure, for the other ranks to report before they are killed
 SAVING_FACTOR = 10  # a save may take this many times launch.shutdown_timeout_s
 
@@ -100,10 +98,8 @@ class Ranks:
                 has_started = self._fork(environ)
             if not has_started:
                 rank = int(environ["RANK"])
-                self._failures[rank], self._not_started[rank] = (
-                    server_was_killed(rank),
-                    UNKNOWN_CODE,
-                )
+                self._failures[rank] = server_was_killed(rank)
+                self._not_started[rank] = UNKNOWN_CODE
                 return
 
     def _fork(self, environ: Mapping[str, str]) -> bool:

@@ -55,9 +55,8 @@ def _simulated(
     """Return the results of a metric over simulated ranks with these batches."""
     states = []
     for batches in by_rank:
-        rank = Evaluation(
-            {name: metric}, device=device
-        )  # one at a time: a metric may hold a network
+        # One at a time: a metric may hold a network.
+        rank = Evaluation({name: metric}, device=device)
         for outputs, targets in batches:
             rank.update(outputs, targets)
         states.append(rank.packed())

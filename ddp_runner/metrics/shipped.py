@@ -90,8 +90,6 @@ def classification_metrics(counts: Tensor) -> dict[str, float]:
 
 
 class _Mean:
-    """A total over a count."""
-
     higher_is_better = False
     merge = summed("total", "count")
 

@@ -150,13 +150,9 @@ def _with_progress(run: RunStatus, current: Standing, now: float) -> RunStatus:
     if not (is_alive or has_steps):
         return run
     source = current.beat if is_alive else current.record
-    run = replace(
-        run,
-        step=_integer(source.get("step")),
-        total_steps=_integer(source.get("total_steps")),
-        epoch=_integer(source.get("epoch")),
-        total_epochs=_integer(source.get("total_epochs")),
-    )
+    names = ("step", "total_steps", "epoch", "total_epochs")
+    numbers: dict[str, Any] = {name: _integer(source.get(name)) for name in names}
+    run = replace(run, **numbers)
     if current.beat_at is not None and isinstance(idle_s, int | float):
         run = replace(run, idle_s=idle_s + max(0.0, now - current.beat_at))
     has_final_step = not is_alive and run.step is not None

@@ -3,11 +3,10 @@
 import os
 import shlex
 import sys
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from ddp_runner.compare.recorded_run import best_step, is_finite
+from ddp_runner.compare.recorded_run import RecordedRun, best_step, is_finite
 from ddp_runner.errors import UserError, nearest, printable
 from ddp_runner.host.streams import shortened, wrap_lines
 from ddp_runner.job import Outcome, Status
@@ -92,22 +91,16 @@ def _run_folders(jobs: Iterable[PlannedJob], sweep: Path) -> list[Path]:
 
 def _row(job: PlannedJob, standing: Standing) -> tuple[str, ...]:
     """Return the cells of a job; a dash for a number that its run.json does not have."""
-    metrics, speed = _numbers(standing.record.get("metrics")), "perf/samples_per_s"
-    times = _numbers(standing.record)
+    run, speed = RecordedRun(Path(job.folder), standing.record), "perf/samples_per_s"
+    metrics, times = run.final, [run.number(name) for name in ("startup_s", "wall_s")]
     best = [f"(best, step {step})"] if (step := best_step(standing.record)) else []
     return (
         str(shown_path(Path(job.folder))),
         standing.status,
-        *(f"{times[key]:.2f} s" if key in times else "-" for key in ("startup_s", "wall_s")),
+        *("-" if time_s is None else f"{time_s:.2f} s" for time_s in times),
         f"{metrics[speed]:.0f}" if speed in metrics else "-",
         "  ".join([*(f"{name} {metrics[name]:.4f}" for name in headlines(metrics)), *best]),
     )
-
-
-def _numbers(fields: Any) -> dict[str, float]:
-    """Return the fields that are finite numbers; none if this is not a mapping."""
-    items = fields.items() if isinstance(fields, Mapping) else ()
-    return {key: value for key, value in items if is_finite(value)}
 
 
 def print_report(folder: Path) -> None:

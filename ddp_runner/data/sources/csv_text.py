@@ -73,10 +73,8 @@ class CsvText:
     def fingerprint(self, data_root: Path) -> dict[str, object]:
         """Return the fields that the tensors depend on, and the stamps of the files."""
         fields = {key: value for key, value in asdict(self).items() if key != "group_by_length"}
-        fields["csv"] = shared.stamps([data_root / self.path])
-        if self.tokenizer is not None:
-            fields["tokenizer"] = shared.tokenizer_stamps(self.tokenizer)
-        return fields
+        csv_stamps = shared.stamps([data_root / self.path])
+        return {**fields, "csv": csv_stamps, **shared.tokenizer_facts(self.tokenizer)}
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Read, split and encode; the ids are int32 ``(n, max_length)``.
@@ -93,9 +91,12 @@ class CsvText:
         return self._build(data_root)[1]
 
     def _build(self, data_root: Path) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        """Return the tensors, and the line of each sample."""
-        parts, num_dropped = self.read(data_root)
-        lines = {split: [row.line for row in rows] for split, rows in parts.items()}
+        rows, num_dropped = self.rows(path := data_root / self.path)
+        numbers = shared.shuffled_split(
+            len(rows), self.eval_fraction, seed=self.split_seed, noun="rows", origin=path
+        )
+        parts = {split: [rows[row] for row in part] for split, part in numbers.items()}
+        lines = {split: [row.line for row in part] for split, part in parts.items()}
         if self.tokenizer is not None:
             tokenizer = load_tokenizer(Path(self.tokenizer))
         else:
@@ -110,10 +111,10 @@ class CsvText:
             "num_dropped": torch.tensor(num_dropped),
             **shared.kept_tensors(tokenizer.to_str().encode()),
         }
-        for split, rows in parts.items():
-            texts = [row.text for row in rows]
+        for split, part in parts.items():
+            texts = [row.text for row in part]
             ids = encode(tokenizer, texts, max_length=self.max_length, padding=padding)
-            targets = torch.tensor([row.label for row in rows])
+            targets = torch.tensor([row.label for row in part])
             if split == "eval":
                 by_length = ids.ne(padding).sum(dim=1).argsort(stable=True)
                 runs = torch.cat([by_length[start::EVAL_RUNS] for start in range(EVAL_RUNS)])
@@ -121,14 +122,6 @@ class CsvText:
                 lines[split] = [lines[split][row] for row in runs.tolist()]
             tensors |= {f"{split}_inputs": ids, f"{split}_targets": targets}
         return tensors, lines
-
-    def read(self, data_root: Path) -> tuple[dict[str, list[Row]], int]:
-        """Return the rows of each split, and the number of rows without a text or a class."""
-        rows, num_dropped = self.rows(path := data_root / self.path)
-        parts = shared.shuffled_split(
-            len(rows), self.eval_fraction, seed=self.split_seed, noun="rows", origin=path
-        )
-        return {split: [rows[row] for row in part] for split, part in parts.items()}, num_dropped
 
     def rows(self, path: Path) -> tuple[list[Row], int]:
         """Return the file's rows with a text and a class, and the number of other rows.

@@ -6,11 +6,13 @@ API: https://huggingface.co/docs/datasets/package_reference/loading_methods
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.data.sources.torch_dataset import TorchDataset
 from ddp_runner.errors import UserError, typed
+from ddp_runner.files import mapped
 
 FIRST_VERSION = (5, 2)  # earlier versions unpickle a dataset's files, which may run any code
 FORMATS = (
@@ -65,7 +67,7 @@ class HFDataset(TorchDataset):
                 rows = datasets.load_dataset(
                     str(folder) if is_local else path,
                     self.config_name,
-                    data_files=_under(data_root, self.data_files),
+                    data_files=mapped(partial(_under, data_root), self.data_files),
                     split=split,
                     streaming=self.streaming,
                 )
@@ -121,10 +123,6 @@ def _saved(saved: Any, split: str, *, path: str) -> Any:
     return saved
 
 
-def _under(folder: Path, files: Any) -> Any:
-    """Return file names joined to a folder; addresses such as hf:// stay."""
-    if isinstance(files, Mapping):
-        return {split: _under(folder, names) for split, names in files.items()}
-    if isinstance(files, str):
-        return files if "://" in files else str(folder / files)
-    return files if files is None else [_under(folder, name) for name in files]
+def _under(folder: Path, file: str | None) -> str | None:
+    """Return a file name joined to a folder; addresses such as hf:// stay."""
+    return file if file is None or "://" in file else str(folder / file)

@@ -102,10 +102,10 @@ def _files(folder: str) -> Iterator[str]:
             yield entry.path
 
 
-def tokenizer_stamps(folder: str) -> dict[str, object]:
-    """Return the ``stamps`` of the files that a tokenizer may be read from."""
+def tokenizer_facts(folder: str | None) -> dict[str, object]:
+    """Return the ``stamps`` of the files that a source's tokenizer may be read from."""
     names = (TOKENIZER_FILE, VOCABULARY_FILE, SETTINGS_FILE)
-    return stamps([Path(folder, name) for name in names])
+    return {} if folder is None else {"tokenizer": stamps([Path(folder, name) for name in names])}
 
 
 def kept_tensors(tokenizer: bytes) -> dict[str, Tensor]:

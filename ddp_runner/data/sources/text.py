@@ -57,9 +57,7 @@ class Text:
             fields["text"] = hashlib.sha256(bundled_text().encode()).hexdigest()
         else:
             fields["text"] = [shared.stamps([path]) for path in self._paths(data_root)]
-        if self.tokenizer is not None:
-            fields["tokenizer"] = shared.tokenizer_stamps(self.tokenizer)
-        return fields
+        return fields | shared.tokenizer_facts(self.tokenizer)
 
     def build(self, data_root: Path) -> dict[str, Tensor]:
         """Read, split and encode; the tokens are unsigned int16, or int32 in a large vocabulary.
@@ -70,7 +68,8 @@ class Text:
             UserError: a file is missing or not UTF-8, the tokenizer is unusable, or the text is
                 too short.
         """
-        text = self._read(data_root)
+        own = map(_read_file, self._paths(data_root))
+        text = bundled_text() if self.path is None else SEPARATOR.join(own)
         cut = round(len(text) * (1 - self.eval_fraction))
         parts = {"train": text[:cut], "eval": text[cut:]}
         if self.tokenizer is not None:
@@ -138,11 +137,6 @@ class Text:
     def _paths(self, data_root: Path) -> list[Path]:
         paths = [self.path] if isinstance(self.path, str) else self.path or ()
         return [data_root / path for path in paths]
-
-    def _read(self, data_root: Path) -> str:
-        if self.path is None:
-            return bundled_text()
-        return SEPARATOR.join(map(_read_file, self._paths(data_root)))
 
 
 def bundled_text() -> str:

@@ -179,7 +179,6 @@ class TorchDataset:
         return StreamSplit(name, dataset, shuffle_buffer=buffer, **loading)
 
     def _both(self, data_root: Path) -> tuple[Any, Any]:
-        """Return the training and the evaluation dataset."""
         train, rest = (
             dataset.build() if isinstance(dataset, Deferred) else dataset
             for dataset in (self.train, self.eval)

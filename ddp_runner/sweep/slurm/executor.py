@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ddp_runner.config.schema import Config, RunConfig
+from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import AUTO
 from ddp_runner.config.validate import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
 from ddp_runner.files import READER_S, locked, replace_file
+from ddp_runner.host.processes import answering
 from ddp_runner.job import Job, Outcome, Status
 from ddp_runner.sweep.jobs import JobBatch, JobHardware, NodeLayout, SweepJob
 from ddp_runner.sweep.slurm.queue import (
@@ -30,14 +31,8 @@ from ddp_runner.sweep.slurm.queue import (
     run_slurm,
     submitted_as,
 )
-from ddp_runner.sweep.slurm.slurm_settings import (
-    Options,
-    SlurmSettings,
-    job_layout,
-    node_hardware,
-    sbatch_options,
-)
-from ddp_runner.sweep.slurm.watch import Watch, queued_signals
+from ddp_runner.sweep.slurm.slurm_settings import Options, SlurmSettings
+from ddp_runner.sweep.slurm.watch import Signals, Watch
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 from ddp_runner.tracking.start_block import shown_path
@@ -56,7 +51,7 @@ class Slurm:
 
     def __init__(self, folder: Path, settings: SlurmSettings) -> None:
         self._folder, self._settings = folder.absolute(), settings
-        self._node = node_hardware(settings)
+        self._node = settings.node  # asks Slurm
         self._locks = ExitStack()
         self._is_locked = False
         self.starts_jobs = settings.submit
@@ -91,7 +86,7 @@ class Slurm:
                 "write an sbatch script for each run, as in docs/clusters.md",
             )
         validate_values(config)
-        layout = job_layout(config, self._node, self._settings)
+        layout = self.layout(config)
         env = DistEnv(
             rank=0,
             local_rank=0,
@@ -101,9 +96,9 @@ class Slurm:
         )
         return JobHardware(self._node, env=env)
 
-    def layout(self, config: RunConfig) -> NodeLayout:
+    def layout(self, config: Config) -> NodeLayout:
         """Return the nodes of a job."""
-        return job_layout(config, self._node, self._settings)
+        return self._settings.layout(config)
 
     def run(self, batch: JobBatch) -> Mapping[str, Outcome]:
         """Submit a batch and wait for its jobs; see ``Local.run``."""
@@ -111,7 +106,8 @@ class Slurm:
         if not self._settings.submit:
             return self._write_scripts(batch)
         self._lock()
-        with queued_signals() as signals:
+        signals = Signals()
+        with answering(lambda signum, _: signals.put(signum)):
             names = self._submit(batch)
             return Watch(batch, names, folder=self._folder, signals=signals).run()
 
@@ -153,10 +149,8 @@ class Slurm:
                     "wait for it to end",
                 )
             new.append(job)
-        folder, settings = self._folder, self._settings
         for options, group in self._arrays(new):
-            jobs = [job.job for job in group]
-            submitted = submit(jobs, folder=folder, options=options, settings=settings)
+            submitted = self.submit([job.job for job in group], options)
             names |= zip((job.planned.job_id for job in group), submitted, strict=True)
         return names
 
@@ -164,8 +158,7 @@ class Slurm:
         """Yield arrays of jobs, each with the options that all its jobs share."""
         groups = dict[str, tuple[Options, list[SweepJob]]]()
         for job in jobs:
-            config = job.job.config
-            options = sbatch_options(config, self.layout(config), self._node, self._settings)
+            options = self._settings.sbatch_options(job.job.config)
             groups.setdefault(json.dumps(options), (options, []))[1].append(job)
         for options, group in groups.values():
             for start in range(0, len(group), MAX_ARRAY_SIZE):
@@ -177,40 +170,73 @@ class Slurm:
         to_run = [job for job in batch.jobs.values() if batch.must_run(job, job.standing)]
         for path in self._folder.glob("sweep*.sbatch"):
             path.unlink()  # of an earlier start of this sweep
-        folder, settings = self._folder, self._settings
         for number, (options, group) in enumerate(self._arrays(to_run), start=1):
-            path = folder / ("sweep.sbatch" if number == 1 else f"sweep-{number}.sbatch")
-            jobs = [job.job for job in group]
-            write_sbatch_file(path, jobs, folder=folder, options=options, settings=settings)
+            path = self._folder / ("sweep.sbatch" if number == 1 else f"sweep-{number}.sbatch")
+            self.write_sbatch_file(path, [job.job for job in group], options)
             shown = shlex.quote(str(shown_path(path)))
-            print(f"\n{counted(len(jobs), 'job')}: submit with  sbatch {shown}", flush=True)
+            print(f"\n{counted(len(group), 'job')}: submit with  sbatch {shown}", flush=True)
         if to_run:
-            shown = shlex.quote(str(shown_path(folder)))
+            shown = shlex.quote(str(shown_path(self._folder)))
             print(f"then see their status with  python -m ddp_runner.sweep {shown}", flush=True)
         return outcomes
 
+    def submit(self, jobs: Sequence[Job], options: Options) -> list[str]:
+        """Submit frozen jobs as an array, and return their names."""
+        array = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', self._folder.name)[:60]}.{secrets.token_hex(4)}"
+        names = [f"{array}_{index}" for index, _ in enumerate(jobs)]
+        for job, name in zip(jobs, names, strict=True):
+            assert job.run_dir is not None
+            earlier = read_run_record(job.run_dir, missing_ok=True).get("status")
+            if earlier not in (None, Status.COMPLETED):  # the end of an earlier job
+                write_run_record(job.run_dir, status=Status.QUEUED, error=None)
+            replace_file(job.run_dir / RECORD, name)
+        script = self._folder / LOGS / f"{array}.sbatch"
+        self.write_sbatch_file(script, jobs, options)
+        environ = {
+            key: value
+            for key, value in os.environ.items()
+            if key in KEPT_VARIABLES or not key.startswith(JOB_PREFIXES)
+        }
+        run_slurm("sbatch", str(script), environ=environ, fix="; change the keys of hydra.launcher")
+        return names
 
-def submit(
-    jobs: Sequence[Job], *, folder: Path, options: Options, settings: SlurmSettings
-) -> list[str]:
-    """Submit frozen jobs as an array, and return their names; `folder` is the sweep's."""
-    array = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.name)[:60]}.{secrets.token_hex(4)}"
-    names = [f"{array}_{index}" for index, _ in enumerate(jobs)]
-    for job, name in zip(jobs, names, strict=True):
-        assert job.run_dir is not None
-        earlier = read_run_record(job.run_dir, missing_ok=True).get("status")
-        if earlier not in (None, Status.COMPLETED):  # the end of an earlier job
-            write_run_record(job.run_dir, status=Status.QUEUED, error=None)
-        replace_file(job.run_dir / RECORD, name)
-    script = folder / LOGS / f"{array}.sbatch"
-    write_sbatch_file(script, jobs, folder=folder, options=options, settings=settings)
-    environ = {
-        key: value
-        for key, value in os.environ.items()
-        if key in KEPT_VARIABLES or not key.startswith(JOB_PREFIXES)
-    }
-    run_slurm("sbatch", str(script), environ=environ, fix="; change the keys of hydra.launcher")
-    return names
+    def write_sbatch_file(self, path: Path, jobs: Sequence[Job], options: Options) -> None:
+        """Write a script for sbatch, named after the array.
+
+        The script requeues a job that stopped before its time limit; Slurm only requeues after a
+        preemption. Its ranks end with 138 (128 + SIGUSR1), or with 143 (128 + SIGTERM) if other
+        ranks stopped them before. After scancel they also end with 143, but the job is not RUNNING.
+        """
+        limit = self._settings.array_parallelism
+        array = f"0-{len(jobs) - 1}" + (f"%{limit}" if limit else "")
+        logs = f"{self._folder / LOGS}/%x_%a.log"
+        identity = {"job_name": path.stem, "array": array, "output": logs, "chdir": str(Path.cwd())}
+        # Since Slurm 22.05 srun ignores the job's cpus-per-task, and gives a task one core.
+        command = shlex.join(["srun", f"--cpus-per-task={options['cpus_per_task']}", *RUNNER])
+        lines = [
+            "#!/bin/bash",
+            f"# Submit it with: sbatch {shlex.quote(str(path))}",
+            *(_option(key, value) for key, value in {**identity, **options}.items()),
+            "",
+            "runs=(",
+            *(f"  {_double_quoted(shlex.join(rank_arguments(job)))}" for job in jobs),
+            ")",
+            *self._settings.setup,
+            'eval "words=(${runs[$SLURM_ARRAY_TASK_ID]})"',
+            f'{command} "${{words[@]}}"',
+            "code=$?",
+            'if [ "$code" -eq 138 ] || [ "$code" -eq 143 ]; then',
+            # The array has the same number as its last element, so SLURM_JOB_ID may mean all jobs.
+            '  job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
+            '  state=$(squeue --noheader --jobs="$job" --format=%T)',
+            f'  if [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt '
+            f"{self._settings.max_requeues} ]; then",
+            '    scontrol requeue "$job"',
+            "  fi",
+            "fi",
+            'exit "$code"',
+        ]
+        replace_file(path, "\n".join([*lines, ""]))
 
 
 def rank_arguments(job: Job) -> list[str]:
@@ -218,47 +244,6 @@ def rank_arguments(job: Job) -> list[str]:
     assert job.run_dir is not None
     (override,) = shlex.split(RunDir(job.run_dir.absolute()).resume_argument)
     return [override, *job.resume_arguments]
-
-
-def write_sbatch_file(
-    path: Path, jobs: Sequence[Job], *, folder: Path, options: Options, settings: SlurmSettings
-) -> None:
-    """Write a script for sbatch, named after the array; see ``submit`` for the other arguments.
-
-    The script requeues a job that stopped before its time limit; Slurm only requeues after a
-    preemption. Its ranks end with 138 (128 + SIGUSR1), or with 143 (128 + SIGTERM) if other ranks
-    stopped them before. After scancel they also end with 143, but the job is not RUNNING.
-    """
-    limit = settings.array_parallelism
-    array = f"0-{len(jobs) - 1}" + (f"%{limit}" if limit else "")
-    logs = f"{folder.absolute() / LOGS}/%x_%a.log"
-    identity = {"job_name": path.stem, "array": array, "output": logs, "chdir": str(Path.cwd())}
-    # Since Slurm 22.05 srun ignores the job's cpus-per-task, and gives a task one core.
-    command = shlex.join(["srun", f"--cpus-per-task={options['cpus_per_task']}", *RUNNER])
-    lines = [
-        "#!/bin/bash",
-        f"# Submit it with: sbatch {shlex.quote(str(path))}",
-        *(_option(key, value) for key, value in {**identity, **options}.items()),
-        "",
-        "runs=(",
-        *(f"  {_double_quoted(shlex.join(rank_arguments(job)))}" for job in jobs),
-        ")",
-        *settings.setup,
-        'eval "words=(${runs[$SLURM_ARRAY_TASK_ID]})"',
-        f'{command} "${{words[@]}}"',
-        "code=$?",
-        'if [ "$code" -eq 138 ] || [ "$code" -eq 143 ]; then',
-        # The array has the same number as its last element, so SLURM_JOB_ID may mean all jobs.
-        '  job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
-        '  state=$(squeue --noheader --jobs="$job" --format=%T)',
-        f'  if [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt '
-        f"{settings.max_requeues} ]; then",
-        '    scontrol requeue "$job"',
-        "  fi",
-        "fi",
-        'exit "$code"',
-    ]
-    replace_file(path, "\n".join([*lines, ""]))
 
 
 def _option(key: str, value: str | int | bool) -> str:

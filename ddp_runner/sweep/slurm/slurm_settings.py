@@ -3,12 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_runner.config.fields import KINDS
+from ddp_runner.config.fields import KINDS, Rule, validate_value
 from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.sections import AUTO
 from ddp_runner.errors import UserError, in_yaml
@@ -43,6 +44,89 @@ class SlurmSettings:
     additional_parameters: dict[str, Any] = field(default_factory=dict)
     submit: bool = True
 
+    @cached_property
+    def node(self) -> Hardware:
+        """The hardware of a node, by the keys, else by the smallest node that sinfo reports."""
+        num_gpus, num_cores = self.gpus_per_node, self.cpus_per_node
+        nodes = _nodes(self.partition) if None in (num_gpus, num_cores) else []
+        return Hardware(
+            num_gpus=min(gpus for _, gpus in nodes) if num_gpus is None else num_gpus,
+            num_cores=min(cores for cores, _ in nodes) if num_cores is None else num_cores,
+        )
+
+    def ranks_per_node(self, config: Config) -> int:
+        """Return the ranks of a job that fit on a node, by its GPUs, or without GPUs its cores."""
+        if config.launch.nproc_per_node is not None:
+            return config.launch.nproc_per_node
+        gpus = 0 if config.backend.device == "cpu" else self.node.num_gpus
+        by_gpus = gpus // mode_needs(config.parallelism).devices_per_rank
+        return by_gpus or max(1, self.node.num_cores // (self.cpus_per_task or 1))
+
+    def layout(self, config: Config) -> NodeLayout:
+        """Return the layout of a job; ``world_size=auto`` takes ``launch.nnodes`` whole nodes.
+
+        Raises:
+            UserError: the ranks do not divide among the nodes, or a node has too few cores.
+        """
+        launch, most = config.launch, self.ranks_per_node(config)
+        num_ranks = config.world_size
+        if num_ranks == AUTO:
+            needs = mode_needs(config.parallelism)
+            num_ranks = needs.max_ranks or max(needs.min_ranks, most * launch.nnodes)
+        num_nodes = launch.nnodes if launch.nnodes > 1 else -(-num_ranks // most)
+        if num_ranks % num_nodes:
+            below = num_ranks // num_nodes * num_nodes
+            raise UserError(
+                f"world_size ({num_ranks}) does not divide among {num_nodes} nodes of {most} ranks",
+                f"write {below} or {below + num_nodes}, or give launch.nproc_per_node",
+            )
+        layout = NodeLayout(num_nodes, num_ranks // num_nodes)
+        cores = layout.ranks_per_node * self.rank_cores(config)
+        if cores > self.node.num_cores:
+            raise UserError(
+                f"{layout.ranks_per_node} ranks on a node take {cores} cores and a node has "
+                f"{self.node.num_cores}",
+                "write a smaller launch.nproc_per_node or hydra.launcher.cpus_per_task",
+            )
+        return layout
+
+    def rank_cores(self, config: Config) -> int:
+        """Return the cores of a rank: cpus_per_task, or its share of a node with GPUs, or 1."""
+        if self.cpus_per_task is not None:
+            return self.cpus_per_task
+        if self.node.num_gpus == 0 or config.backend.device == "cpu":
+            return 1
+        return max(1, self.node.num_cores // self.ranks_per_node(config))
+
+    def sbatch_options(self, config: Config) -> Options:
+        """Return the options of sbatch for a resolved job.
+
+        Slurm requeues a preempted job, and sends SIGUSR1 before the time limit.
+        """
+        layout, needs = self.layout(config), mode_needs(config.parallelism)
+        gpus = 0
+        if config.backend.device != "cpu":
+            gpus = layout.ranks_per_node * needs.devices_per_rank
+            gpus = self.node.num_gpus if needs.data_parallel else gpus
+        options = {
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "time": self.timeout_min,
+            "mem": f"{round(self.mem_gb * 1024)}M" if self.mem_gb else None,
+            "nodes": layout.num_nodes,
+            "ntasks_per_node": layout.ranks_per_node,
+            "cpus_per_task": self.rank_cores(config),
+            "gpus_per_node": gpus or None,
+            "signal": f"USR1@{self.signal_delay_s}",
+            "requeue": True,
+            "open_mode": "append",
+        }
+        extra = {key.replace("-", "_"): value for key, value in self.additional_parameters.items()}
+        # 0 is a value, for example of nice.
+        return {k: v for k, v in {**options, **extra}.items() if v is not None and v is not False}
+
 
 def slurm_settings(launcher: DictConfig) -> SlurmSettings | None:
     """Return the settings in the node ``hydra.launcher``; None if the jobs run on this machine.
@@ -72,25 +156,15 @@ def slurm_settings(launcher: DictConfig) -> SlurmSettings | None:
         raise UserError(f"hydra.launcher.{key} ({in_yaml(values[key])}) must be {kind}") from None
     assert isinstance(settings, SlurmSettings)
     for key, value in vars(settings).items():
-        least = 0 if key in NOT_NEGATIVE else 1
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < least:
-            raise UserError(f"hydra.launcher.{key} ({value}) must be {least} or greater")
+        if type(value) in (int, float):
+            rule = Rule(least=0 if key in NOT_NEGATIVE else 1)
+            validate_value(f"hydra.launcher.{key}", value, rule)
     for key in settings.additional_parameters:
         if key.replace("-", "_") in SWEEP_OPTIONS:
             raise UserError(
                 f"hydra.launcher.additional_parameters.{key} is set by the sweep", "leave it out"
             )
     return settings
-
-
-def node_hardware(settings: SlurmSettings) -> Hardware:
-    """Return the hardware of a node, by the keys, else by the smallest node that sinfo reports."""
-    num_gpus, num_cores = settings.gpus_per_node, settings.cpus_per_node
-    nodes = _nodes(settings.partition) if None in (num_gpus, num_cores) else []
-    return Hardware(
-        num_gpus=min(gpus for _, gpus in nodes) if num_gpus is None else num_gpus,
-        num_cores=min(cores for cores, _ in nodes) if num_cores is None else num_cores,
-    )
 
 
 def _nodes(partition: str | None) -> list[tuple[int, int]]:
@@ -108,82 +182,3 @@ def _nodes(partition: str | None) -> list[tuple[int, int]]:
             f"Slurm has no {label}", "write hydra.launcher.partition=NAME, with a name from sinfo"
         )
     return nodes
-
-
-def ranks_per_node(config: Config, node: Hardware, settings: SlurmSettings) -> int:
-    """Return how many ranks of a job fit on a node, by its GPUs, or without GPUs by its cores."""
-    if config.launch.nproc_per_node is not None:
-        return config.launch.nproc_per_node
-    gpus = 0 if config.backend.device == "cpu" else node.num_gpus
-    by_gpus = gpus // mode_needs(config.parallelism).devices_per_rank
-    return by_gpus or max(1, node.num_cores // (settings.cpus_per_task or 1))
-
-
-def job_layout(config: Config, node: Hardware, settings: SlurmSettings) -> NodeLayout:
-    """Return the layout of a job; ``world_size=auto`` takes ``launch.nnodes`` whole nodes.
-
-    Raises:
-        UserError: the ranks do not divide among the nodes, or a node has too few cores.
-    """
-    launch, most = config.launch, ranks_per_node(config, node, settings)
-    num_ranks = config.world_size
-    if num_ranks == AUTO:
-        needs = mode_needs(config.parallelism)
-        num_ranks = needs.max_ranks or max(needs.min_ranks, most * launch.nnodes)
-    num_nodes = launch.nnodes if launch.nnodes > 1 else -(-num_ranks // most)
-    if num_ranks % num_nodes:
-        below = num_ranks // num_nodes * num_nodes
-        raise UserError(
-            f"world_size ({num_ranks}) does not divide among {num_nodes} nodes of {most} ranks",
-            f"write {below} or {below + num_nodes}, or give launch.nproc_per_node",
-        )
-    layout = NodeLayout(num_nodes, num_ranks // num_nodes)
-    cores = layout.ranks_per_node * rank_cores(config, node, settings)
-    if cores > node.num_cores:
-        raise UserError(
-            f"{layout.ranks_per_node} ranks on a node take {cores} cores and a node has "
-            f"{node.num_cores}",
-            "write a smaller launch.nproc_per_node or hydra.launcher.cpus_per_task",
-        )
-    return layout
-
-
-def rank_cores(config: Config, node: Hardware, settings: SlurmSettings) -> int:
-    """Return the cores of a rank: cpus_per_task, or its share of a node with GPUs, or 1."""
-    if settings.cpus_per_task is not None:
-        return settings.cpus_per_task
-    if node.num_gpus == 0 or config.backend.device == "cpu":
-        return 1
-    return max(1, node.num_cores // ranks_per_node(config, node, settings))
-
-
-def sbatch_options(
-    config: Config, layout: NodeLayout, node: Hardware, settings: SlurmSettings
-) -> Options:
-    """Return the options of sbatch for a resolved job.
-
-    Slurm requeues a preempted job, and sends SIGUSR1 before the time limit.
-    """
-    needs = mode_needs(config.parallelism)
-    gpus = 0
-    if config.backend.device != "cpu":
-        gpus = layout.ranks_per_node * needs.devices_per_rank
-        gpus = node.num_gpus if needs.data_parallel else gpus
-    options = {
-        "partition": settings.partition,
-        "account": settings.account,
-        "qos": settings.qos,
-        "constraint": settings.constraint,
-        "time": settings.timeout_min,
-        "mem": f"{round(settings.mem_gb * 1024)}M" if settings.mem_gb else None,
-        "nodes": layout.num_nodes,
-        "ntasks_per_node": layout.ranks_per_node,
-        "cpus_per_task": rank_cores(config, node, settings),
-        "gpus_per_node": gpus or None,
-        "signal": f"USR1@{settings.signal_delay_s}",
-        "requeue": True,
-        "open_mode": "append",
-    }
-    extra = {key.replace("-", "_"): value for key, value in settings.additional_parameters.items()}
-    # 0 is a value, for example of nice.
-    return {k: v for k, v in {**options, **extra}.items() if v is not None and v is not False}

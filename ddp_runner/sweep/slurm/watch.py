@@ -5,13 +5,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from ddp_runner.errors import UserError, counted
-from ddp_runner.host.processes import answering, handled_signals
 from ddp_runner.host.streams import print_line
 from ddp_runner.job import COMPLETED, Outcome, Status
 from ddp_runner.launch.launcher import print_error
@@ -32,14 +31,6 @@ Signals = SimpleQueue[int]
 def poll_interval(took_s: float) -> float:
     """Return the seconds from one poll to the next, by the duration of a poll."""
     return max(MIN_POLL_S, min(took_s / POLL_SHARE, MAX_POLL_S))
-
-
-@contextmanager
-def queued_signals() -> Iterator[Signals]:
-    """Put the stop signals into a queue for the block, instead of answering them."""
-    signals = Signals()
-    with answering(handled_signals(), lambda signum, _: signals.put(signum)):
-        yield signals
 
 
 class Watch:

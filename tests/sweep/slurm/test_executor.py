@@ -18,9 +18,8 @@ from sweeps import batch_of, statuses, table_row
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.sweep.jobs import JobBatch
-from ddp_runner.sweep.slurm import executor as slurm
 from ddp_runner.sweep.slurm import queue as slurm_queue
-from ddp_runner.sweep.slurm.executor import Slurm, rank_arguments, submit, write_sbatch_file
+from ddp_runner.sweep.slurm.executor import Slurm, rank_arguments
 from ddp_runner.sweep.slurm.queue import RECORD, submitted_as
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
@@ -42,11 +41,11 @@ def test_a_start_submits_only_what_is_neither_there_nor_done(
     write_run_record(sweep / "b", status="completed")
     write_run_record(sweep / "c", status="preempted")
 
-    def fake_submit(jobs: list[Job], **_: object) -> list[str]:
+    def fake_submit(_: Slurm, jobs: list[Job], options: object) -> list[str]:
         submitted.extend(job.title for job in jobs)
         return ["y_0"]
 
-    monkeypatch.setattr(slurm, "submit", fake_submit)
+    monkeypatch.setattr(Slurm, "submit", fake_submit)
     queue = Queue(monkeypatch, {"x_0": "RUNNING", "y_0": "RUNNING"})
 
     def ask(num_asked: int) -> None:
@@ -74,12 +73,12 @@ def test_a_failed_job_is_submitted_again_only_if_asked(
     error = {"rank": 0, "kind": "crash", "sentence": "why"}
     write_run_record(sweep / "a", status="failed", error=error)
 
-    def fake_submit(jobs: list[Job], **_: object) -> list[str]:
+    def fake_submit(_: Slurm, jobs: list[Job], options: object) -> list[str]:
         submitted.extend(job.title for job in jobs)
         write_run_record(sweep / "a", status="completed")
         return ["y_0"]
 
-    monkeypatch.setattr(slurm, "submit", fake_submit)
+    monkeypatch.setattr(Slurm, "submit", fake_submit)
     Queue(monkeypatch, {})
     executor = Slurm(sweep, SETTINGS)
     assert [end.exit_code for end in executor.run(one).values()] == [1]
@@ -121,11 +120,9 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
     sweep = batch.jobs["a"].sweep
     settings = replace(SETTINGS, setup=["module load cuda"], array_parallelism=2)
-    names = submit(
+    names = Slurm(sweep, settings).submit(
         [one.job for one in batch.jobs.values()],
-        folder=sweep,
-        options={"partition": "gpu", "requeue": True, "signal": "USR1@90", "cpus_per_task": 3},
-        settings=settings,
+        {"partition": "gpu", "requeue": True, "signal": "USR1@90", "cpus_per_task": 3},
     )
     (path,) = (sweep / "slurm").glob("sweep.*.sbatch")
     assert names == [f"{path.stem}_{index}" for index in range(3)]
@@ -152,7 +149,7 @@ def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: JobBatch, tmp_pa
     words = [[f"resume={job.run_dir}", *job.resume_arguments] for job in jobs]
     assert [rank_arguments(job) for job in jobs] == words
     script = tmp_path / "sweep.sbatch"
-    write_sbatch_file(script, jobs, folder=tmp_path, options=options, settings=SETTINGS)
+    Slurm(tmp_path, SETTINGS).write_sbatch_file(script, jobs, options)
     program(tmp_path / "bin", "srun", 'printf "%s\\0" "$@"')
     for index, expected in enumerate(words):
         environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
@@ -185,7 +182,7 @@ def test_what_slurm_rejects_is_one_line(
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     sweep, jobs = batch.jobs["a"].sweep, [one.job for one in batch.jobs.values()]
     with pytest.raises(UserError, match=sentence):
-        submit(jobs, folder=sweep, options={"cpus_per_task": 1}, settings=SETTINGS)
+        Slurm(sweep, SETTINGS).submit(jobs, {"cpus_per_task": 1})
     assert str(submitted_as(sweep / "a")).startswith("sweep.")
 
 
@@ -213,7 +210,7 @@ def test_a_job_that_its_time_limit_stops_is_queued_again(
     program(programs, "squeue", f'[[ "$*" == *=7_0* ]] && echo {state} || {{ {of_array}; }}')
     program(programs, "scontrol", f'echo "$@" > {tmp_path}/asked')
     jobs, options = [batch.jobs["a"].job], {"cpus_per_task": 1}
-    write_sbatch_file(script, jobs, folder=tmp_path, options=options, settings=SETTINGS)
+    Slurm(tmp_path, SETTINGS).write_sbatch_file(script, jobs, options)
     environ = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
     if restarts:

@@ -8,7 +8,7 @@ import pytest
 from fake_slurm import SETTINGS, program, three_jobs
 
 from ddp_runner.errors import UserError
-from ddp_runner.sweep.slurm.executor import submit
+from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.queue import (
     RECORD,
     cancel,
@@ -126,7 +126,7 @@ def test_a_job_that_dies_before_its_run_goes_on_is_not_judged_by_the_run_before(
     error = {"rank": 0, "kind": "crash", "sentence": "an old crash"}
     write_run_record(run_dir, status=before, error=error)
     options = {"cpus_per_task": 1}
-    (submitted,) = submit([batch.jobs["a"].job], folder=sweep, options=options, settings=SETTINGS)
+    (submitted,) = Slurm(sweep, SETTINGS).submit([batch.jobs["a"].job], options)
     if part is not None and "folder" in part:
         (sweep / "slurm" / f"{submitted}.log").write_text(f"error: {part}\n")
     current = job_standing(run_dir, name=submitted, state=state, sweep=sweep)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from configs import compose_raw, resolved
@@ -20,14 +21,16 @@ from ddp_runner.sweep.slurm.slurm_settings import (
     LOCAL,
     OURS,
     SlurmSettings,
-    job_layout,
-    node_hardware,
-    sbatch_options,
 )
 from ddp_runner.sweep.slurm.slurm_settings import slurm_settings as read_settings
 from ddp_runner.sweep.sweep_dir import sweep_command
 
 GPU_NODE, CPU_NODE = Hardware(num_gpus=8, num_cores=96), Hardware(num_gpus=0, num_cores=16)
+
+
+def on_nodes(node: Hardware, **keys: Any) -> SlurmSettings:
+    """Return settings whose nodes have this hardware."""
+    return SlurmSettings(gpus_per_node=node.num_gpus, cpus_per_node=node.num_cores, **keys)
 
 
 @pytest.mark.parametrize(
@@ -53,26 +56,26 @@ def test_a_job_takes_as_few_nodes_as_hold_it(
     """The GPUs of a node decide, or without GPUs its cores."""
     register()
     config = to_config(compose_raw(*overrides))
-    shape = job_layout(config, node, replace(SETTINGS, cpus_per_task=cpus_per_task))
+    shape = on_nodes(node, cpus_per_task=cpus_per_task).layout(config)
     assert (shape.num_nodes, shape.ranks_per_node) == (nodes, ranks_per_node)
 
 
 def test_a_job_asks_for_the_gpus_and_cores_that_its_ranks_use() -> None:
     """It does not ask for whole nodes, and the user's own options win."""
     config, _ = resolved("world_size=4", "model=toy", hardware=GPU_NODE)
-    settings = SlurmSettings(
+    settings = on_nodes(
+        GPU_NODE,
         partition="gpu",
         mem_gb=1.5,
         additional_parameters={"exclusive": True, "signal": "TERM@9", "requeue": False, "nice": 0},
     )
-    shape = job_layout(config, GPU_NODE, settings)
-    assert sbatch_options(config, shape, GPU_NODE, settings) == {
+    assert settings.sbatch_options(config) == {
         **{"partition": "gpu", "time": 60, "mem": "1536M", "nodes": 1, "ntasks_per_node": 4},
         **{"cpus_per_task": 12, "gpus_per_node": 4, "open_mode": "append"},
         **{"exclusive": True, "signal": "TERM@9", "nice": 0},
     }
     on_cpu, _ = resolved("world_size=4", "model=toy", "backend.device=cpu")
-    options = sbatch_options(on_cpu, shape, GPU_NODE, settings)
+    options = settings.sbatch_options(on_cpu)
     assert (options.get("gpus_per_node"), options["cpus_per_task"]) == (None, 1)
 
 
@@ -80,10 +83,10 @@ def test_ranks_that_no_nodes_hold_are_rejected() -> None:
     """The message has numbers that work."""
     config, _ = resolved("world_size=9", "model=toy", hardware=Hardware(9, 9))
     with pytest.raises(UserError, match=r"write 8 or 10, or give launch\.nproc_per_node"):
-        job_layout(config, GPU_NODE, SETTINGS)
+        on_nodes(GPU_NODE).layout(config)
     config, _ = resolved("world_size=8", "launch.nproc_per_node=8", "model=toy")
     with pytest.raises(UserError, match="8 ranks on a node take 32 cores and a node has 16"):
-        job_layout(config, CPU_NODE, replace(SETTINGS, cpus_per_task=4))
+        on_nodes(CPU_NODE, cpus_per_task=4).layout(config)
 
 
 def test_a_node_has_what_slurm_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,15 +99,15 @@ def test_a_node_has_what_slurm_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         return report
 
     monkeypatch.setattr(slurm_settings, "run_slurm", sinfo)
-    assert node_hardware(SlurmSettings()) == Hardware(num_gpus=6, num_cores=48)
-    assert node_hardware(SlurmSettings(gpus_per_node=1)) == Hardware(num_gpus=1, num_cores=48)
+    assert SlurmSettings().node == Hardware(num_gpus=6, num_cores=48)
+    assert SlurmSettings(gpus_per_node=1).node == Hardware(num_gpus=1, num_cores=48)
     report = "cpu|64|(null)\n"
-    assert node_hardware(SlurmSettings(partition="cpu")) == Hardware(num_gpus=0, num_cores=64)
+    assert SlurmSettings(partition="cpu").node == Hardware(num_gpus=0, num_cores=64)
     assert asked[-1][-2:] == ("--partition", "cpu")
     with pytest.raises(UserError, match=r"no default partition; write hydra\.launcher\.partition"):
-        node_hardware(SlurmSettings())
+        _ = SlurmSettings().node
     num_asked = len(asked)
-    assert node_hardware(SETTINGS) == Hardware(num_gpus=0, num_cores=4)
+    assert SETTINGS.node == Hardware(num_gpus=0, num_cores=4)
     assert len(asked) == num_asked
 
 
