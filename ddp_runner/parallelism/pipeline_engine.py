@@ -92,7 +92,6 @@ class PipelineEngine(Engine[Any, Any]):
         self._class = SCHEDULES[schedule]
         self._shapes: Sequence[Any] | None = None  # of the inputs that the schedule is for
         self._schedule: Any = None
-        self._names: Sequence[str] | None = None  # of the training step's scalars
 
     def backward(self, state: Any, batch: Any) -> Sums:
         """Leave a step's gradients in the module, summed over shares. Collective: every rank.
@@ -203,18 +202,17 @@ class PipelineEngine(Engine[Any, Any]):
     def _shared_sums(self) -> Sums:
         """Return the last stage's sums on every rank of the pipeline. Collective."""
         sums, group, device = self._sums, self._stages.group, self._stages.device
-        last = group.size() - 1
-        if self._names is None:
-            box, cpu = [[*sums.scalars]], torch.device("cpu")
-            dist.broadcast_object_list(box, group=group, group_src=last, device=cpu)
-            self._names = box[0]
-        tokens = torch.zeros((), device=device) if sums.tokens is None else sums.tokens
-        values = [sums.loss, tokens, *(sums.scalars.get(name, tokens) for name in self._names)]
-        packed = torch.stack([value.to(device, sum_dtype(device)) for value in values])
+        last, dtype = group.size() - 1, sum_dtype(device)
+        # The trial of the first batch has told each rank the names of the scalars.
+        packed = torch.empty(2 + len(sums.scalars), device=device, dtype=dtype)
+        if group.rank() == last:
+            tokens = sums.loss if sums.tokens is None else sums.tokens
+            values = [sums.loss, tokens, *sums.scalars.values()]
+            packed = torch.stack([value.to(device, dtype) for value in values])
         dist.broadcast(packed, group=group, group_src=last)
-        loss, counted, *scalars = packed.to(sums.loss.dtype)
-        by_name = dict(zip(self._names, scalars, strict=True))
-        return Sums(loss, None if sums.tokens is None else counted, by_name)
+        loss, tokens, *scalars = packed.to(sums.loss.dtype)
+        by_name = dict(zip(sums.scalars, scalars, strict=True))
+        return Sums(loss, None if sums.tokens is None else tokens, by_name)
 
 
 class _Computation(nn.Module):
