@@ -23,6 +23,7 @@ KINDS = {  # of collectives, by a part of torch's names for them without undersc
     "broadcast": "broadcast",
     "send": "send",
 }
+DEVICE = torch.ops.prim.device.default  # autograd asks fake tensors for it, more than anything else
 
 
 @dataclass(frozen=True, order=True)
@@ -80,6 +81,8 @@ class StepTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operator, and count it."""
+        if func is DEVICE:
+            return args[0].fake_device
         kwargs = kwargs or {}
         if any(hasattr(kind, "full_tensor") for kind in types):
             return NotImplemented  # a DTensor: the operators of its local tensor come back here
