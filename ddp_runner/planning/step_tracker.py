@@ -16,14 +16,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ddp_runner.parallelism.shards import is_shard, own_part
 
-KINDS = {  # of collectives, by a part of torch's names for them without underscores
-    "allgather": "all-gather",
-    "reducescatter": "reduce-scatter",
-    "allreduce": "all-reduce",
-    "alltoall": "all-to-all",
-    "broadcast": "broadcast",
-    "send": "send",
-}
+# Of collectives; torch's names contain them, with other marks between the words.
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send")
 DEVICE = torch.ops.prim.device.default  # autograd asks fake tensors for it, more than anything else
 
 
@@ -97,7 +91,7 @@ class StepTracker(TorchDispatchMode):
 
     def _count_collective(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.__name__.replace("_", "")
-        kind = next((kind for part, kind in KINDS.items() if part in name), None)
+        kind = next((kind for kind in KINDS if kind.replace("-", "") in name), None)
         if kind is None:
             return  # such as a wait
         named = _named(func, args, kwargs)
