@@ -107,7 +107,6 @@ def message_sizes(config: CollectivesConfig) -> list[int]:
 
 
 def _row(measured: Measurement) -> str:
-    """Return a line of the table."""
     rates = (measured.algbw_gb_per_s, measured.busbw_gb_per_s)
     return ROW.format(
         " ".join(filter(None, (measured.op, measured.reduce_op))),
@@ -119,7 +118,6 @@ def _row(measured: Measurement) -> str:
 
 
 def _metrics(variant: Variant, measured: Measurement) -> dict[str, float]:
-    """Return the metrics of a measurement for metrics.jsonl."""
     numbers = {f"latency_us_{name}": value for name, value in measured.latency_us.items()}
     if measured.algbw_gb_per_s is not None and measured.busbw_gb_per_s is not None:
         numbers["algbw_gb_per_s"] = measured.algbw_gb_per_s

@@ -98,12 +98,10 @@ def _lock_unfinished(config: RunConfig, held: ExitStack) -> RunDir | None:
     # `is_held` is None where the file system has no locks.
     runs = [run for run in sibling_runs(config, names_others=True) if run.is_held is False]
     with suppress(InUseError):  # another command took the last of them
-        return _lock_first(runs, work_hash(config), _is_unfinished, held, wait_s=0.0)
+        return _lock_first(
+            runs, work_hash(config), lambda one: one.get("status") in UNFINISHED, held, wait_s=0.0
+        )
     return None
-
-
-def _is_unfinished(record: Mapping[str, Any]) -> bool:
-    return record.get("status") in UNFINISHED
 
 
 def _lock_new(config: RunConfig, named: RunDir | None, held: ExitStack) -> RunDir:
@@ -253,7 +251,6 @@ def _agent() -> str:
 
 
 def _launch_ids(record: Mapping[str, Any]) -> list[str]:
-    """Return the ids of all launches of a run, from its run.json."""
     launch_ids = record.get("launches")
     return list(map(str, launch_ids)) if isinstance(launch_ids, list) else []
 

@@ -82,9 +82,8 @@ class RunLogger:
         )
         if resume_step is None:
             forget_earlier_sessions(run_dir)
-        clock = self._files.clock
-        loaded = {"started_at": job.started_at, "resume_step": resume_step, "clock": clock}
-        write_run_record(run_dir, loaded=loaded)
+        loaded = {"started_at": job.started_at, "resume_step": resume_step}
+        write_run_record(run_dir, loaded=loaded | {"clock": self._files.clock()})
         self._load = measure_load()
 
     def log(
