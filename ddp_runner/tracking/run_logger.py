@@ -45,12 +45,10 @@ class RunLogger:
     """Writes metrics.jsonl, TensorBoard, run.json and the terminal of one run. Rank 0 only.
 
     Args:
-        run_dir: the run's folder, with its frozen config.
-        job: the session's job.
+        run_dir: has a frozen config.
         resume_step: step of the checkpoint that the run resumes from; None: it starts at step 0.
         max_steps: optimizer steps of the whole run; 0: show no progress; None: a user's own loop.
         total_epochs: epochs of the whole run; 0: unknown.
-        heartbeat: the session's heartbeat.
         shows_curves: write files for TensorBoard.
     """
 
