@@ -125,6 +125,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+@torch.no_grad()  # a shard's part is at hand only then; else autograd makes a view of it
 def num_bytes(values: Iterable[Tensor]) -> int:
     """Return the bytes of this rank's parts of tensors; storage that they share counts once."""
     storages = [own_part(value).untyped_storage() for value in values]
