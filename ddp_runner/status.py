@@ -38,13 +38,8 @@ def run(arguments: Sequence[str]) -> int:
     shown = [run for run in runs if args.all or run.is_shown]
     shown_sweeps = [sweep for sweep in sweeps if args.all or sweep.is_shown]
     if args.json:
-        groups: dict[str, Sequence[RunStatus | SweepStatus]]
-        groups = {"runs": shown, "sweeps": shown_sweeps}
-        content = {
-            name: [{**asdict(status), "folder": str(status.folder)} for status in group]
-            for name, group in groups.items()
-        }
-        print(json.dumps(json_safe(content), indent=1))
+        content = {"runs": [*map(asdict, shown)], "sweeps": [*map(asdict, shown_sweeps)]}
+        print(json.dumps(json_safe(content), indent=1, default=str))  # a folder as text
     else:
         for line in _lines(shown, shown_sweeps, num_hidden=len(runs) - len(shown), is_all=args.all):
             print(wrap_lines(line, line_width(sys.stdout) or WIDTH))

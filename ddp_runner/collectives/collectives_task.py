@@ -42,19 +42,14 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
         "calls": f"{config.steps} timed of each, after {config.warmup_steps} to warm up",
     }
     log_facts(session, facts, explains=True)
-    reasons = {
-        variant: unsupported_reason(variant, device=device, backend=backend)
-        for variant in variants(config)
-    }
-    absent = {variant: reason for variant, reason in reasons.items() if reason is not None}
-    for variant, reason in absent.items():
-        session.log(f"{variant} unsupported by {backend}: {reason}")
-    messages = [
-        (variant, size)
-        for variant in reasons
-        if variant not in absent
-        for size in (sizes if variant.dtype else [0])
-    ]
+    absent, messages = dict[Variant, str](), list[tuple[Variant, int]]()
+    for variant in variants(config):
+        reason = unsupported_reason(variant, device=device, backend=backend)
+        if reason is None:
+            messages += [(variant, size) for size in (sizes if variant.dtype else [0])]
+        else:
+            absent[variant] = reason
+            session.log(f"{variant} unsupported by {backend}: {reason}")
     # Steps are bytes here: a sweep's dashboard would show curves of its calibration (job 0).
     logger = task_logger(session, shows_curves=job.number > 0)
     logger.step_done(step=0, epoch=0)  # the start-up ends here
@@ -107,7 +102,6 @@ def message_sizes(config: CollectivesConfig) -> list[int]:
 
 
 def _row(measured: Measurement) -> str:
-    """Return a line of the table."""
     rates = (measured.algbw_gb_per_s, measured.busbw_gb_per_s)
     return ROW.format(
         " ".join(filter(None, (measured.op, measured.reduce_op))),
@@ -119,7 +113,6 @@ def _row(measured: Measurement) -> str:
 
 
 def _metrics(variant: Variant, measured: Measurement) -> dict[str, float]:
-    """Return the metrics of a measurement for metrics.jsonl."""
     numbers = {f"latency_us_{name}": value for name, value in measured.latency_us.items()}
     if measured.algbw_gb_per_s is not None and measured.busbw_gb_per_s is not None:
         numbers["algbw_gb_per_s"] = measured.algbw_gb_per_s

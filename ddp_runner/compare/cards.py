@@ -132,11 +132,9 @@ class Card:
 
 
 def details(card: Card, *, is_single: bool) -> dict[str, Any]:
-    """Return the values for the template's details of a run.
+    """Return the values for the template's details of a run; its files may hold anything.
 
-    Args:
-        card: The run; its files may hold anything.
-        is_single: Whether the page is about only this run: then list the whole config, too.
+    If the page is about only this run, list the whole config, too.
     """
     run, record = card.run, card.run.record
     # A run that did not end has metrics only in its lines.
@@ -262,9 +260,7 @@ def _end_of(path: Path) -> str:
 def repeating_command(record: Mapping[str, Any], overrides: Sequence[str]) -> list[str] | None:
     """Return the words of the command that repeats a run; None if it is unknown.
 
-    Args:
-        record: The fields of run.json, unchecked.
-        overrides: The overrides of the run's last command.
+    `overrides` are those of its last command.
     """
     groups = record.get("own_groups")
     if not isinstance(groups, list) or not all(

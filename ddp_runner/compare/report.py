@@ -51,12 +51,9 @@ Cards = Mapping[Path, Card]  # by the folder of the run
 def html(
     comparison: Comparison, plots: Mapping[str, "Figure | str"], *, paths: Sequence[Path]
 ) -> str:
-    """Return the page.
+    """Return the page; a single run has no tables of settings.
 
-    Args:
-        comparison: Its only run gets a page without tables of settings.
-        plots: Plots by name, or the reasons why they are missing.
-        paths: The paths that the user gave.
+    `plots` has plots by name, or the reasons why they are missing; `paths` are those of the user.
     """
     here = Path(__file__).parent / "templates"
     style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -196,7 +193,6 @@ def _config_table(comparison: Comparison, cards: Cards) -> tuple[Table, list[tup
 
 
 def _setting(runs: Sequence[RecordedRun], key: str) -> str:
-    """Return the different values of a key."""
     texts = dict.fromkeys(setting_text(run.config[key]) for run in runs if key in run.config)
     return ", ".join(texts) or NOTHING
 

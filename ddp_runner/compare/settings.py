@@ -185,7 +185,6 @@ def sort_key(setting: Setting) -> list[tuple[bool, bool, Any]]:
 
 
 def _values(settings: Sequence[Setting], key: str) -> set[str]:
-    """Return the different values of a key."""
     return {repr(setting[key]) for setting in settings if key in setting}
 
 

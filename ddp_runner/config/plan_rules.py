@@ -6,7 +6,7 @@ from dataclasses import replace
 from ddp_runner.config.schema import Config, mode_needs, num_shares
 from ddp_runner.config.sections import AUTO, BackendConfig, LaunchConfig
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.errors import UserError
+from ddp_runner.errors import UserError, in_yaml
 from ddp_runner.host.hardware import Hardware
 
 # The modes that a trace can build.
@@ -16,44 +16,27 @@ PLANNED = ("single.Single", "ddp.DDP", "mesh.Mesh", "pipeline.Pipeline")
 def validate_plan(config: Config) -> None:
     """Reject what a trace of one rank on fake tensors cannot tell."""
     mode, virtual = config.parallelism, config.batch.virtual_ranks
-    name, hook = f"parallelism={mode.get('name')}", mode.get("comm_hook")
     is_known = mode["_target_"].removeprefix("ddp_runner.parallelism.") in PLANNED
-    is_alike = is_known and mode_needs(mode).devices_per_rank == 1
-    for is_right, what, reason, fix in (
-        (is_alike, name, "one rank on one device must stand for all", "parallelism=fsdp"),
-        (
-            not mode.get("cpu_offload"),
-            "parallelism.cpu_offload=true",
-            "a plan counts the memory of GPUs",
-            "parallelism.cpu_offload=false",
-        ),
-        (
-            not mode.get("sync_batchnorm"),
-            "parallelism.sync_batchnorm=true",
-            "it computes on GPUs only",
-            "parallelism.sync_batchnorm=false",
-        ),
-        (
-            isinstance(hook, str | None),
-            "a parallelism.comm_hook of your own",
-            "it needs the buckets of DDP's reducer",
-            "parallelism.comm_hook=null",
-        ),
-        (
-            virtual is None,
-            f"batch.virtual_ranks={virtual}",
-            "its sums need the numbers of other ranks",
-            "batch.virtual_ranks=null",
-        ),
-        (
-            config.resume is None,
-            "resume",
-            "a plan has no steps to continue",
-            "the keys of that run",
-        ),
+    if not is_known or mode_needs(mode).devices_per_rank != 1:
+        reason = "one rank on one device must stand for all"
+        raise _cannot(f"parallelism={mode.get('name')}", reason, "parallelism=fsdp")
+    for key, value, reason in (
+        ("parallelism.cpu_offload", mode.get("cpu_offload"), "a plan counts the memory of GPUs"),
+        ("parallelism.sync_batchnorm", mode.get("sync_batchnorm"), "it computes on GPUs only"),
+        ("batch.virtual_ranks", virtual, "its sums need the numbers of other ranks"),
     ):
-        if not is_right:
-            raise UserError(f"{what} cannot be planned: {reason}", f"write {fix}")
+        if value:
+            off = "false" if value is True else "null"
+            raise _cannot(f"{key}={in_yaml(value)}", reason, f"{key}={off}")
+    if not isinstance(mode.get("comm_hook"), str | None):
+        reason = "it needs the buckets of DDP's reducer"
+        raise _cannot("a parallelism.comm_hook of your own", reason, "parallelism.comm_hook=null")
+    if config.resume is not None:
+        raise _cannot("resume", "a plan has no steps to continue", "the keys of that run")
+
+
+def _cannot(what: str, reason: str, fix: str) -> UserError:
+    return UserError(f"{what} cannot be planned: {reason}", f"write {fix}")
 
 
 def on_planned_machine(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
+
+from ddp_runner.planning.step_tracker import tensors_of
 
 READ = torch.ops.aten._local_scalar_dense.default  # of Tensor.item
 
@@ -27,18 +28,14 @@ class NumberlessTensors(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operator without numbers, except on tensors that have some, as a mesh's."""
-        if not types and func.namespace == "aten" and _have_numbers((args, kwargs)):
-            with torch._C._DisableTorchDispatch():
-                return func(*args, **(kwargs or {}))
+        if not types and func.namespace == "aten":
+            inputs = tensors_of((args, kwargs))
+            if inputs and not any(tensor.is_meta for tensor in inputs):
+                with torch._C._DisableTorchDispatch():
+                    return func(*args, **(kwargs or {}))
         if func is READ:
             return torch.ones((), dtype=args[0].dtype, device="cpu").numpy()[()].item()
         return super().dispatch(func, types, args, kwargs or {})
-
-
-def _have_numbers(tree: Any) -> bool:
-    """Return whether a tree has tensors, none of which is a fake or on the meta device."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
 
 
 @contextmanager
@@ -47,23 +44,16 @@ def fake_ranks(world_size: int, *, rank: int) -> Iterator[None]:
 
     At the end the process is a group of its own again.
     """
-    from torch._C._distributed_c10d import FakeProcessGroup
-
     with ExitStack() as stack:
-        options = FakeProcessGroup.Options()
-        if hasattr(options, "simulate_uniform_ranks"):
-            options.simulate_uniform_ranks = True
-        else:  # torch 2.14 and older: what other ranks send is not set
-            stack.enter_context(patch.object(dist, "all_gather_object", _fill))
+        stack.enter_context(patch.object(nn.Module, "_apply", _replace_tensors))
+        stack.enter_context(patch.object(dist, "all_gather_object", _fill))
         # Numbers of another rank, which has none: each keeps its own.
         stack.enter_context(patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
         if dist.is_initialized():
             dist.destroy_process_group()
             alone: Any = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             stack.callback(dist.init_process_group, "gloo", **alone)
-        dist.init_process_group(
-            "fake", store=FakeStore(), rank=rank, world_size=world_size, pg_options=options
-        )
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         yield
 
@@ -77,34 +67,27 @@ def optimizers_as_on_gpus() -> Iterator[None]:
     """Let an optimizer step whole parameters in one call, as on a GPU: it takes another copy.
 
     Shards are stepped one by one. A call for all saves no memory, and with fake tensors DTensor
-    would think about it for a minute.
+    would think about it for a minute. No gradient overflows: an ``item`` of 1 would say so.
     """
     types = [Tensor, nn.Parameter, FakeTensor]
     with (
         patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
         patch.object(optimizer, "_foreach_supported_types", types),
+        patch.object(torch.amp.GradScaler, "_maybe_opt_step", lambda _, one, *__: one.step()),
     ):
         yield
 
 
-@contextmanager
-def numberless_modules() -> Iterator[None]:
-    """Let modules move to tensors of another class, as ``to_empty`` does from meta to fake."""
-    with patch.object(nn.Module, "_apply", _apply):
-        yield
-
-
-def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Replace parameters, where torch would swap their contents."""
+def _replace_tensors(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """Move a module; torch would swap the contents of tensors, and fakes have weak references."""
     for child in module.children() if recurse else ():
         child._apply(fn)
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            with torch.no_grad():
-                value = fn(parameter)
-            if value is not parameter:
-                needs_gradient = parameter.requires_grad
-                module._parameters[name] = nn.Parameter(value, requires_grad=needs_gradient)
+    with torch.no_grad():
+        for name, old in module._parameters.items():
+            if old is not None and (new := fn(old)) is not old:
+                module._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else fn(buffer)
     return module

@@ -1,8 +1,8 @@
 """A mode of parallelism whose model is placed on the meta device, before its tensors are fake."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -23,7 +24,7 @@ from ddp_runner.parallelism.stages import Stages, stages_of
 from ddp_runner.planning.fake_ranks import NumberlessTensors
 
 META = torch.device("meta")
-SENT = {"None": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # dtype by comm_hook
+SENT = {"bf16": torch.bfloat16, "fp16": torch.float16}  # dtype by comm_hook
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class PlannedMode:
     """Places the model of another mode without numbers, and reduces its gradients."""
 
     mode: Mode
-    _is_local: list[bool] = field(default_factory=list)  # not empty: inside ``no_sync`` of DDP
 
     def layout(self, env: DistEnv) -> Layout:
         """Return the layout of the mode."""
@@ -67,36 +67,23 @@ class PlannedMode:
     def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
         """Return the module; under DDP it has the buckets of the reducer."""
         if isinstance(self.mode, DDP):
-            self._fill_buckets(module, self.mode)
+            cast(Any, module).require_backward_grad_sync = True  # see ``no_sync``
+            trained: list[Tensor] = [value for value in module.parameters() if value.requires_grad]
+            trained.reverse()
+            limit = int((self.mode.bucket_cap_mb or MIN_BUCKET_MB) * 2**20)
+            assigned, _ = dist._compute_bucket_assignment_by_size(
+                trained, [limit], [False] * len(trained)
+            )
+            for numbers in assigned:
+                parameters = [trained[number] for number in numbers]
+                _fill_bucket(module, parameters, SENT.get(str(self.mode.comm_hook)))
         return module
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the mode's context."""
-        return self._unreduced() if isinstance(self.mode, DDP) else self.mode.no_sync(model)
-
-    @contextmanager
-    def _unreduced(self) -> Iterator[None]:
-        self._is_local.append(True)
-        yield
-        self._is_local.clear()
-
-    def _fill_buckets(self, module: nn.Module, mode: DDP) -> None:
-        """Let each backward copy its gradients into the buckets of DDP."""
-        trained: list[Tensor] = [value for value in module.parameters() if value.requires_grad]
-        trained.reverse()
-        limit = int((mode.bucket_cap_mb or MIN_BUCKET_MB) * 2**20)
-        assigned, _ = dist._compute_bucket_assignment_by_size(
-            trained, [limit], [False] * len(trained)
-        )
-        dtype = SENT[str(mode.comm_hook)]
-        for numbers in assigned:
-            bucket = _Bucket([trained[number] for number in numbers], sent_dtype=dtype)
-            for number in numbers:
-                trained[number].register_post_accumulate_grad_hook(partial(self._fill, bucket))
-
-    def _fill(self, bucket: "_Bucket", parameter: Tensor) -> None:
-        if not self._is_local:
-            bucket.fill(parameter)
+        if isinstance(self.mode, DDP):
+            return DistributedDataParallel.no_sync(cast(Any, model))
+        return self.mode.no_sync(model)
 
 
 def _learn_shapes(stages: Stages, whole: nn.Module, pattern: str, device: torch.device) -> None:
@@ -107,41 +94,43 @@ def _learn_shapes(stages: Stages, whole: nn.Module, pattern: str, device: torch.
     stages.device = device
 
     def forward(*args: Any, **kwargs: Any) -> None:
-        found = list[tuple[torch.Size, torch.dtype]]()
+        found, hidden = list[Tensor](), None
         with _disable_current_modes():
             with NumberlessTensors():
                 whole.to_empty(device=device)
-                args, kwargs = tree_map_only(Tensor, _empty_like, (args, kwargs))
-                hidden = None
+                args, kwargs = tree_map_only(Tensor, partial(_empty, device=device), (args, kwargs))
                 for stage in range(len(copies)):
-                    hidden = model.compute(stage, hidden, args, kwargs)
-                    found.append((hidden.shape, hidden.dtype))
-            for stage, (shape, dtype) in enumerate(found):
-                stages.hidden[stage] = torch.empty(shape, dtype=dtype, device=META)
+                    found.append(hidden := model.compute(stage, hidden, args, kwargs))
+            stages.hidden |= {stage: _empty(one, device=META) for stage, one in enumerate(found)}
 
     cast(Any, stages).forward = forward
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+def _empty(tensor: Tensor, *, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-class _Bucket:
-    """A bucket of DDP's reducer, which is in C++ and takes no fake tensors."""
+def _fill_bucket(
+    module: nn.Module, parameters: Sequence[Tensor], sent_dtype: torch.dtype | None
+) -> None:
+    """Let each backward copy gradients into a bucket, and reduce it once it is full.
 
-    def __init__(self, parameters: Sequence[Tensor], *, sent_dtype: torch.dtype | None) -> None:
-        sizes = [parameter.numel() for parameter in parameters]
-        self._buffer = torch.empty(sum(sizes), dtype=parameters[0].dtype)
-        views = zip(parameters, self._buffer.split(sizes), strict=True)
-        self._views = {parameter: part.view(parameter.shape) for parameter, part in views}
-        self._filled = set[Tensor]()
-        self._sent_dtype = sent_dtype or self._buffer.dtype
+    DDP's own reducer is in C++ and takes no fake tensors.
+    """
+    sizes = [parameter.numel() for parameter in parameters]
+    buffer = torch.empty(sum(sizes), dtype=parameters[0].dtype)
+    views = dict(zip(parameters, buffer.split(sizes), strict=True))
+    filled = set[Tensor]()
 
-    def fill(self, parameter: Tensor) -> None:
-        """Take over the gradient; reduce the bucket once it is full."""
+    def fill(parameter: Tensor) -> None:
+        if not module.require_backward_grad_sync:
+            return
         assert parameter.grad is not None
-        parameter.grad = self._views[parameter].copy_(parameter.grad)
-        self._filled.add(parameter)
-        if len(self._filled) == len(self._views):
-            self._filled.clear()
-            dist.all_reduce(self._buffer.to(self._sent_dtype))
+        parameter.grad = views[parameter].view(parameter.shape).copy_(parameter.grad)
+        filled.add(parameter)
+        if len(filled) == len(views):
+            filled.clear()
+            dist.all_reduce(buffer.to(sent_dtype or buffer.dtype))
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(fill)

@@ -3,14 +3,13 @@
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,11 +31,10 @@ from ddp_runner.parallelism.mode import Mode
 from ddp_runner.planning.fake_ranks import (
     NumberlessTensors,
     fake_ranks,
-    numberless_modules,
     optimizers_as_on_gpus,
 )
 from ddp_runner.planning.planned_mode import PlannedMode
-from ddp_runner.planning.step_tracker import Collective, StepTracker, num_bytes
+from ddp_runner.planning.step_tracker import Collective, StepTracker, num_bytes, tensors_of
 from ddp_runner.train.build_state import build_state, build_work
 from ddp_runner.train.loop import build_engine, take_step
 from ddp_runner.train.state import TrainState, Work
@@ -59,11 +57,6 @@ class RankTrace:
     calls: Mapping[Collective, int]
     sent: Mapping[Collective, int]  # whole messages
 
-    @property
-    def others(self) -> int:
-        """What else is live at the peak, most of it activations."""
-        return self.peak - self.parameters - self.gradients - self.optimizer
-
 
 @dataclass(frozen=True)
 class RepeatedSplit(NumberedSplit):
@@ -73,7 +66,6 @@ class RepeatedSplit(NumberedSplit):
     count: int
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self.count
 
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[Any]:
@@ -100,7 +92,7 @@ def trace_rank(config: RunConfig, *, rank: int, log: Callable[[str], None]) -> R
     mode = make_mode(config)
     dataset, size = planned_dataset(config, log=log), config.world_size
     env = DistEnv(rank, local_rank=0, world_size=size, local_world_size=1)
-    with fake_ranks(size, rank=rank), numberless_modules(), warnings.catch_warnings():
+    with fake_ranks(size, rank=rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels on the CPU
         work = build_work(config, env, PlannedMode(mode), devices=(CPU,), dataset=dataset)
         try:
@@ -118,43 +110,33 @@ def traced(work: Work, *, tensors: AbstractContextManager[Any]) -> RankTrace:
 
     Collective: every rank must call.
     """
-    with _no_collection(), optimizers_as_on_gpus(), tensors, StepTracker() as tracker:
-        state = build_state(work)
-        state.engine = build_engine(state)
-        state.model.train()
-        steps = iter(state.batches)
-        for _ in range(NUM_STEPS):
-            with _disable_current_modes():
-                batch = next(steps)
-            gc.collect()
-            tracker.begin()
-            take_step(state, batch)
-        return _summary(state, tracker)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Let Python free cycles before a step only: when it does is chance, and it takes time."""
-    gc.disable()
+    gc.disable()  # frees cycles before a step only: when Python does it is chance, and takes time
     try:
-        yield
+        with optimizers_as_on_gpus(), tensors, StepTracker() as tracker:
+            state = build_state(work)
+            state.engine = build_engine(state)
+            state.model.train()
+            steps = iter(state.batches)
+            for _ in range(NUM_STEPS):
+                with _disable_current_modes():
+                    batch = next(steps)
+                gc.collect()
+                tracker.begin()
+                take_step(state, batch)
+            return _summary(state, tracker)
     finally:
         gc.enable()
 
 
 def _summary(state: TrainState, tracker: StepTracker) -> RankTrace:
-    modules = [state.module, *([] if state.ema is None else [state.ema.module])]
+    parameters = [*state.module.parameters()]
+    modules = [state.module] if state.ema is None else [state.module, state.ema.module]
     held = [value for module in modules for value in (*module.parameters(), *module.buffers())]
-    kept = state.optimizer.state.values()
     return RankTrace(
-        num_parameters=sum(value.numel() for value in state.module.parameters()),
+        num_parameters=sum(value.numel() for value in parameters),
         parameters=num_bytes(held),
-        gradients=num_bytes(
-            value.grad for value in state.module.parameters() if value.grad is not None
-        ),
-        optimizer=num_bytes(
-            value for entry in kept for value in entry.values() if isinstance(value, Tensor)
-        ),
+        gradients=num_bytes(value.grad for value in parameters if value.grad is not None),
+        optimizer=num_bytes(tensors_of([*state.optimizer.state.values()])),
         peak=tracker.peak,
         flops=tracker.flops,
         calls=dict(tracker.calls),

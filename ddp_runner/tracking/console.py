@@ -35,7 +35,6 @@ class ProgressLine:
             metrics are all shown by name.
         total_epochs: epochs of the whole run; 0: unknown.
         initial_step: steps taken before this session.
-        stream: receives the lines.
         title: title of a sweep's job; empty for a single run.
     """
 

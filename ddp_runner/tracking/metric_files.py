@@ -170,21 +170,16 @@ class MetricFiles:
             Summary.Value(tag=name, simple_value=math.nan if value is None else value)
             for name, value in metrics.items()
         ]
-        self._events.add_summary(Summary(value=values), step, self._clock(time_s))
+        self._events.add_summary(Summary(value=values), step, self.clock(time_s))
 
     def _add_confusion(self, counts: Sequence[Sequence[int]], *, step: int, time_s: float) -> None:
         picture = _picture(CONFUSION_TAG, confusion_picture(counts))
-        self._events.add_summary(picture, step, self._clock(time_s))
-
-    @property
-    def clock(self) -> float:
-        """The time.time() of the run's second 0: add a line's `time_s` to get its time."""
-        return self._clock(0.0)
+        self._events.add_summary(picture, step, self.clock(time_s))
 
     def _time_s(self) -> float:
         return round(time.monotonic() - self._began, 3)
 
-    def _clock(self, time_s: float) -> float:
+    def clock(self, time_s: float = 0.0) -> float:
         """Return the time.time() of a line's `time_s`."""
         return time.time() - (time.monotonic() - self._began - time_s)
 

@@ -84,11 +84,8 @@ class RunDir:
             except TimeoutError:
                 pid, host = self.holder_process or (None, None)
                 process = f"process {pid} on {host}" if pid else "another process"
-                rule, fix = (
-                    f"{self} is in use by {process}",
-                    "wait for it to end, or start a new run",
-                )
-                raise InUseError(rule, fix) from None
+                fix = "wait for it to end, or start a new run"
+                raise InUseError(f"{self} is in use by {process}", fix) from None
             self.holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
             held.callback(self.holder.unlink, missing_ok=True)
             yield

@@ -59,19 +59,15 @@ def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[
         UserError: another process holds the folder, or it holds another run.
     """
     config, named = job.config, RunDir(job.run_dir) if job.run_dir else None
-    work = work_hash(config)
-    run_dir = None
-    if launch_ids:
-        run_dir = _lock_restarted(config, named, launch_ids, held)
+    run_dir = _lock_restarted(config, named, launch_ids, held) if launch_ids else None
     if run_dir is None and named is None and config.resume == AUTO:
         run_dir = _lock_unfinished(config, held)
-    if run_dir is None:
-        run_dir = _lock_new(config, named, held)
+    run_dir = run_dir or _lock_new(config, named, held)
     earlier = read_run_record(run_dir, missing_ok=True)
     if launch_ids:
         fields = RunFields(launches=sorted({*_launch_ids(earlier), *launch_ids}))
         if not has_taken_step(earlier):
-            fields |= RunFields(status=Status.RUNNING, work_hash=work)
+            fields |= RunFields(status=Status.RUNNING, work_hash=work_hash(config))
         write_run_record(run_dir, **fields)
         os.utime(run_dir.holder)  # so that ``alive`` sees the start
     # With resume=RUN, the config already has the run's batch size.
@@ -98,12 +94,10 @@ def _lock_unfinished(config: RunConfig, held: ExitStack) -> RunDir | None:
     # `is_held` is None where the file system has no locks.
     runs = [run for run in sibling_runs(config, names_others=True) if run.is_held is False]
     with suppress(InUseError):  # another command took the last of them
-        return _lock_first(runs, work_hash(config), _is_unfinished, held, wait_s=0.0)
+        return _lock_first(
+            runs, work_hash(config), lambda one: one.get("status") in UNFINISHED, held, wait_s=0.0
+        )
     return None
-
-
-def _is_unfinished(record: Mapping[str, Any]) -> bool:
-    return record.get("status") in UNFINISHED
 
 
 def _lock_new(config: RunConfig, named: RunDir | None, held: ExitStack) -> RunDir:
@@ -205,13 +199,10 @@ def _reject_another_run(config: RunConfig, run_dir: RunDir) -> None:
             f"{run_dir} already holds a run", f"give another folder, or {run_dir.resume_argument}"
         )
     if earlier_work not in (None, work_hash(config)):
-        keys = (
-            listed([key for key in changed_values(config, run_dir) if key not in RANK_KEYS])
-            or "values from the environment"
-        )
+        keys = listed([key for key in changed_values(config, run_dir) if key not in RANK_KEYS])
         raise UserError(
-            f"{run_dir} holds a run whose config differs ({keys}), and resume=auto only continues "
-            "a run with the same config",
+            f"{run_dir} holds a run whose config differs ({keys or 'values from the environment'}),"
+            " and resume=auto only continues a run with the same config",
             "give another hydra.run.dir",
         )
 
@@ -253,7 +244,6 @@ def _agent() -> str:
 
 
 def _launch_ids(record: Mapping[str, Any]) -> list[str]:
-    """Return the ids of all launches of a run, from its run.json."""
     launch_ids = record.get("launches")
     return list(map(str, launch_ids)) if isinstance(launch_ids, list) else []
 

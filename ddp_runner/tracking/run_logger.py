@@ -45,12 +45,10 @@ class RunLogger:
     """Writes metrics.jsonl, TensorBoard, run.json and the terminal of one run. Rank 0 only.
 
     Args:
-        run_dir: the run's folder, with its frozen config.
-        job: the session's job.
+        run_dir: has a frozen config.
         resume_step: step of the checkpoint that the run resumes from; None: it starts at step 0.
         max_steps: optimizer steps of the whole run; 0: show no progress; None: a user's own loop.
         total_epochs: epochs of the whole run; 0: unknown.
-        heartbeat: the session's heartbeat.
         shows_curves: write files for TensorBoard.
     """
 
@@ -82,9 +80,8 @@ class RunLogger:
         )
         if resume_step is None:
             forget_earlier_sessions(run_dir)
-        clock = self._files.clock
-        loaded = {"started_at": job.started_at, "resume_step": resume_step, "clock": clock}
-        write_run_record(run_dir, loaded=loaded)
+        loaded = {"started_at": job.started_at, "resume_step": resume_step}
+        write_run_record(run_dir, loaded=loaded | {"clock": self._files.clock()})
         self._load = measure_load()
 
     def log(

@@ -69,10 +69,8 @@ def confusion_picture(counts: Sequence[Sequence[float]]) -> NDArray[np.uint8]:
     """Return a confusion matrix as an image (height, width, 3).
 
     A cell's shade is its share of the samples of the true class. Pillow draws 10 classes in 4 ms
-    and 20 in 11 ms; Matplotlib took 83 and 252 ms, and 0.9 s to import.
-
-    Args:
-        counts: (num_classes, num_classes), one row per true class.
+    and 20 in 11 ms; Matplotlib took 83 and 252 ms, and 0.9 s to import. The counts are
+    (num_classes, num_classes) with one row per true class.
     """
     from PIL import Image, ImageDraw, ImageFont
 

@@ -200,10 +200,8 @@ def follow(
 ) -> bool:
     """Send a run to its tracker until it has ended; return whether the tracker has all of it.
 
-    Args:
-        follower: sends the run.
-        end_status: returns the status of a run that has ended; None: it is alive.
-        report: receives the first error.
+    `end_status` returns the status of a run that has ended, else None; `report` gets the first
+    error.
     """
     pause_s, has_failed = 0.0, False
     while True:

@@ -85,6 +85,7 @@ def test_a_plan_is_a_run(tmp_path: Path) -> None:
     record = read_run_record(ended.run_dir)
     assert (record["world_size"], record["num_devices"], record["task"]) == (64, 64, "plan")
     assert record["metrics"]["plan/gradients_gib"] == record["metrics"]["plan/parameters_gib"]
+    assert record["metrics"]["plan/optimizer_gib"] > record["metrics"]["plan/parameters_gib"]
     assert record["metrics"]["plan/step_ms"] > record["metrics"]["plan/step_ms_overlapped"]
     assert {one["group_size"] for one in record["planned_collectives"]} == {64}
     assert record["verdict"].startswith("fits: ")

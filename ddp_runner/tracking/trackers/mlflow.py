@@ -23,10 +23,7 @@ HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_ENABLE_ASYNC_LOGGING": "
 class MLflow:
     """One MLflow run per run, with parameters, metrics, tags, notes and files.
 
-    Args:
-        tracking_uri: address of the server; None: the variable MLFLOW_TRACKING_URI.
-        experiment_name: experiment for the run; created if it does not exist.
-        timeout_s: whole seconds for the server to answer a call.
+    Its YAML explains the keys. An experiment that does not exist is created.
     """
 
     def __init__(

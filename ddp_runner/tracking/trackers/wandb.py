@@ -19,12 +19,7 @@ STEP = "step"  # the horizontal axis: W&B's own step counts calls and never goes
 class WandB:
     """One W&B run per run, with config, metrics, tags, notes and files.
 
-    Args:
-        project: project for the run; None: the variable WANDB_PROJECT, else W&B's default.
-        entity: user or team; None: W&B's default.
-        mode: online, or offline for a later `wandb sync`; None: the variable WANDB_MODE.
-        dir: folder for W&B's files; None: the variable WANDB_DIR, else ./wandb.
-        timeout_s: seconds for the server to answer at the start.
+    Its YAML explains the keys.
     """
 
     def __init__(
@@ -69,7 +64,7 @@ class WandB:
         with os_errors(f"{named} cannot be created", fix=WRITABLE):
             folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.R_OK | os.W_OK):
-            raise UserError(f"{named} cannot be read and written", f"{WRITABLE}")
+            raise UserError(f"{named} cannot be read and written", WRITABLE)
         is_offline = (self._options["mode"] or defaults.mode) == "offline"
         settings = self._wandb.Settings(
             init_timeout=self._timeout_s, login_timeout=self._timeout_s, console="off", silent=True
