@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
+import torch
+
 from ddp_runner.config.planned_gpus import PlanConfig, filled_in, missing
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.dist_env import DistEnv
@@ -36,6 +38,9 @@ def run_plan(session: Session, stop_requested: Callable[[], bool]) -> Status:
         "batch": f"{batch.global_size} a step, {batch.per_rank} a forward, {steps}",
     }
     log_facts(session, facts)
+    if torch.__version__ < "2.15" and "tensor_parallel_size" in config.parallelism:
+        old = f"torch {torch.__version__} counts DTensor's bookkeeping, so the peak is too high"
+        session.log(f"warning: {old}; plan with torch 2.15 or newer")
     logger = task_logger(session)
     with logger:
         traces = [trace_rank(config, rank=rank, log=session.log) for rank in traced_ranks(config)]
