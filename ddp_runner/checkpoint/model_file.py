@@ -3,11 +3,9 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.tensor_files import write_tensors
+from ddp_runner.checkpoint.tensor_files import read_tensors, write_tensors
 from ddp_runner.errors import UserError, any_error, listed, os_errors
 from ddp_runner.files import replacing
 from ddp_runner.parallelism.shards import StoredTensor, whole, whole_state
@@ -98,9 +96,7 @@ def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str,
         UserError: the file is missing or damaged.
     """
     with any_error(f"{named} cannot be read", "give another file"):
-        with safe_open(path, framework="pt") as file:
-            facts = dict(file.metadata() or {})
-        return load_file(path), facts
+        return read_tensors(path)
 
 
 def _without_compile(name: str) -> str:

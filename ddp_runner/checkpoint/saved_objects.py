@@ -30,7 +30,6 @@ from ddp_runner.checkpoint.between_ranks import (
     on_cpu,
     on_every_machine,
 )
-from ddp_runner.checkpoint.between_stages import StageStates
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.model_file import fitting_tensors
 from ddp_runner.checkpoint.optimizer_state import (
@@ -42,13 +41,17 @@ from ddp_runner.checkpoint.optimizer_state import (
     parameter_names,
     scheduler_state,
 )
-from ddp_runner.checkpoint.pieces import pieces_of, reject_sharded
+from ddp_runner.checkpoint.state_parts import (
+    gathered,
+    of_all_stages,
+    reject_sharded,
+    split_off,
+)
 from ddp_runner.checkpoint.store import load_verified
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, listed, typed
 from ddp_runner.parallelism.shards import (
     first_not_finite,
-    gathered,
     has_stages,
     is_shard,
     load_module,
@@ -95,7 +98,8 @@ class Saver:
     def snapshot(self, step: int, *, copies: set[int] | None = None) -> dict[str, Any]:
         """Return a checkpoint's content, which is whole on rank 0 alone.
 
-        If ``is_sharded``, modules and optimizers have pieces in place of their tensors.
+        If ``is_sharded``, modules and optimizers have specs in place of their tensors, and
+        ``parts`` holds those that this rank saves.
         `copies` receives the addresses of tensors that are copies already; see ``gathered``.
 
         Raises:
@@ -114,31 +118,22 @@ class Saver:
             parts = {name: on_cpu(local[name]) for name in differing}
             by_rank = [None] * self.num_ranks if self.rank == 0 else []
             dist.gather_object(parts, by_rank or None, dst=0, group=self.group)
-        split = {name: states.pop(name) for name in [*states] if self._is_split(name)}
-        states |= self._pieces(split) if self.is_sharded else self._gathered(split, copies)
-        objects = {name: states[name] for name in self.objects}
-        reject_sharded(objects)
+        modules = [value for value in self.objects.values() if isinstance(value, nn.Module)]
+        is_split = {name: isinstance(self.objects[name], nn.Module | Optimizer) for name in states}
+        split: Any = {name: state for name, state in states.items() if is_split[name]}
+        holders = dict[str, int]()
+        if any(map(has_stages, modules)):
+            split, holders = of_all_stages(split, group=self.group)
         content = {"task": self.task, "step": step, "num_shares": self.num_shares}
+        if self.is_sharded:
+            split, content["parts"] = split_off(split, holders, rank=self.rank)
+        else:
+            copies = set() if copies is None else copies
+            keep = self.rank == 0
+            split = gathered(split, holders, keep=keep, copies=copies, group=self.group)
+        objects = states | split
+        reject_sharded(objects)
         return {**content, "objects": objects, "by_rank": by_rank}
-
-    def _is_split(self, name: str) -> bool:
-        return isinstance(self.objects[name], nn.Module | Optimizer)
-
-    @property
-    def _has_stages(self) -> bool:
-        return any(isinstance(one, nn.Module) and has_stages(one) for one in self.objects.values())
-
-    def _gathered(self, states: Any, copies: set[int] | None) -> Any:
-        keep = self.rank == 0
-        if self._has_stages:
-            return StageStates(states, group=self.group).gathered(keep=keep)
-        return gathered(states, keep=keep, copies=copies)
-
-    def _pieces(self, states: Any) -> Any:
-        if not self._has_stages:
-            return pieces_of(states, {}, rank=self.rank)
-        stages = StageStates(states, group=self.group)
-        return pieces_of(stages.own(), stages.holders, rank=self.rank)
 
     def restore(
         self,

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder, ``checkpoints/step-00000600``, with ``state.pt`` and ``manifest.json``
 (step, metrics, sizes and SHA-256 of its files). A sharded checkpoint has further files, one of each
-rank; see ``sharded``. The folder is renamed once it is complete, and the checksums reveal later
+rank; see ``shard_notes``. The folder is renamed once it is complete, and the checksums reveal later
 damage. Rank 0 saves, every rank loads.
 """
 
@@ -25,7 +25,7 @@ from ddp_runner.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from ddp_runner.checkpoint.pieces import joined, reject_sharded
+from ddp_runner.checkpoint.state_parts import joined, reject_sharded
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError, any_error, os_errors, typed
 from ddp_runner.files import is_missing, replace_file, sync_folder
