@@ -20,18 +20,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ddp_runner.checkpoint.between_ranks import (
     agreed_checkpoint,
     digest_of,
-    on_cpu,
     on_every_machine,
 )
 from ddp_runner.checkpoint.manifest import read_manifest
-from ddp_runner.checkpoint.model_file import fitting_tensors
+from ddp_runner.checkpoint.model_file import load_tensors
 from ddp_runner.checkpoint.optimizer_state import (
     by_names,
     groups_of,
@@ -54,7 +53,7 @@ from ddp_runner.parallelism.shards import (
     first_not_finite,
     has_stages,
     is_shard,
-    load_module,
+    map_leaves,
 )
 
 PARTS = {"task", "step", "num_shares", "objects", "by_rank"}
@@ -88,8 +87,6 @@ class Saver:
     settings: Mapping[str, Any]  # ``settings_of(objects)`` before the first step
     task: str
     num_shares: int  # parts of a global batch
-    rank: int  # rank among the ranks that have the objects
-    num_ranks: int  # number of ranks that have the objects
     group: ProcessGroup | None = None  # ranks that have the objects; None: all
     is_sharded: bool = False  # each rank saves its parts of modules and optimizers
     compares_buffers: bool = False  # save module buffers of each rank where they differ
@@ -99,15 +96,17 @@ class Saver:
         """Return a checkpoint's content, which is whole on rank 0 alone.
 
         If ``is_sharded``, modules and optimizers have specs in place of their tensors, and
-        ``parts`` holds those that this rank saves.
-        `copies` receives the addresses of tensors that are copies already; see ``gathered``.
+        ``parts`` holds what this rank saves of them; see ``split_off``. `copies` receives the
+        addresses of tensors that are copies already; see ``gathered``.
 
         Raises:
             UserError: a parameter is NaN or infinite, or a shard is not a DTensor.
         """
         names, states, local = parameter_names(self.objects), dict[str, Any](), dict[str, Any]()
-        for name, value in self.objects.items():
-            self._validate_finite(name, value, step)
+        modules = {key: one for key, one in self.objects.items() if isinstance(one, nn.Module)}
+        for name, module in modules.items():
+            self._validate_finite(name, module, step)
+        rank = dist.get_rank(self.group)
         for name, value in self.objects.items():
             states[name] = _state(value, self.settings.get(name), names)
             local[name] = _local_part(value, states[name], compares_buffers=self.compares_buffers)
@@ -115,22 +114,23 @@ class Saver:
         differing = [name for name in local if len({digest[name] for digest in digests}) > 1]
         by_rank: list[Any] = []
         if differing:
-            parts = {name: on_cpu(local[name]) for name in differing}
-            by_rank = [None] * self.num_ranks if self.rank == 0 else []
+            parts = map_leaves(_on_cpu, {name: local[name] for name in differing})
+            by_rank = [None] * dist.get_world_size(self.group) if rank == 0 else []
             dist.gather_object(parts, by_rank or None, dst=0, group=self.group)
-        modules = [value for value in self.objects.values() if isinstance(value, nn.Module)]
-        is_split = {name: isinstance(self.objects[name], nn.Module | Optimizer) for name in states}
-        split: Any = {name: state for name, state in states.items() if is_split[name]}
+        split: Any = {
+            name: states[name]
+            for name, value in self.objects.items()
+            if isinstance(value, nn.Module | Optimizer)
+        }
         holders = dict[str, int]()
-        if any(map(has_stages, modules)):
+        if any(map(has_stages, modules.values())):
             split, holders = of_all_stages(split, group=self.group)
         content = {"task": self.task, "step": step, "num_shares": self.num_shares}
         if self.is_sharded:
-            split, content["parts"] = split_off(split, holders, rank=self.rank)
+            split, content["parts"] = split_off(split, holders, rank=rank)
         else:
             copies = set() if copies is None else copies
-            keep = self.rank == 0
-            split = gathered(split, holders, keep=keep, copies=copies, group=self.group)
+            split = gathered(split, holders, keep=rank == 0, copies=copies, group=self.group)
         objects = states | split
         reject_sharded(objects)
         return {**content, "objects": objects, "by_rank": by_rank}
@@ -178,10 +178,8 @@ class Saver:
         finite = {name: value for name, value in metrics.items() if value is not None}
         return Restored(int(content["step"]), finite)
 
-    def _validate_finite(self, name: str, value: Object, step: int) -> None:
-        if not isinstance(value, nn.Module):
-            return
-        if (key := first_not_finite(value, group=self.group)) is not None:
+    def _validate_finite(self, name: str, module: nn.Module, step: int) -> None:
+        if (key := first_not_finite(module, group=self.group)) is not None:
             raise UserError(
                 f"parameter {name}.{key} became NaN or infinite by step {step}",
                 "it was not saved: start again with a smaller optimizer.lr, or resume from a "
@@ -216,7 +214,7 @@ class Saver:
             groups = groups_of(value, self.objects, self.settings)
             load_scheduler(value, state, self.settings[name], groups)
         elif isinstance(value, nn.Module):
-            load_module(value, fitting_tensors(value, state, named="its state"))
+            load_tensors(value, state, named="its state")
         elif isinstance(value, Optimizer):
             load_optimizer(value, state, self.settings[name], names)
         else:
@@ -227,16 +225,21 @@ class Saver:
     ) -> None:
         if not (by_rank := content["by_rank"]):
             return
+        rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if content["num_shares"] != self.num_shares:
             log(
                 f"{listed(list(by_rank[0]))} differed between {len(by_rank)} ranks in checkpoint "
-                f"{path}, and this run has {self.num_ranks}: all take rank 0's"
+                f"{path}, and this run has {num_ranks}: all take rank 0's"
             )
             return
         # Neighbouring ranks that compute the same share have equal states.
-        for name, state in by_rank[self.rank * len(by_rank) // self.num_ranks].items():
+        for name, state in by_rank[rank * len(by_rank) // num_ranks].items():
             with _errors_name(path, name):
                 _load_local_part(self.objects[name], state)
+
+
+def _on_cpu(_: str, value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _state(value: Object, settings: Any, names: Mapping[int, str]) -> Any:

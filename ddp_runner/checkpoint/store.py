@@ -9,7 +9,8 @@ damage. Rank 0 saves, every rank loads.
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,7 @@ def save_checkpoint(
         TypeError: the state holds an object that a weights-only load would reject.
     """
     reject_sharded(state)
-    final, temp = checkpoint_paths(folder, step)
-    with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
+    with being_saved(folder, step) as (final, temp):
         try:
             if more_files is None:
                 begin_checkpoint(folder, step, log=log)
@@ -74,19 +74,26 @@ def save_checkpoint(
             text = manifest_text(files, step=step, metrics=metrics)
             replace_file(temp / MANIFEST, text)
             sync_folder(temp)
-            replaced = _put_in_place(temp, final)
+            if final.exists():  # a rename cannot replace a folder that is not empty
+                final.rename(final.with_name(final.name + REPLACED_SUFFIX))
+            temp.rename(final)
+            sync_folder(folder)
         finally:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
-    if replaced:
-        _delete(replaced, log=log)
     retain(folder, config, step=step, log=log)
     return final
 
 
-def checkpoint_paths(folder: Path, step: int) -> tuple[Path, Path]:
-    """Return the folder of a step's checkpoint, and the one in which it is written."""
+@contextmanager
+def being_saved(folder: Path, step: int) -> Iterator[tuple[Path, Path]]:
+    """Yield the folder of a step's checkpoint, and the one in which it is written.
+
+    Raises:
+        UserError: for an OSError of the block.
+    """
     final = folder / f"step-{step:08d}"
-    return final, folder / (TEMP_PREFIX + final.name)
+    with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
+        yield final, folder / (TEMP_PREFIX + final.name)
 
 
 def begin_checkpoint(folder: Path, step: int, *, log: Callable[[str], None]) -> None:
@@ -95,8 +102,7 @@ def begin_checkpoint(folder: Path, step: int, *, log: Callable[[str], None]) -> 
     Raises:
         UserError: the folder cannot be made.
     """
-    final, temp = checkpoint_paths(folder, step)
-    with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
+    with being_saved(folder, step) as (_, temp):
         folder.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(folder, log=log)
         temp.mkdir(exist_ok=True)
@@ -109,7 +115,7 @@ def retain(
 
     Call on rank 0 after a save, and after a resume: a kill may have skipped it.
     """
-    _delete_unfinished(folder, log=log)
+    _clear_leftovers(folder, log=log)
     monitor, mode = config.monitor, config.mode
     best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
     checkpoints = checkpoints_by_step(folder)
@@ -126,10 +132,15 @@ def newest_first(folder: Path) -> list[Path]:
     return list(reversed(checkpoints_by_step(folder).values()))
 
 
-def first_undamaged(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
-    """Return the first checkpoint that matches its checksum; log each skipped checkpoint."""
+def first_undamaged(
+    paths: Iterable[Path],
+    *,
+    log: Callable[[str], None],
+    check: Callable[[Path], Manifest] = verify,
+) -> Path | None:
+    """Return the first checkpoint that passes the check; log each skipped checkpoint."""
     for number, path in enumerate(paths):
-        if _unless_damaged(verify, path, log=log) is not None:
+        if _unless_damaged(check, path, log=log) is not None:
             if number:
                 log(f"{path} is used in its place")
             return path
@@ -229,35 +240,14 @@ def _write_state(folder: Path, state: dict[str, Any]) -> FileFacts:
     return facts_of(folder / STATE)
 
 
-def _put_in_place(temp: Path, final: Path) -> Path | None:
-    """Rename a complete checkpoint; return the folder of the checkpoint that it replaces, or None.
-
-    A rename cannot replace a non-empty folder, so first set the old folder aside.
-    """
-    replaced = None
-    if final.exists():
-        replaced = final.rename(final.with_name(final.name + REPLACED_SUFFIX))
-    temp.rename(final)
-    sync_folder(final.parent)
-    return replaced
-
-
 def _clear_leftovers(folder: Path, *, log: Callable[[str], None]) -> None:
-    """Delete leftovers of killed saves, and complete or undo an unfinished replacement."""
-    _delete_unfinished(folder, log=log)
+    """Delete leftovers of saves, killed or complete, and undo an unfinished replacement."""
     for path in _entries(folder):
-        if path.name.endswith(REPLACED_SUFFIX):
-            original = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
-            if original.exists():
-                _delete(path, log=log)
-            else:
-                path.rename(original)
-
-
-def _delete_unfinished(folder: Path, *, log: Callable[[str], None]) -> None:
-    for path in _entries(folder):
-        if path.name.startswith(TEMP_PREFIX):
+        original = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
+        if path.name.startswith(TEMP_PREFIX) or (original != path and original.exists()):
             _delete(path, log=log)
+        elif original != path:
+            path.rename(original)
 
 
 def _delete(path: Path, *, log: Callable[[str], None]) -> None:

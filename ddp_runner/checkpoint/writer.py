@@ -17,15 +17,13 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.shard_notes import Shards
 from ddp_runner.checkpoint.store import (
-    INTACT,
     begin_checkpoint,
-    checkpoint_paths,
+    being_saved,
     retain,
     save_checkpoint,
 )
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.device import has_streams, synchronize
-from ddp_runner.errors import os_errors
 from ddp_runner.host.wire import Wire
 from ddp_runner.parallelism.shards import map_leaves
 
@@ -55,7 +53,6 @@ class CheckpointWriter:
         shards: Shards | None = None,
     ) -> None:
         self._folder, self._wire, self._log, self._shards = folder, wire, log, shards
-        self._begin = partial(begin_checkpoint, folder, log=log)
         self._save = partial(save_checkpoint, folder, config=config, log=log)
         self.retain = partial(retain, folder, config, log=log)
         self._stager = Stager()
@@ -69,7 +66,7 @@ class CheckpointWriter:
             UserError: the folder cannot be made.
         """
         if self._shards is not None and self._shards.rank == 0:
-            self._begin(step)
+            begin_checkpoint(self._folder, step, log=self._log)
 
     def save(
         self,
@@ -123,8 +120,7 @@ class CheckpointWriter:
             if self._shards.rank == 0:
                 self._save(state, step=step, metrics=metrics, more_files=write)
                 return
-            final, temp = checkpoint_paths(self._folder, step)
-            with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
+            with being_saved(self._folder, step) as (_, temp):
                 write(temp)
 
 

@@ -192,13 +192,6 @@ def copy_shard(target: Tensor, value: Tensor) -> None:
     own_part(target).copy_(own_part(shard_like(value, target)))
 
 
-def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a state_dict of whole tensors, which every rank has, into a module or its shards."""
-    own = module.state_dict()
-    names = own if has_stages(module) else state
-    module.load_state_dict({name: shard_like(state[name], own.get(name)) for name in names})
-
-
 def has_stages(module: nn.Module) -> bool:
     """Return whether a module is, or holds, stages of a pipeline."""
     return any(hasattr(part, "whole_state") for part in module.modules())
