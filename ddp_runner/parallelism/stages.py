@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # as torch.distribut
 
 from ddp_runner.errors import UserError, typed
 from ddp_runner.parallelism.modules import matched
+from ddp_runner.parallelism.shards import spec_of
 
 ENDS = ("embed", "head")  # the methods of a model that the first and the last stage call
 
@@ -80,7 +81,7 @@ class Stages:
         if is_own:
             try:
                 value = self.compute(stage, value, args, kwargs)
-                box = [tree_map_only(Tensor, _meta, value)]
+                box = [tree_map_only(Tensor, spec_of, value)]
             except Exception as failure:  # the user's code
                 error = failure
                 box = [failure if isinstance(failure, UserError) else RuntimeError(typed(failure))]
@@ -269,11 +270,6 @@ def drop_others(module: nn.Module, keeps: Callable[[str], bool]) -> None:
             for key, value in owner.items():
                 if value is not None and not keeps(f"{prefix}.{key}" if prefix else key):
                     owner[key] = None
-
-
-def _meta(value: Tensor) -> Tensor:
-    """Return a tensor's shape and dtype on the meta device; what ranks send is contiguous."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def tie_groups(cut: Cut, size: int) -> Iterator[tuple[tuple[int, ...], list[str]]]:

@@ -10,13 +10,13 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only  # as torch.export itself does
 
-from ddp_runner.checkpoint.manifest import read_manifest
+from ddp_runner.checkpoint.manifest import Manifest, read_manifest
 from ddp_runner.checkpoint.model_file import (
     Tensors,
     fitting_tensors,
@@ -48,14 +48,6 @@ CPU = torch.device("cpu")
 MAX_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; more go to a second file
 
 
-class _Model(NamedTuple):
-    """A model in a checkpoint."""
-
-    state: Tensors
-    step: int
-    metrics: Mapping[str, float | None]
-
-
 def export_best(
     state: TrainState, run_dir: RunDir, records: Records, *, log: Callable[[str], None]
 ) -> None:
@@ -69,23 +61,24 @@ def export_best(
         UserError: the model cannot be written.
     """
     work, settings, progress = state.work, state.work.config.checkpoint, state.progress
-    module, saved = state.evaluated, list[_Model]()
+    module, saved = state.evaluated, list[Tensors]()
 
     def find() -> tuple[int, Mapping[str, float | None]]:
         if settings.monitor is not None and (found := _best_model(state, run_dir.checkpoints, log)):
-            saved.append(found)
-            return found.step, found.metrics
+            manifest, tensors = found
+            saved.append(tensors)
+            return manifest.step, manifest.metrics
         return progress.step, progress.metrics
 
     step, metrics = from_rank_zero(find, group=work.group)
     is_last = step == progress.step
     if settings.load_best and not is_last:
-        send_module(module, saved[0].state if saved else None, group=work.group)
+        send_module(module, saved[0] if saved else None, group=work.group)
     if settings.load_best:
         results, _ = evaluate(work, module, step=progress.step)
         results = {name.replace("eval/", "best/"): value for name, value in results.items()}
         records.logger.log(results, step=progress.step, epoch=state.batches.epoch)
-    tensors: Iterator[Tensor] = (whole(value) for it in saved for value in it.state.values())
+    tensors: Iterator[Tensor] = (whole(value) for it in saved for value in it.values())
     if settings.load_best or is_last:
         tensors = whole_tensors(module, group=work.group)
     records.logger.exported(step, metrics)
@@ -120,7 +113,9 @@ def _try_programs(state: TrainState, run_dir: RunDir, *, log: Callable[[str], No
         log(f"warning: {error}")
 
 
-def _best_model(state: TrainState, folder: Path, log: Callable[[str], None]) -> _Model | None:
+def _best_model(
+    state: TrainState, folder: Path, log: Callable[[str], None]
+) -> tuple[Manifest, Tensors] | None:
     """Return the best model that can be loaded; None if that is the last. Rank 0 only.
 
     The training is complete, so a damaged file must not fail the run: it is logged, and the last
@@ -135,8 +130,7 @@ def _best_model(state: TrainState, folder: Path, log: Callable[[str], None]) -> 
             if manifest.step == state.step:
                 return None
             content = read_model(path, is_average=module is not state.module, fix=fix)
-            tensors = fitting_tensors(module, content, named=f"checkpoint {path}")
-            return _Model(tensors, manifest.step, manifest.metrics)
+            return manifest, fitting_tensors(module, content, named=f"checkpoint {path}")
         except UserError as error:
             log(f"{error}; trying the next best checkpoint")
     log(f"no valid checkpoint has a finite {settings.monitor}; exporting the last model")
