@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,16 +59,6 @@ from ddp_runner.parallelism.shards import (
 PARTS = {"task", "step", "num_shares", "objects", "by_rank"}
 
 
-class Saved(Protocol):
-    """An object with a state, such as a loader or a scaler."""
-
-    def state_dict(self) -> Any:
-        """Return the state: plain data and tensors."""
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Continue from a state."""
-
-
 class Restored(NamedTuple):
     """The checkpoint that a run continues from."""
 
@@ -76,14 +66,11 @@ class Restored(NamedTuple):
     metrics: dict[str, float]  # metrics of this step
 
 
-Object = nn.Module | Optimizer | Saved | dict[Any, Any]
-
-
 @dataclass(frozen=True)
 class Saver:
     """Saves and restores objects. Each method is collective: every rank must call."""
 
-    objects: Mapping[str, Object]  # by their names in a checkpoint
+    objects: Mapping[str, Any]  # by their names in a checkpoint; each a dict, or with a state_dict
     settings: Mapping[str, Any]  # ``settings_of(objects)`` before the first step
     task: str
     num_shares: int  # parts of a global batch
@@ -208,7 +195,7 @@ class Saver:
                 f"use the same objects, or start a new run with model.weights={path}",
             )
 
-    def _load(self, name: str, value: Object, state: Any, names: Mapping[int, str]) -> None:
+    def _load(self, name: str, value: Any, state: Any, names: Mapping[int, str]) -> None:
         """Load an object; for `names` see ``parameter_names``."""
         if is_scheduler(value):
             groups = groups_of(value, self.objects, self.settings)
@@ -242,7 +229,7 @@ def _on_cpu(_: str, value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _state(value: Object, settings: Any, names: Mapping[int, str]) -> Any:
+def _state(value: Any, settings: Any, names: Mapping[int, str]) -> Any:
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, Optimizer):
@@ -252,7 +239,7 @@ def _state(value: Object, settings: Any, names: Mapping[int, str]) -> Any:
     return value.state_dict()
 
 
-def _local_part(value: Object, state: Any, *, compares_buffers: bool) -> Any:
+def _local_part(value: Any, state: Any, *, compares_buffers: bool) -> Any:
     """Return the part of a state that may differ between ranks."""
     if isinstance(value, nn.Module) and compares_buffers:
         buffers = value.named_buffers()
@@ -262,7 +249,7 @@ def _local_part(value: Object, state: Any, *, compares_buffers: bool) -> Any:
     return state
 
 
-def _load_local_part(value: Object, state: Any) -> None:
+def _load_local_part(value: Any, state: Any) -> None:
     if isinstance(value, nn.Module):
         with torch.no_grad():
             for name, buffer in value.named_buffers():

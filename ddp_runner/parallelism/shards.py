@@ -238,13 +238,10 @@ def whole_tensors(module: nn.Module, *, group: dist.ProcessGroup | None = None) 
 
     Collective if the model is split: every rank must then iterate to the end.
     """
-    own, specs = module.state_dict(), whole_state(module)
-    if len(own) == len(specs):
-        yield from map(full_tensor, own.values())
-        return
-    holders = holders_of(own, group=group)
-    for key, spec in specs.items():
-        yield for_rank_zero(own.get(key, spec), holder=holders[key], group=group)
+    own = module.state_dict()
+    holders = holders_of(own, group=group) if has_stages(module) else {}
+    for key, spec in whole_state(module).items():
+        yield for_rank_zero(own.get(key, spec), holder=holders.get(key, 0), group=group)
 
 
 def for_rank_zero(value: Tensor, *, holder: int, group: dist.ProcessGroup | None) -> Tensor:

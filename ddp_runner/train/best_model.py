@@ -25,8 +25,6 @@ from ddp_runner.checkpoint.model_file import (
 )
 from ddp_runner.checkpoint.store import best_checkpoints
 from ddp_runner.checkpoint.weights import read_model
-from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import NUM_FIRST
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import from_rank_zero
@@ -39,7 +37,7 @@ from ddp_runner.tracking.run_record import add_warning
 from ddp_runner.train.build_model import place_alone
 from ddp_runner.train.build_state import build_step
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import TrainState, Work
 from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
@@ -97,16 +95,9 @@ def export_best(
 
 def _try_programs(state: TrainState, run_dir: RunDir, *, log: Callable[[str], None]) -> None:
     """Export the programs of ``checkpoint.export``, or warn: many models cannot be traced."""
-    work = state.work
+    arguments, samples = state.work.dataset.model_arguments, state.first().data
     try:
-        files = export_programs(
-            work.config,
-            work.dataset,
-            arguments=work.dataset.model_arguments,
-            tensors=read_export(run_dir.export, named=str(run_dir.export))[0],
-            samples=state.first().data,
-            folder=run_dir.path,
-        )
+        files = export_programs(state.work, run_dir, arguments=arguments, samples=samples)
         log(f"exported {', '.join(path.name for path in files)}")
     except UserError as error:  # the training is complete
         add_warning(run_dir, str(error))
@@ -138,31 +129,25 @@ def _best_model(
 
 
 def export_programs(
-    config: RunConfig,
-    dataset: Dataset,
-    *,
-    arguments: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    samples: Any,
-    folder: Path,
+    work: Work, run_dir: RunDir, *, arguments: Mapping[str, Any], samples: Any
 ) -> list[Path]:
-    """Write the model in each format of ``checkpoint.export``, and return the files.
+    """Write a folder's model in each format of ``checkpoint.export``, and return the files.
 
     The programs are traced on the CPU and take any number of samples; texts may be of any length.
     Rank 0 only.
 
     Args:
-        config: of the run.
-        dataset: prepares the samples for the training step, which calls the model.
+        work: has the training step, which calls the model, and prepares its samples.
+        run_dir: has the weights, in model.safetensors.
         arguments: facts of the data that the model is built with.
-        tensors: the weights, a state_dict.
         samples: a batch of ``NUM_FIRST``, as the split loads it.
-        folder: where the files go.
 
     Raises:
         UserError: torch cannot trace the model, or a file cannot be written.
     """
+    config, dataset, folder = work.config, work.dataset, run_dir.path
     module, step = place_alone(config, arguments, CPU), build_step(config, [CPU])
+    tensors, _ = read_export(run_dir.export, named=str(run_dir.export))
     load_tensors(module, tensors, named="the exported model")
     module.eval()
     is_text = dataset.padding_id is not None or dataset.vocab_size is not None
