@@ -26,14 +26,8 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
-from ddp_runner.parallelism.mode import (
-    Engine,
-    Layout,
-    Sums,
-    no_wrapper,
-    null_context,
-    place_on_first,
-)
+from ddp_runner.parallelism.mode import Engine, Layout, Sums
+from ddp_runner.parallelism.single import Single
 from ddp_runner.seeds import seed_all
 
 SERVER = 0
@@ -46,14 +40,13 @@ EXACT_IN_FLOAT32 = {
 
 
 @dataclass(frozen=True)
-class ParameterServer:
-    """A server and its trainers; a step waits for all trainers in sync, for any in async."""
+class ParameterServer(Single):
+    """A server and its trainers; a step waits for all trainers in sync, for any in async.
 
-    name: str
+    The parameters come with each batch, and a trainer sends gradients after its last micro-batch.
+    """
+
     mode: str
-    place = staticmethod(place_on_first)
-    wrap = staticmethod(no_wrapper)  # the parameters come with each batch
-    no_sync = staticmethod(null_context)  # a trainer sends gradients after its last micro-batch
 
     def layout(self, env: DistEnv) -> Layout:
         """Return the server's or a trainer's part; in async a trainer computes global batches."""
