@@ -149,13 +149,13 @@ def joined(state: Any, files: Iterable[Path]) -> Any:
     return map_leaves(stored, state)
 
 
-def reject_sharded(state: Any, name: str = "the state") -> None:
+def reject_sharded(state: Any) -> None:
     """Reject sharded tensors: rank 0 would save only its own part.
 
     Raises:
         UserError: the state holds a sharded tensor; the message has its key.
     """
-    for key, value in leaves(state, name):
+    for key, value in leaves(state, "the state"):
         # Recognise DTensor, ShardedTensor, … by module: importing the classes takes time.
         kinds = type(value).__mro__ if isinstance(value, Tensor) else ()
         if any(kind.__module__.startswith("torch.distributed") for kind in kinds):

@@ -26,7 +26,7 @@ from ddp_runner.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from ddp_runner.checkpoint.state_parts import joined, reject_sharded
+from ddp_runner.checkpoint.state_parts import joined
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError, any_error, os_errors, typed
 from ddp_runner.files import is_missing, replace_file, sync_folder
@@ -59,11 +59,9 @@ def save_checkpoint(
         more_files: adds files to the temporary folder, which exists, and returns their facts.
 
     Raises:
-        UserError: the checkpoint could not be written (earlier checkpoints are untouched), or the
-            state holds a sharded tensor.
+        UserError: the checkpoint could not be written; earlier checkpoints are untouched.
         TypeError: the state holds an object that a weights-only load would reject.
     """
-    reject_sharded(state)
     with being_saved(folder, step) as (final, temp):
         try:
             if more_files is None:
@@ -175,8 +173,8 @@ def _unless_damaged(
         return None
 
 
-def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
-    """Return the saved state with its tensors on the CPU, or in the file if `is_mapped`.
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the saved state with its tensors on the CPU.
 
     Of a sharded checkpoint it has stored tensors, whose parts are read when they are used.
 
@@ -184,11 +182,14 @@ def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
         UserError: the checkpoint is damaged, or holds more than plain data; its code did not run.
     """
     verify(path, fix="use another checkpoint")
-    return load_verified(path, is_mapped=is_mapped)
+    return load_verified(path, is_mapped=False)
 
 
-def load_verified(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
-    """Return the saved state of a checkpoint whose files are undamaged; see ``load_checkpoint``."""
+def load_verified(path: Path, *, is_mapped: bool) -> dict[str, Any]:
+    """Return the saved state of a checkpoint whose files are undamaged; see ``load_checkpoint``.
+
+    With `is_mapped` its tensors stay in the file.
+    """
     named, fix = f"checkpoint {path}", "use a checkpoint that this program wrote"
     state: dict[str, Any] = load_plain_data(path / STATE, named=named, fix=fix, is_mapped=is_mapped)
     files = [path / name for name in read_manifest(path).files if name != STATE]

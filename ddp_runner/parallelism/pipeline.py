@@ -71,7 +71,7 @@ class Pipeline(Single):
         names = dict(module.named_parameters(remove_duplicate=False))
         ties = [
             ([name for name in tied if name in names], _subgroup(firsts, holders))
-            for holders, tied in tie_groups(cut, size)
+            for holders, tied in tie_groups(cut, size).items()
         ]
         stages = Stages(
             module,

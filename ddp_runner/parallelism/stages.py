@@ -9,7 +9,7 @@ A stage keeps all modules of the model, without the tensors of the other stages.
 weights that have a seed for each module, are those of the whole model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, chain, pairwise
@@ -272,14 +272,14 @@ def drop_others(module: nn.Module, keeps: Callable[[str], bool]) -> None:
                     owner[key] = None
 
 
-def tie_groups(cut: Cut, size: int) -> Iterator[tuple[tuple[int, ...], list[str]]]:
-    """Yield the ranks of a pipeline that share parameters, and all names of these parameters."""
+def tie_groups(cut: Cut, size: int) -> Mapping[tuple[int, ...], Sequence[str]]:
+    """Return all names of the parameters that ranks of a pipeline share, by these ranks."""
     names = dict[tuple[int, ...], list[str]]()
     for name, stages in cut.shared.items():
         ranks = tuple(sorted({stage % size for stage in stages}))
         if len(ranks) > 1:
             names.setdefault(ranks, []).append(name)
-    yield from names.items()
+    return names
 
 
 def _reject_backward(_: Tensor) -> None:
