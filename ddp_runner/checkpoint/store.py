@@ -146,7 +146,7 @@ def first_undamaged(
 
 
 def best_checkpoints(
-    folder: Path, *, monitor: str, mode: str, log: Callable[[str], None] | None = None
+    folder: Path, *, monitor: str, mode: str, log: Callable[[str], None] = lambda _: None
 ) -> list[Path]:
     """Return the checkpoints with a finite value of a metric, best first; ties by step.
 
@@ -162,14 +162,13 @@ def best_checkpoints(
 
 
 def _unless_damaged(
-    read: Callable[[Path], Manifest], path: Path, *, log: Callable[[str], None] | None
+    read: Callable[[Path], Manifest], path: Path, *, log: Callable[[str], None]
 ) -> Manifest | None:
     """Return a checkpoint's manifest; log why it is skipped, and return None, if it is damaged."""
     try:
         return read(path)
     except UserError as error:
-        if log is not None:
-            log(f"{error}; it is skipped")
+        log(f"{error}; it is skipped")
         return None
 
 

@@ -75,13 +75,8 @@ class DDP(Single):
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return DDP's context: the next backward outside it reduces the accumulated gradients.
-
-        Raises:
-            TypeError: the model is not the result of ``wrap``.
-        """
-        if not isinstance(model, DistributedDataParallel):
-            raise TypeError(f"no_sync needs the model that wrap returned, not {type(model)}")
+        """Return DDP's context: the next backward outside it reduces the accumulated gradients."""
+        assert isinstance(model, DistributedDataParallel)  # as ``wrap`` returns it
         return model.no_sync()
 
 

@@ -95,8 +95,9 @@ def export_best(
 
 def _try_programs(state: TrainState, run_dir: RunDir, *, log: Callable[[str], None]) -> None:
     """Export the programs of ``checkpoint.export``, or warn: many models cannot be traced."""
-    arguments, samples = state.work.dataset.model_arguments, state.first().data
+    arguments = state.work.dataset.model_arguments
     try:
+        samples = state.first().data
         files = export_programs(state.work, run_dir, arguments=arguments, samples=samples)
         log(f"exported {', '.join(path.name for path in files)}")
     except UserError as error:  # the training is complete
