@@ -75,8 +75,13 @@ class DDP(Single):
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return DDP's context: the next backward outside it reduces the accumulated gradients."""
-        assert isinstance(model, DistributedDataParallel)  # as ``wrap`` returns it
+        """Return DDP's context: the next backward outside it reduces the accumulated gradients.
+
+        Raises:
+            TypeError: the model is not the result of ``wrap``.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(f"no_sync needs the model that wrap returned, not {type(model)}")
         return model.no_sync()
 
 
