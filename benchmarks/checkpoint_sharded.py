@@ -108,8 +108,6 @@ def ours(
         settings_of(objects),
         task="train",
         num_shares=RANKS,
-        rank=rank,
-        num_ranks=RANKS,
         is_sharded=is_sharded,
     )
     shards = Shards(rank, RANKS) if is_sharded else None

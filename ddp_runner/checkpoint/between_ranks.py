@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,23 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.manifest import MANIFEST, read_manifest, verify
-from ddp_runner.checkpoint.store import newest_first
+from ddp_runner.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
+from ddp_runner.checkpoint.store import first_undamaged, newest_first
 from ddp_runner.checkpoint.tensor_files import raw_bytes
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism.shards import map_leaves, whole_state, whole_tensors
+from ddp_runner.parallelism.shards import whole_state, whole_tensors
 
 CHUNK_BYTES = 64 * 2**20  # bytes per broadcast
-
-
-def on_cpu(state: Any) -> Any:
-    """Return a state with its tensors on the CPU."""
-
-    def moved(_: str, value: Any) -> Any:
-        return value.detach().cpu() if isinstance(value, Tensor) else value
-
-    return map_leaves(moved, state)
 
 
 def digest_of(state: Any) -> str:
@@ -80,48 +71,37 @@ def agreed_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | Non
     """
     say = log if dist.get_rank() == 0 else lambda _: None
     paths = from_rank_zero(partial(newest_first, folder))
-    for number, path in enumerate(paths):
-        manifest = from_rank_zero(partial(_read_or_sentence, path))
-        verdicts: list[str | None] = [manifest if isinstance(manifest, str) else None]
-        if isinstance(manifest, bytes):
-            flags = gather_objects(_is_here(path, manifest))
-            flags[0] = True  # it says which file is missing
-            verifiers = [rank for rank, is_here in enumerate(flags) if is_here]
-            verdicts = gather_objects(_verdict(path, verifiers))
-        damage = next((verdict for verdict in verdicts if verdict is not None), None)
-        if damage is None:
-            if number:
-                say(f"{path} is used in its place")
-            return path
-        say(f"{damage}; it is skipped")
-    if not paths:
-        return None
-    raise UserError(
-        f"nothing is left to resume from: every checkpoint in {folder} is damaged "
-        f"({len(paths)} of {len(paths)})",
-        "restore a copy of a checkpoint, or start a new run",
+    path = first_undamaged(paths, log=say, check=_verify_together)
+    if paths and path is None:
+        raise UserError(
+            f"nothing is left to resume from: every checkpoint in {folder} is damaged "
+            f"({len(paths)} of {len(paths)})",
+            "restore a copy of a checkpoint, or start a new run",
+        )
+    return path
+
+
+def _verify_together(path: Path) -> Manifest:
+    """Return the manifest of rank 0's checkpoint; the ranks that see it each verify some files.
+
+    Raises:
+        UserError: on every rank, if a file is damaged.
+    """
+    manifest, content = from_rank_zero(
+        lambda: (read_manifest(path), (path / MANIFEST).read_bytes())
     )
-
-
-def _read_or_sentence(path: Path) -> bytes | str:
-    """Return a checkpoint's manifest, or what is wrong with it."""
-    try:
-        read_manifest(path)
-        return (path / MANIFEST).read_bytes()
-    except UserError as error:
-        return str(error)
-
-
-def _verdict(path: Path, verifiers: Sequence[int]) -> str | None:
-    """Return what is wrong with this rank's part of the files; None if nothing is."""
-    rank = dist.get_rank()
-    if rank not in verifiers:
-        return None
-    try:
-        verify(path, verifier=verifiers.index(rank), num_verifiers=len(verifiers))
-    except UserError as error:
-        return str(error)
-    return None
+    flags, rank = gather_objects(_is_here(path, content)), dist.get_rank()
+    flags[0] = True  # it says which file is missing
+    verifiers = [number for number, is_here in enumerate(flags) if is_here]
+    damage: UserError | None = None
+    if rank in verifiers:
+        try:
+            verify(path, verifier=verifiers.index(rank), num_verifiers=len(verifiers))
+        except UserError as error:
+            damage = error
+    for found in filter(None, gather_objects(damage)):
+        raise found
+    return manifest
 
 
 @contextmanager

@@ -3,22 +3,23 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.tensor_files import write_tensors
+from ddp_runner.checkpoint.tensor_files import read_tensors, write_tensors
 from ddp_runner.errors import UserError, any_error, listed, os_errors
 from ddp_runner.files import replacing
-from ddp_runner.parallelism.shards import StoredTensor, whole, whole_state
+from ddp_runner.parallelism.shards import StoredTensor, shard_like, whole_state
 
 Tensors = Mapping[str, Tensor | StoredTensor]
 
 
 def load_tensors(module: nn.Module, tensors: Tensors, *, named: str) -> None:
-    """Load a state_dict into a bare model in place, on its devices; see ``fitting_tensors``."""
-    fitting = fitting_tensors(module, tensors, named=named)
-    module.load_state_dict({key: whole(tensor) for key, tensor in fitting.items()})
+    """Load a state_dict into a bare model or its shards in place; see ``fitting_tensors``.
+
+    Every rank of the model has whole tensors, and loads its part of them.
+    """
+    fitting, own = fitting_tensors(module, tensors, named=named), module.state_dict()
+    module.load_state_dict({key: shard_like(fitting[key], value) for key, value in own.items()})
 
 
 def fitting_tensors(
@@ -98,9 +99,7 @@ def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str,
         UserError: the file is missing or damaged.
     """
     with any_error(f"{named} cannot be read", "give another file"):
-        with safe_open(path, framework="pt") as file:
-            facts = dict(file.metadata() or {})
-        return load_file(path), facts
+        return read_tensors(path)
 
 
 def _without_compile(name: str) -> str:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from ddp_runner.errors import UserError, is_lost_peer, listed, typed
-from ddp_runner.parallelism.shards import StoredTensor, is_shard, map_leaves, shard_like, whole
+from ddp_runner.parallelism.shards import StoredTensor, map_leaves, shard_like
 
 SCHEDULED = {"lr", "momentum", "betas"}  # keys of parameter groups that schedulers change
 
@@ -250,9 +250,7 @@ def _copied(value: Any, parameter: Tensor) -> Any:
     """Return a copy, since a file may be mapped; shard it like a parameter of the same shape."""
     if not isinstance(value, Tensor | StoredTensor):
         return copy.deepcopy(value)
-    if is_shard(parameter) and value.shape == parameter.shape:
-        return shard_like(value, parameter).clone()
-    return whole(value).clone()
+    return shard_like(value, parameter if value.shape == parameter.shape else None).clone()
 
 
 def _merged(new: Any, before: Any, now: Any) -> Any:

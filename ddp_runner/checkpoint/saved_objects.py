@@ -16,23 +16,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ddp_runner.checkpoint.between_ranks import (
     agreed_checkpoint,
     digest_of,
-    on_cpu,
     on_every_machine,
 )
-from ddp_runner.checkpoint.between_stages import StageStates
 from ddp_runner.checkpoint.manifest import read_manifest
-from ddp_runner.checkpoint.model_file import fitting_tensors
+from ddp_runner.checkpoint.model_file import load_tensors
 from ddp_runner.checkpoint.optimizer_state import (
     by_names,
     groups_of,
@@ -42,29 +40,23 @@ from ddp_runner.checkpoint.optimizer_state import (
     parameter_names,
     scheduler_state,
 )
-from ddp_runner.checkpoint.pieces import pieces_of, reject_sharded
+from ddp_runner.checkpoint.state_parts import (
+    gathered,
+    of_all_stages,
+    reject_sharded,
+    split_off,
+)
 from ddp_runner.checkpoint.store import load_verified
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, listed, typed
 from ddp_runner.parallelism.shards import (
     first_not_finite,
-    gathered,
     has_stages,
     is_shard,
-    load_module,
+    map_leaves,
 )
 
 PARTS = {"task", "step", "num_shares", "objects", "by_rank"}
-
-
-class Saved(Protocol):
-    """An object with a state, such as a loader or a scaler."""
-
-    def state_dict(self) -> Any:
-        """Return the state: plain data and tensors."""
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Continue from a state."""
 
 
 class Restored(NamedTuple):
@@ -74,19 +66,14 @@ class Restored(NamedTuple):
     metrics: dict[str, float]  # metrics of this step
 
 
-Object = nn.Module | Optimizer | Saved | dict[Any, Any]
-
-
 @dataclass(frozen=True)
 class Saver:
     """Saves and restores objects. Each method is collective: every rank must call."""
 
-    objects: Mapping[str, Object]  # by their names in a checkpoint
+    objects: Mapping[str, Any]  # by their names in a checkpoint; each a dict, or with a state_dict
     settings: Mapping[str, Any]  # ``settings_of(objects)`` before the first step
     task: str
     num_shares: int  # parts of a global batch
-    rank: int  # rank among the ranks that have the objects
-    num_ranks: int  # number of ranks that have the objects
     group: ProcessGroup | None = None  # ranks that have the objects; None: all
     is_sharded: bool = False  # each rank saves its parts of modules and optimizers
     compares_buffers: bool = False  # save module buffers of each rank where they differ
@@ -95,15 +82,18 @@ class Saver:
     def snapshot(self, step: int, *, copies: set[int] | None = None) -> dict[str, Any]:
         """Return a checkpoint's content, which is whole on rank 0 alone.
 
-        If ``is_sharded``, modules and optimizers have pieces in place of their tensors.
-        `copies` receives the addresses of tensors that are copies already; see ``gathered``.
+        If ``is_sharded``, modules and optimizers have specs in place of their tensors, and
+        ``parts`` holds what this rank saves of them; see ``split_off``. `copies` receives the
+        addresses of tensors that are copies already; see ``gathered``.
 
         Raises:
             UserError: a parameter is NaN or infinite, or a shard is not a DTensor.
         """
         names, states, local = parameter_names(self.objects), dict[str, Any](), dict[str, Any]()
-        for name, value in self.objects.items():
-            self._validate_finite(name, value, step)
+        modules = {key: one for key, one in self.objects.items() if isinstance(one, nn.Module)}
+        for name, module in modules.items():
+            self._validate_finite(name, module, step)
+        rank = dist.get_rank(self.group)
         for name, value in self.objects.items():
             states[name] = _state(value, self.settings.get(name), names)
             local[name] = _local_part(value, states[name], compares_buffers=self.compares_buffers)
@@ -111,34 +101,26 @@ class Saver:
         differing = [name for name in local if len({digest[name] for digest in digests}) > 1]
         by_rank: list[Any] = []
         if differing:
-            parts = {name: on_cpu(local[name]) for name in differing}
-            by_rank = [None] * self.num_ranks if self.rank == 0 else []
+            parts = map_leaves(_on_cpu, {name: local[name] for name in differing})
+            by_rank = [None] * dist.get_world_size(self.group) if rank == 0 else []
             dist.gather_object(parts, by_rank or None, dst=0, group=self.group)
-        split = {name: states.pop(name) for name in [*states] if self._is_split(name)}
-        states |= self._pieces(split) if self.is_sharded else self._gathered(split, copies)
-        objects = {name: states[name] for name in self.objects}
-        reject_sharded(objects)
+        split: Any = {
+            name: states[name]
+            for name, value in self.objects.items()
+            if isinstance(value, nn.Module | Optimizer)
+        }
+        holders = dict[str, int]()
+        if any(map(has_stages, modules.values())):
+            split, holders = of_all_stages(split, group=self.group)
         content = {"task": self.task, "step": step, "num_shares": self.num_shares}
+        if self.is_sharded:
+            split, content["parts"] = split_off(split, holders, rank=rank)
+        else:
+            copies = set() if copies is None else copies
+            split = gathered(split, holders, keep=rank == 0, copies=copies, group=self.group)
+        objects = states | split
+        reject_sharded(objects)
         return {**content, "objects": objects, "by_rank": by_rank}
-
-    def _is_split(self, name: str) -> bool:
-        return isinstance(self.objects[name], nn.Module | Optimizer)
-
-    @property
-    def _has_stages(self) -> bool:
-        return any(isinstance(one, nn.Module) and has_stages(one) for one in self.objects.values())
-
-    def _gathered(self, states: Any, copies: set[int] | None) -> Any:
-        keep = self.rank == 0
-        if self._has_stages:
-            return StageStates(states, group=self.group).gathered(keep=keep)
-        return gathered(states, keep=keep, copies=copies)
-
-    def _pieces(self, states: Any) -> Any:
-        if not self._has_stages:
-            return pieces_of(states, {}, rank=self.rank)
-        stages = StageStates(states, group=self.group)
-        return pieces_of(stages.own(), stages.holders, rank=self.rank)
 
     def restore(
         self,
@@ -183,10 +165,8 @@ class Saver:
         finite = {name: value for name, value in metrics.items() if value is not None}
         return Restored(int(content["step"]), finite)
 
-    def _validate_finite(self, name: str, value: Object, step: int) -> None:
-        if not isinstance(value, nn.Module):
-            return
-        if (key := first_not_finite(value, group=self.group)) is not None:
+    def _validate_finite(self, name: str, module: nn.Module, step: int) -> None:
+        if (key := first_not_finite(module, group=self.group)) is not None:
             raise UserError(
                 f"parameter {name}.{key} became NaN or infinite by step {step}",
                 "it was not saved: start again with a smaller optimizer.lr, or resume from a "
@@ -215,13 +195,13 @@ class Saver:
                 f"use the same objects, or start a new run with model.weights={path}",
             )
 
-    def _load(self, name: str, value: Object, state: Any, names: Mapping[int, str]) -> None:
+    def _load(self, name: str, value: Any, state: Any, names: Mapping[int, str]) -> None:
         """Load an object; for `names` see ``parameter_names``."""
         if is_scheduler(value):
             groups = groups_of(value, self.objects, self.settings)
             load_scheduler(value, state, self.settings[name], groups)
         elif isinstance(value, nn.Module):
-            load_module(value, fitting_tensors(value, state, named="its state"))
+            load_tensors(value, state, named="its state")
         elif isinstance(value, Optimizer):
             load_optimizer(value, state, self.settings[name], names)
         else:
@@ -232,19 +212,24 @@ class Saver:
     ) -> None:
         if not (by_rank := content["by_rank"]):
             return
+        rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if content["num_shares"] != self.num_shares:
             log(
                 f"{listed(list(by_rank[0]))} differed between {len(by_rank)} ranks in checkpoint "
-                f"{path}, and this run has {self.num_ranks}: all take rank 0's"
+                f"{path}, and this run has {num_ranks}: all take rank 0's"
             )
             return
         # Neighbouring ranks that compute the same share have equal states.
-        for name, state in by_rank[self.rank * len(by_rank) // self.num_ranks].items():
+        for name, state in by_rank[rank * len(by_rank) // num_ranks].items():
             with _errors_name(path, name):
                 _load_local_part(self.objects[name], state)
 
 
-def _state(value: Object, settings: Any, names: Mapping[int, str]) -> Any:
+def _on_cpu(_: str, value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _state(value: Any, settings: Any, names: Mapping[int, str]) -> Any:
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, Optimizer):
@@ -254,7 +239,7 @@ def _state(value: Object, settings: Any, names: Mapping[int, str]) -> Any:
     return value.state_dict()
 
 
-def _local_part(value: Object, state: Any, *, compares_buffers: bool) -> Any:
+def _local_part(value: Any, state: Any, *, compares_buffers: bool) -> Any:
     """Return the part of a state that may differ between ranks."""
     if isinstance(value, nn.Module) and compares_buffers:
         buffers = value.named_buffers()
@@ -264,7 +249,7 @@ def _local_part(value: Object, state: Any, *, compares_buffers: bool) -> Any:
     return state
 
 
-def _load_local_part(value: Object, state: Any) -> None:
+def _load_local_part(value: Any, state: Any) -> None:
     if isinstance(value, nn.Module):
         with torch.no_grad():
             for name, buffer in value.named_buffers():

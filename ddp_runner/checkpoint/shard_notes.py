@@ -12,9 +12,10 @@ from threading import Event
 from typing import Any
 
 from ddp_runner.checkpoint.manifest import FileFacts
-from ddp_runner.checkpoint.pieces import Piece, write_pieces
+from ddp_runner.checkpoint.tensor_files import write_parts
 from ddp_runner.errors import UserError
 from ddp_runner.files import replace_file
+from ddp_runner.parallelism.shards import Part
 
 NOTE = "rank-{:05d}.json"
 POLL_S = 0.01
@@ -31,7 +32,7 @@ class Shards:
         """Wait no longer for ranks that write nothing: one of them may be gone."""
         self._has_failed.set()
 
-    def write(self, folder: Path, *, pieces: Mapping[str, Piece]) -> dict[str, FileFacts]:
+    def write(self, folder: Path, *, parts: Mapping[str, Part]) -> dict[str, FileFacts]:
         """Write this rank's file and its note; on rank 0, wait for the files of all ranks.
 
         Returns:
@@ -45,12 +46,12 @@ class Shards:
         if self.rank > 0:
             note: dict[str, Any]
             try:
-                note = {name: write_pieces(folder / name, pieces)}
+                note = {name: write_parts(folder / name, parts)}
             except OSError as error:  # rank 0 raises it, for all
                 note = {"error": f"rank {self.rank}: {error.strerror or error}"}
             replace_file(folder / NOTE.format(self.rank), json.dumps(note))
             return {}
-        files = {name: write_pieces(folder / name, pieces)}
+        files = {name: write_parts(folder / name, parts)}
         for rank in range(1, self._num_ranks):
             files |= self._note(folder, rank)
         return {name: facts for name, facts in files.items() if facts is not None}

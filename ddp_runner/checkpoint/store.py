@@ -2,14 +2,15 @@
 
 A checkpoint is a folder, ``checkpoints/step-00000600``, with ``state.pt`` and ``manifest.json``
 (step, metrics, sizes and SHA-256 of its files). A sharded checkpoint has further files, one of each
-rank; see ``sharded``. The folder is renamed once it is complete, and the checksums reveal later
+rank; see ``shard_notes``. The folder is renamed once it is complete, and the checksums reveal later
 damage. Rank 0 saves, every rank loads.
 """
 
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ddp_runner.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from ddp_runner.checkpoint.pieces import joined, reject_sharded
+from ddp_runner.checkpoint.state_parts import joined
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.errors import UserError, any_error, os_errors, typed
 from ddp_runner.files import is_missing, replace_file, sync_folder
@@ -58,13 +59,10 @@ def save_checkpoint(
         more_files: adds files to the temporary folder, which exists, and returns their facts.
 
     Raises:
-        UserError: the checkpoint could not be written (earlier checkpoints are untouched), or the
-            state holds a sharded tensor.
+        UserError: the checkpoint could not be written; earlier checkpoints are untouched.
         TypeError: the state holds an object that a weights-only load would reject.
     """
-    reject_sharded(state)
-    final, temp = checkpoint_paths(folder, step)
-    with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
+    with being_saved(folder, step) as (final, temp):
         try:
             if more_files is None:
                 begin_checkpoint(folder, step, log=log)
@@ -74,19 +72,26 @@ def save_checkpoint(
             text = manifest_text(files, step=step, metrics=metrics)
             replace_file(temp / MANIFEST, text)
             sync_folder(temp)
-            replaced = _put_in_place(temp, final)
+            if final.exists():  # a rename cannot replace a folder that is not empty
+                final.rename(final.with_name(final.name + REPLACED_SUFFIX))
+            temp.rename(final)
+            sync_folder(folder)
         finally:
             shutil.rmtree(temp, ignore_errors=True)  # after an error
-    if replaced:
-        _delete(replaced, log=log)
     retain(folder, config, step=step, log=log)
     return final
 
 
-def checkpoint_paths(folder: Path, step: int) -> tuple[Path, Path]:
-    """Return the folder of a step's checkpoint, and the one in which it is written."""
+@contextmanager
+def being_saved(folder: Path, step: int) -> Iterator[tuple[Path, Path]]:
+    """Yield the folder of a step's checkpoint, and the one in which it is written.
+
+    Raises:
+        UserError: for an OSError of the block.
+    """
     final = folder / f"step-{step:08d}"
-    return final, folder / (TEMP_PREFIX + final.name)
+    with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
+        yield final, folder / (TEMP_PREFIX + final.name)
 
 
 def begin_checkpoint(folder: Path, step: int, *, log: Callable[[str], None]) -> None:
@@ -95,8 +100,7 @@ def begin_checkpoint(folder: Path, step: int, *, log: Callable[[str], None]) -> 
     Raises:
         UserError: the folder cannot be made.
     """
-    final, temp = checkpoint_paths(folder, step)
-    with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
+    with being_saved(folder, step) as (_, temp):
         folder.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(folder, log=log)
         temp.mkdir(exist_ok=True)
@@ -109,7 +113,7 @@ def retain(
 
     Call on rank 0 after a save, and after a resume: a kill may have skipped it.
     """
-    _delete_unfinished(folder, log=log)
+    _clear_leftovers(folder, log=log)
     monitor, mode = config.monitor, config.mode
     best = best_checkpoints(folder, monitor=monitor, mode=mode)[:1] if monitor else []
     checkpoints = checkpoints_by_step(folder)
@@ -126,10 +130,15 @@ def newest_first(folder: Path) -> list[Path]:
     return list(reversed(checkpoints_by_step(folder).values()))
 
 
-def first_undamaged(paths: Iterable[Path], *, log: Callable[[str], None]) -> Path | None:
-    """Return the first checkpoint that matches its checksum; log each skipped checkpoint."""
+def first_undamaged(
+    paths: Iterable[Path],
+    *,
+    log: Callable[[str], None],
+    check: Callable[[Path], Manifest] = verify,
+) -> Path | None:
+    """Return the first checkpoint that passes the check; log each skipped checkpoint."""
     for number, path in enumerate(paths):
-        if _unless_damaged(verify, path, log=log) is not None:
+        if _unless_damaged(check, path, log=log) is not None:
             if number:
                 log(f"{path} is used in its place")
             return path
@@ -137,7 +146,7 @@ def first_undamaged(paths: Iterable[Path], *, log: Callable[[str], None]) -> Pat
 
 
 def best_checkpoints(
-    folder: Path, *, monitor: str, mode: str, log: Callable[[str], None] | None = None
+    folder: Path, *, monitor: str, mode: str, log: Callable[[str], None] = lambda _: None
 ) -> list[Path]:
     """Return the checkpoints with a finite value of a metric, best first; ties by step.
 
@@ -153,19 +162,18 @@ def best_checkpoints(
 
 
 def _unless_damaged(
-    read: Callable[[Path], Manifest], path: Path, *, log: Callable[[str], None] | None
+    read: Callable[[Path], Manifest], path: Path, *, log: Callable[[str], None]
 ) -> Manifest | None:
     """Return a checkpoint's manifest; log why it is skipped, and return None, if it is damaged."""
     try:
         return read(path)
     except UserError as error:
-        if log is not None:
-            log(f"{error}; it is skipped")
+        log(f"{error}; it is skipped")
         return None
 
 
-def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
-    """Return the saved state with its tensors on the CPU, or in the file if `is_mapped`.
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the saved state with its tensors on the CPU.
 
     Of a sharded checkpoint it has stored tensors, whose parts are read when they are used.
 
@@ -173,11 +181,14 @@ def load_checkpoint(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
         UserError: the checkpoint is damaged, or holds more than plain data; its code did not run.
     """
     verify(path, fix="use another checkpoint")
-    return load_verified(path, is_mapped=is_mapped)
+    return load_verified(path, is_mapped=False)
 
 
-def load_verified(path: Path, *, is_mapped: bool = False) -> dict[str, Any]:
-    """Return the saved state of a checkpoint whose files are undamaged; see ``load_checkpoint``."""
+def load_verified(path: Path, *, is_mapped: bool) -> dict[str, Any]:
+    """Return the saved state of a checkpoint whose files are undamaged; see ``load_checkpoint``.
+
+    With `is_mapped` its tensors stay in the file.
+    """
     named, fix = f"checkpoint {path}", "use a checkpoint that this program wrote"
     state: dict[str, Any] = load_plain_data(path / STATE, named=named, fix=fix, is_mapped=is_mapped)
     files = [path / name for name in read_manifest(path).files if name != STATE]
@@ -229,35 +240,14 @@ def _write_state(folder: Path, state: dict[str, Any]) -> FileFacts:
     return facts_of(folder / STATE)
 
 
-def _put_in_place(temp: Path, final: Path) -> Path | None:
-    """Rename a complete checkpoint; return the folder of the checkpoint that it replaces, or None.
-
-    A rename cannot replace a non-empty folder, so first set the old folder aside.
-    """
-    replaced = None
-    if final.exists():
-        replaced = final.rename(final.with_name(final.name + REPLACED_SUFFIX))
-    temp.rename(final)
-    sync_folder(final.parent)
-    return replaced
-
-
 def _clear_leftovers(folder: Path, *, log: Callable[[str], None]) -> None:
-    """Delete leftovers of killed saves, and complete or undo an unfinished replacement."""
-    _delete_unfinished(folder, log=log)
+    """Delete leftovers of saves, killed or complete, and undo an unfinished replacement."""
     for path in _entries(folder):
-        if path.name.endswith(REPLACED_SUFFIX):
-            original = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
-            if original.exists():
-                _delete(path, log=log)
-            else:
-                path.rename(original)
-
-
-def _delete_unfinished(folder: Path, *, log: Callable[[str], None]) -> None:
-    for path in _entries(folder):
-        if path.name.startswith(TEMP_PREFIX):
+        original = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
+        if path.name.startswith(TEMP_PREFIX) or (original != path and original.exists()):
             _delete(path, log=log)
+        elif original != path:
+            path.rename(original)
 
 
 def _delete(path: Path, *, log: Callable[[str], None]) -> None:

@@ -9,9 +9,9 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.manifest import FileFacts
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism.shards import StoredTensor
+from ddp_runner.parallelism.shards import Part
 
 OFFSETS = "DCP_SHARDING_INFO"  # torch's key of the parts' offsets in a file's metadata
 DTYPES = {  # the format's names
@@ -81,56 +81,28 @@ def write_tensors(
     return FileFacts(size, digest.hexdigest())
 
 
-Part = tuple[Sequence[int], Tensor]  # offsets in the whole tensor, values
-
-
-class SavedTensor(StoredTensor):
-    """A tensor whose parts are in files.
-
-    Args:
-        name: for messages.
-        spec: with its dtype and shape.
-        parts: mapped from the files, so that only what is used is read.
-    """
-
-    def __init__(self, name: str, spec: Tensor, parts: Sequence[Part]) -> None:
-        self._name, self.shape, self._dtype, self._parts = name, spec.shape, spec.dtype, parts
-
-    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return the values from `offsets` on; do not change them.
-
-        Raises:
-            UserError: the files lack some.
-        """
-        target, filled = torch.empty(tuple(sizes), dtype=self._dtype), 0
-        for begin, part in self._parts:
-            first = [max(pair) for pair in zip(offsets, begin, strict=True)]
-            ends = zip(offsets, sizes, begin, part.shape, strict=True)
-            last = [min(a + n, b + m) for a, n, b, m in ends]
-            if all(low < high for low, high in zip(first, last, strict=True)):
-                pairs = [(slice(a, b)) for a, b in zip(first, last, strict=True)]
-                target[_shifted(pairs, offsets)] = part[_shifted(pairs, begin)]
-                filled += math.prod(high - low for low, high in zip(first, last, strict=True))
-        if filled != target.numel():
-            raise UserError(
-                f"{self._name} is incomplete: its files have {filled} of {target.numel()} values"
-            )
-        return target
-
-
-def _shifted(box: Iterable[slice], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return a box in the whole tensor as a box in the part that begins at `origin`."""
-    pairs = zip(box, origin, strict=True)
-    return tuple(slice(edge.start - first, edge.stop - first) for edge, first in pairs)
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a file, mapped, and its metadata; safetensors raises any error."""
+    with safe_open(path, framework="pt") as file:
+        facts = dict(file.metadata() or {})
+    return load_file(path), facts
 
 
 def parts_in(paths: Iterable[Path]) -> dict[str, list[Part]]:
     """Return the mapped parts of the tensors in files, by the tensors' names."""
-    parts = dict[str, list[Part]]()
+    parts = defaultdict[str, list[Part]](list)
     for path in paths:
-        with safe_open(path, framework="pt") as file:
-            offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
-        for name, tensor in load_file(path).items():
-            begin = offsets[name]["saved_offsets"] if offsets else [0] * tensor.ndim
-            parts.setdefault(name, []).append((begin, tensor))
+        tensors, facts = read_tensors(path)
+        offsets = json.loads(facts[OFFSETS])
+        for name, tensor in tensors.items():
+            parts[name].append((offsets[name]["saved_offsets"], tensor))
     return parts
+
+
+def write_parts(path: Path, parts: Mapping[str, Part]) -> FileFacts | None:
+    """Write a rank's parts, and return the file's facts; None if it has no part."""
+    if not parts:
+        return None
+    offsets = {name: {"saved_offsets": [*begin]} for name, (begin, _) in parts.items()}
+    tensors = {name: tensor for name, (_, tensor) in parts.items()}
+    return write_tensors(path, tensors, tensors.values(), facts={OFFSETS: json.dumps(offsets)})

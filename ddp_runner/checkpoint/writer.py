@@ -8,7 +8,6 @@ import copy
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.checkpoint.pieces import Piece, split_off
 from ddp_runner.checkpoint.shard_notes import Shards
 from ddp_runner.checkpoint.store import (
-    INTACT,
     begin_checkpoint,
-    checkpoint_paths,
+    being_saved,
     retain,
     save_checkpoint,
 )
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.device import has_streams, synchronize
-from ddp_runner.errors import os_errors
 from ddp_runner.host.wire import Wire
+from ddp_runner.parallelism.shards import map_leaves
 
 Source = tuple[torch.device, int, int]  # of a copied storage: its device, address and bytes
 
@@ -56,7 +53,6 @@ class CheckpointWriter:
         shards: Shards | None = None,
     ) -> None:
         self._folder, self._wire, self._log, self._shards = folder, wire, log, shards
-        self._begin = partial(begin_checkpoint, folder, log=log)
         self._save = partial(save_checkpoint, folder, config=config, log=log)
         self.retain = partial(retain, folder, config, log=log)
         self._stager = Stager()
@@ -70,7 +66,7 @@ class CheckpointWriter:
             UserError: the folder cannot be made.
         """
         if self._shards is not None and self._shards.rank == 0:
-            self._begin(step)
+            begin_checkpoint(self._folder, step, log=self._log)
 
     def save(
         self,
@@ -83,8 +79,8 @@ class CheckpointWriter:
         """Wait for the previous save, copy the state, and start writing the copy.
 
         The state may have tensors on any device and is not read after this call; see
-        ``save_checkpoint``. Memory at the addresses in `copies` belongs to this state alone, so it
-        is not copied.
+        ``save_checkpoint``. If checkpoints are sharded, it has this rank's ``parts`` too. Memory at
+        the addresses in `copies` belongs to this state alone, so it is not copied.
 
         Raises:
             UserError: the previous save failed; earlier checkpoints are intact.
@@ -120,15 +116,12 @@ class CheckpointWriter:
             if self._shards is None:
                 self._save(state, step=step, metrics=metrics)
                 return
-            content, pieces = split_off(state["objects"])
-            write = partial(self._shards.write, pieces=pieces)
-            if self._shards.rank > 0:
-                final, temp = checkpoint_paths(self._folder, step)
-                with os_errors(f"checkpoint {final} could not be saved", fix=INTACT):
-                    write(temp)
+            write = partial(self._shards.write, parts=state.pop("parts"))
+            if self._shards.rank == 0:
+                self._save(state, step=step, metrics=metrics, more_files=write)
                 return
-            state = {**state, "objects": content}
-            self._save(state, step=step, metrics=metrics, more_files=write)
+            with being_saved(self._folder, step) as (_, temp):
+                write(temp)
 
 
 class Stager:
@@ -149,23 +142,15 @@ class Stager:
         """
         before, self._memory = self._memory, {}
 
-        def copied(value: Any) -> Any:
-            if isinstance(value, Piece):
-                return value if value.part is None else replace(value, part=copied(value.part))
-            if isinstance(value, Tensor):
-                if value.is_sparse:  # momentum of a sparse gradient has several storages
-                    return value.detach().to("cpu", copy=True)
-                is_copy = value.untyped_storage().data_ptr() in copies
-                return value if is_copy else self._copy_tensor(value, before)
-            if isinstance(value, dict):
-                result = copy.copy(value)  # keeps the _metadata that state_dict() attaches
-                result.update({key: copied(item) for key, item in value.items()})
-                return result
-            if type(value) in (list, tuple):
-                return type(value)(map(copied, value))
-            return copy.deepcopy(value)
+        def copied(_: str, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return copy.deepcopy(value)
+            if value.is_sparse:  # momentum of a sparse gradient has several storages
+                return value.detach().to("cpu", copy=True)
+            has_own = value.is_meta or value.untyped_storage().data_ptr() in copies
+            return value if has_own else self._copy_tensor(value, before)
 
-        staged: dict[str, Any] = copied(state)
+        staged: dict[str, Any] = map_leaves(copied, state)
         synchronize(device for device, _, _ in self._memory)  # the next step changes the sources
         return staged
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 
-from ddp_runner.checkpoint.model_file import export_weights, read_export
+from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.inference.model import model_arguments, open_model
 from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import whole_state, whole_tensors
@@ -35,15 +35,9 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
             )
         deque(tensors, maxlen=0)  # the other ranks only help to gather
         if session.env.is_rank_zero:
-            split = next(iter(model.splits.values()))
-            files = export_programs(
-                work.config,
-                work.dataset,
-                arguments=model_arguments(model.run_dir),
-                tensors=read_export(run_dir.export, named=str(run_dir.export))[0],
-                samples=split.first(seed=work.config.seed).data,
-                folder=run_dir.path,
-            )
+            samples = next(iter(model.splits.values())).first(seed=work.config.seed).data
+            arguments = model_arguments(model.run_dir)
+            files = export_programs(work, run_dir, arguments=arguments, samples=samples)
             for path in (run_dir.export, *files):
                 session.log(f"wrote {shown_path(path)}")
         logger.finish(Status.COMPLETED, step=model.weights.step, epoch=model.epoch)

@@ -50,7 +50,7 @@ class OwnRecords(Records):
         super().__init__(
             session, fields=fields, resume_step=resume_step, stack=stack, max_steps=None
         )
-        self._writes, self._loaders = session.env.is_rank_zero, loaders
+        self._loaders = loaders
         self._metrics: dict[str, float] = {}  # logged at _metrics_step
         self._metrics_step = -1
         self._timed_step, self._timed_samples = resume_step or 0, 0
@@ -66,7 +66,7 @@ class OwnRecords(Records):
         Raises:
             UserError: a name is in LINE_FIELDS, or a value is not a number.
         """
-        if not self._writes:
+        if not self._is_rank_zero:
             return
         numbers = dict[str, float]()
         for name, value in values.items():
@@ -84,7 +84,7 @@ class OwnRecords(Records):
 
     def log_image(self, name: str, image: Tensor, *, step: int) -> None:
         """Write an image: see ``Run.log_image``."""
-        if not self._writes:
+        if not self._is_rank_zero:
             return
         if image.ndim == 2:
             image = image[None]

@@ -108,8 +108,6 @@ def build_saver(session: Session, objects: Mapping[str, Any]) -> Saver:
         settings_of(objects),
         task=session.config.task,
         num_shares=session.mode.layout(session.env).num_shares,
-        rank=session.env.rank,
-        num_ranks=session.env.world_size,
         is_sharded=session.config.checkpoint.format == "sharded",
         compares_buffers=True,
     )

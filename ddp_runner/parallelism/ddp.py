@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.parallelism.mode import local_engine, one_share_each
+from ddp_runner.parallelism.single import Single
 
 MIN_BUCKET_MB = 2**-20  # a bucket per gradient, as 0 means; torch 2.11 rejects 0
 CommHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
@@ -30,10 +30,9 @@ ROUNDING: Mapping[str, CommHook] = {
 
 
 @dataclass(frozen=True)
-class DDP:
+class DDP(Single):
     """A replica per rank, on one device or cut into stages on ``devices_per_rank`` devices."""
 
-    name: str
     bucket_cap_mb: float
     find_unused_parameters: bool
     static_graph: bool
@@ -41,8 +40,6 @@ class DDP:
     devices_per_rank: int = 1
     sync_batchnorm: bool = False
     comm_hook: str | CommHook | None = None  # bf16, fp16, or the user's function
-    layout = staticmethod(one_share_each)
-    engine = staticmethod(local_engine)
 
     def place(self, build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
         """Build the model on this rank's device, or let it place its stages on several."""

@@ -12,18 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_runner.parallelism.mode import local_engine, null_context, one_share_each, place_on_first
+from ddp_runner.parallelism.single import Single
 
 
 @dataclass(frozen=True)
-class DataParallelMode:
-    """``torch.nn.DataParallel``; with fewer than two GPUs it runs on one device."""
+class DataParallelMode(Single):
+    """``torch.nn.DataParallel``; with fewer than two GPUs it runs on one device.
 
-    name: str
-    layout = staticmethod(one_share_each)
-    engine = staticmethod(local_engine)
-    place = staticmethod(place_on_first)
-    no_sync = staticmethod(null_context)  # backward itself sums the replicas' gradients
+    Backward itself sums the replicas' gradients.
+    """
 
     def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
         """Return the model; each forward makes a replica on every visible GPU."""

@@ -23,8 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.memory import return_freed_memory
-from ddp_runner.parallelism.mode import Layout, local_engine, no_wrapper, one_share_for
+from ddp_runner.parallelism.mode import Layout, one_share_for
 from ddp_runner.parallelism.modules import blocks_of, initialise
+from ddp_runner.parallelism.single import Single
 from ddp_runner.parallelism.tensor_parallel import split_layers
 from ddp_runner.parallelism.tree import Tree, TreeReduceScatter, new_buffer
 
@@ -69,10 +70,9 @@ logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """A model with parameters split over ranks; the mode's YAML explains the keys."""
+class Mesh(Single):
+    """A model that ``place`` splits over ranks; the mode's YAML explains the keys."""
 
-    name: str
     num_replicas: int
     tensor_parallel_size: int | None
     reshard_after_forward: bool | int
@@ -84,8 +84,6 @@ class Mesh:
     blocks: Sequence[str]
     plan: Mapping[str, str]
     tree: Tree | None = None  # of virtual ranks, which add gradients in a fixed order
-    wrap = staticmethod(no_wrapper)  # ``place`` splits the model
-    engine = staticmethod(local_engine)
 
     def layout(self, env: DistEnv) -> Layout:
         """Return a rank's part; ranks of a tensor-parallel group have the same share."""

@@ -1,12 +1,12 @@
 """The interface of a mode of parallelism: where a model is, and how a step is computed.
 
-A mode is a frozen dataclass with the keys of its YAML as fields and the methods of ``Mode``. For
-common behaviour it names a function of this module. The loop is the same for all modes.
+A mode is a frozen dataclass with the keys of its YAML as fields and the methods of ``Mode``. Most
+inherit what they share from ``Single``. The loop is the same for all modes.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -129,11 +129,6 @@ class Mode(Protocol):
         """
 
 
-def one_share_each(env: DistEnv) -> Layout:
-    """Return a rank's layout in a mode where all ranks do the same."""
-    return Layout(share=env.rank, num_shares=env.world_size, env=env)
-
-
 def one_share_for(env: DistEnv, model_ranks: int | None) -> Layout:
     """Return the layout of a mode with a share for each `model_ranks` neighbours; None: for all."""
     size = model_ranks or env.world_size
@@ -151,19 +146,9 @@ def local_engine(state: StateT, local: Engine[StateT, BatchT]) -> Engine[StateT,
     return local
 
 
-def place_on_first(build: Callable[..., nn.Module], devices: Sequence[torch.device]) -> nn.Module:
-    """Build the model and move it to the rank's first device."""
-    return build().to(devices[0])
-
-
 def no_wrapper(module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
     """Return the module unchanged."""
     return module
-
-
-def null_context(model: nn.Module) -> AbstractContextManager[None]:
-    """Return an empty context: this mode's backward does not communicate."""
-    return nullcontext()
 
 
 def rank_devices(env: DistEnv, *, kind: str, per_rank: int) -> tuple[torch.device, ...]:

@@ -26,14 +26,8 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
-from ddp_runner.parallelism.mode import (
-    Engine,
-    Layout,
-    Sums,
-    no_wrapper,
-    null_context,
-    place_on_first,
-)
+from ddp_runner.parallelism.mode import Engine, Layout, Sums
+from ddp_runner.parallelism.single import Single
 from ddp_runner.seeds import seed_all
 
 SERVER = 0
@@ -46,14 +40,13 @@ EXACT_IN_FLOAT32 = {
 
 
 @dataclass(frozen=True)
-class ParameterServer:
-    """A server and its trainers; a step waits for all trainers in sync, for any in async."""
+class ParameterServer(Single):
+    """A server and its trainers; a step waits for all trainers in sync, for any in async.
 
-    name: str
+    The parameters come with each batch, and a trainer sends gradients after its last micro-batch.
+    """
+
     mode: str
-    place = staticmethod(place_on_first)
-    wrap = staticmethod(no_wrapper)  # the parameters come with each batch
-    no_sync = staticmethod(null_context)  # a trainer sends gradients after its last micro-batch
 
     def layout(self, env: DistEnv) -> Layout:
         """Return the server's or a trainer's part; in async a trainer computes global batches."""
@@ -125,9 +118,11 @@ class Server(Engine[Any, Any]):
         self._next, self._is_stopping = 0, False  # the next batch to hand out
         self._parameters = list(state.module.parameters())
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        # Length and dtype of a push, without memory.
+        # Length and dtype of a push, without memory; and the lengths of its four parts.
         numbers = torch.zeros(3 + len(self._scalars))
         self._push = flatten_gradients(state.module, numbers).to("meta")
+        num_buffered = sum(buffer.numel() for buffer in state.module.buffers())
+        self._lengths = [sum(self._sizes), len(self._sizes), num_buffered, len(numbers)]
         self._begin_interval()
 
     def backward(self, state: Any, batch: Any) -> Sums:
@@ -138,14 +133,15 @@ class Server(Engine[Any, Any]):
         if not self._num_steps:
             self._began = time.perf_counter()
         pushes = self._collect(state, batch.number)
-        gradients, counts, _, numbers = self._parts(sum(pushes[1:], start=pushes[0]))
+        total = sum(pushes[1:], start=pushes[0])
+        gradients, counts, _, numbers = total.split(self._lengths)
         gradients = (gradients / len(pushes)).split(self._sizes)
         pairs = zip(self._parameters, gradients, counts.tolist(), strict=True)
         for parameter, gradient, count in pairs:
             # None, not zero: with a zero gradient the optimizer would decay a frozen parameter.
             parameter.grad = gradient.view(parameter.shape).to(parameter) if count else None
         # The lowest rank's buffers, as under DDP.
-        copy_parts(self._parts(pushes[0])[2], list(self._module.buffers()))
+        copy_parts(pushes[0].split(self._lengths)[2], list(self._module.buffers()))
         waited_s, loss, tokens, *scalars = numbers
         self._version += 1
         self._num_steps += 1
@@ -186,13 +182,6 @@ class Server(Engine[Any, Any]):
         (code,) = (code for code, name in STATUS_OF.items() if name == status)
         for rank in self._idle:
             dist.send(torch.tensor([code]), rank, self._group)
-
-    def _parts(self, push: Tensor) -> tuple[Tensor, ...]:
-        """Split the result of ``flatten_gradients`` into its four parts."""
-        num_gradients, num_flags = sum(self._sizes), len(self._sizes)
-        num_numbers = 3 + len(self._scalars)
-        num_buffered = len(push) - num_gradients - num_flags - num_numbers
-        return tuple(push.split([num_gradients, num_flags, num_buffered, num_numbers]))
 
     def _collect(self, state: Any, number: int) -> list[Tensor]:
         """Hand out batches to idle trainers; return a step's pushes, in sync by rank."""

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.parallelism.mode import Engine, Layout, no_wrapper, null_context, one_share_for
+from ddp_runner.parallelism.mode import Engine, Layout, one_share_for
 from ddp_runner.parallelism.modules import initialise
 from ddp_runner.parallelism.pipeline_engine import PipelineEngine
+from ddp_runner.parallelism.single import Single
 from ddp_runner.parallelism.stages import (
     Stages,
     drop_others,
@@ -26,10 +27,12 @@ from ddp_runner.parallelism.stages import (
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """A model cut into stages over neighbouring ranks; the mode's YAML explains the keys."""
+class Pipeline(Single):
+    """A model that ``place`` cuts into stages over neighbouring ranks; its YAML explains the keys.
 
-    name: str
+    The engine reduces the gradients.
+    """
+
     pipeline_size: int | None
     schedule: str
     stages_per_rank: int
@@ -37,8 +40,6 @@ class Pipeline:
     meta_init: bool
     blocks: Sequence[str]
     ends: Mapping[str, Sequence[str]]
-    wrap = staticmethod(no_wrapper)  # ``place`` cuts the model
-    no_sync = staticmethod(null_context)  # the engine reduces the gradients
 
     def layout(self, env: DistEnv) -> Layout:
         """Return a rank's part; the ranks of a pipeline have the same share."""
@@ -70,7 +71,7 @@ class Pipeline:
         names = dict(module.named_parameters(remove_duplicate=False))
         ties = [
             ([name for name in tied if name in names], _subgroup(firsts, holders))
-            for holders, tied in tie_groups(cut, size)
+            for holders, tied in tie_groups(cut, size).items()
         ]
         stages = Stages(
             module,

@@ -9,9 +9,7 @@ identifies them, and a run without shards does not import it.
 
 import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import is_
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -27,14 +25,46 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class StoredTensor(ABC):
-    """A whole tensor that is not in memory; a rank reads the part that it needs."""
+Part = tuple[Sequence[int], Tensor]  # offsets in the whole tensor, values
 
-    shape: torch.Size
 
-    @abstractmethod
+class StoredTensor:
+    """A whole tensor that is not in memory; a rank reads the part that it needs.
+
+    Args:
+        name: for messages.
+        spec: with its dtype and shape.
+        parts: mapped from files, so that only what is used is read.
+    """
+
+    def __init__(self, name: str, spec: Tensor, parts: Sequence[Part]) -> None:
+        self._name, self.shape, self._dtype, self._parts = name, spec.shape, spec.dtype, parts
+
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return the values from `offsets` on, on the CPU; do not change them."""
+        """Return the values from `offsets` on, on the CPU; do not change them.
+
+        Raises:
+            UserError: the files lack some.
+        """
+        target, filled = torch.empty(tuple(sizes), dtype=self._dtype), 0
+        for begin, part in self._parts:
+            ends = zip(offsets, sizes, begin, part.shape, strict=True)
+            last = [min(a + n, b + m) for a, n, b, m in ends]
+            first = [min(z, max(a, b)) for a, b, z in zip(offsets, begin, last, strict=True)]
+            box = target[_slices(first, last, offsets)]
+            box.copy_(part[_slices(first, last, begin)])
+            filled += box.numel()
+        if filled != target.numel():
+            raise UserError(
+                f"{self._name} is incomplete: its files have {filled} of {target.numel()} values"
+            )
+        return target
+
+
+def _slices(first: Sequence[int], last: Sequence[int], origin: Sequence[int]) -> Any:
+    """Return a box of the whole tensor in the part that begins at `origin`."""
+    bounds = zip(first, last, origin, strict=True)
+    return tuple(slice(low - start, high - start) for low, high, start in bounds)
 
 
 def whole(value: Tensor | StoredTensor) -> Tensor:
@@ -47,16 +77,17 @@ def whole(value: Tensor | StoredTensor) -> Tensor:
 def map_leaves(change: Callable[[str, Any], Any], state: Any, path: str = "") -> Any:
     """Return a state with ``change(path, value)`` in place of each value that is not nested.
 
-    Nested are dicts, lists and tuples; a path is their keys from the outermost on, as in ``a.0.b``.
+    Nested are mappings, lists and tuples, but no subclasses of the latter two. A path is the keys
+    from the outermost on, as in ``a.0.b``.
     """
-    if not isinstance(state, Mapping | list | tuple):
-        return change(path, state)
     prefix = f"{path}." if path else ""
     if isinstance(state, Mapping):
         result: Any = copy.copy(state)  # a module's state_dict carries `_metadata`
         for key, value in state.items():
             result[key] = map_leaves(change, value, f"{prefix}{key}")
         return result
+    if type(state) not in (list, tuple):
+        return change(path, state)
     items = enumerate(state)
     return type(state)(map_leaves(change, value, f"{prefix}{number}") for number, value in items)
 
@@ -138,36 +169,6 @@ def redistribute_like(value: Tensor, reference: Tensor) -> Tensor:
     return value
 
 
-def gathered(state: Any, *, keep: bool, copies: set[int] | None = None) -> Any:
-    """Return a state with whole tensors on the CPU in place of shards. Collective if it has shards.
-
-    Args:
-        state: tensors, and dicts and lists of them; tensors that are not split stay.
-        keep: whether this rank needs the result; else its whole tensors are None.
-        copies: gets the memory address of each whole tensor that nothing else uses.
-    """
-    if isinstance(state, Mapping):
-        parts = {key: gathered(value, keep=keep, copies=copies) for key, value in state.items()}
-        if all(parts[key] is state[key] for key in parts):
-            return state
-        result: Any = copy.copy(state)  # a module's state_dict carries `_metadata`
-        result.update(parts)
-        return result
-    if isinstance(state, list | tuple):
-        items = [gathered(value, keep=keep, copies=copies) for value in state]
-        return state if all(map(is_, items, state)) else items
-    if not is_shard(state):
-        return state
-    full = full_tensor(state.detach())
-    if not keep:
-        return None
-    full, source = full.cpu(), own_part(state).untyped_storage()
-    # With a single rank the whole tensor is the rank's part, which the next step changes.
-    if copies is not None and (address := full.untyped_storage().data_ptr()) != source.data_ptr():
-        copies.add(address)
-    return full
-
-
 def shard_like(value: Any, reference: Any) -> Any:
     """Return a whole or stored tensor split as the reference is; anything else unchanged."""
     if not is_shard(reference):
@@ -189,13 +190,6 @@ def shard_like(value: Any, reference: Any) -> Any:
 def copy_shard(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor, or this rank's part of it, into the target."""
     own_part(target).copy_(own_part(shard_like(value, target)))
-
-
-def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a state_dict of whole tensors, which every rank has, into a module or its shards."""
-    own = module.state_dict()
-    names = own if has_stages(module) else state
-    module.load_state_dict({name: shard_like(state[name], own.get(name)) for name in names})
 
 
 def has_stages(module: nn.Module) -> bool:
@@ -244,33 +238,27 @@ def whole_tensors(module: nn.Module, *, group: dist.ProcessGroup | None = None) 
 
     Collective if the model is split: every rank must then iterate to the end.
     """
-    own, specs = module.state_dict(), whole_state(module)
-    if len(own) == len(specs):
-        yield from map(full_tensor, own.values())
-        return
-    holders = holders_of(own, group=group)
-    for key, spec in specs.items():
-        yield for_rank_zero(own.get(key), spec, holder=holders[key], group=group)
+    own = module.state_dict()
+    holders = holders_of(own, group=group) if has_stages(module) else {}
+    for key, spec in whole_state(module).items():
+        yield for_rank_zero(own.get(key, spec), holder=holders.get(key, 0), group=group)
 
 
-def for_rank_zero(
-    own: Tensor | None, spec: Tensor, *, holder: int, group: dist.ProcessGroup | None
-) -> Tensor:
+def for_rank_zero(value: Tensor, *, holder: int, group: dist.ProcessGroup | None) -> Tensor:
     """Return a tensor that is right, and whole, on rank 0. Collective: every rank must call.
 
     Args:
-        own: the tensor on this rank, whole or split; None: this rank has no part of it.
-        spec: with its dtype and shape.
+        value: the tensor on this rank, whole or split; on the meta device: this rank lacks it.
         holder: the first rank that has it, or a part of it.
         group: the ranks that call; None: all.
     """
-    value = None if own is None else full_tensor(own.detach())
+    full = full_tensor(value.detach())
     if holder:  # over gloo, on the CPU
-        if value is None or holder != dist.get_rank(group):
-            value = torch.empty(spec.shape, dtype=spec.dtype)
-        value = value.cpu().contiguous()
-        dist.broadcast(value, src=holder, group=group)
-    return spec if value is None else value
+        if full.is_meta or holder != dist.get_rank(group):
+            full = torch.empty(full.shape, dtype=full.dtype)
+        full = full.cpu().contiguous()
+        dist.broadcast(full, src=holder, group=group)
+    return full
 
 
 def holders_of(names: Iterable[str], *, group: dist.ProcessGroup | None) -> dict[str, int]:

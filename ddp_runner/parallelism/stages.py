@@ -9,7 +9,7 @@ A stage keeps all modules of the model, without the tensors of the other stages.
 weights that have a seed for each module, are those of the whole model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, chain, pairwise
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # as torch.distribut
 
 from ddp_runner.errors import UserError, typed
 from ddp_runner.parallelism.modules import matched
+from ddp_runner.parallelism.shards import spec_of
 
 ENDS = ("embed", "head")  # the methods of a model that the first and the last stage call
 
@@ -80,7 +81,7 @@ class Stages:
         if is_own:
             try:
                 value = self.compute(stage, value, args, kwargs)
-                box = [tree_map_only(Tensor, _meta, value)]
+                box = [tree_map_only(Tensor, spec_of, value)]
             except Exception as failure:  # the user's code
                 error = failure
                 box = [failure if isinstance(failure, UserError) else RuntimeError(typed(failure))]
@@ -271,19 +272,14 @@ def drop_others(module: nn.Module, keeps: Callable[[str], bool]) -> None:
                     owner[key] = None
 
 
-def _meta(value: Tensor) -> Tensor:
-    """Return a tensor's shape and dtype on the meta device; what ranks send is contiguous."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-
-def tie_groups(cut: Cut, size: int) -> Iterator[tuple[tuple[int, ...], list[str]]]:
-    """Yield the ranks of a pipeline that share parameters, and all names of these parameters."""
+def tie_groups(cut: Cut, size: int) -> Mapping[tuple[int, ...], Sequence[str]]:
+    """Return all names of the parameters that ranks of a pipeline share, by these ranks."""
     names = dict[tuple[int, ...], list[str]]()
     for name, stages in cut.shared.items():
         ranks = tuple(sorted({stage % size for stage in stages}))
         if len(ranks) > 1:
             names.setdefault(ranks, []).append(name)
-    yield from names.items()
+    return names
 
 
 def _reject_backward(_: Tensor) -> None:

@@ -24,6 +24,7 @@ from ddp_runner.parallelism.modules import matched
 from ddp_runner.seeds import seed_all
 
 WHOLE, SPLIT = Replicate(), Shard(1)  # of activations (batch, length, features)
+OF_SEQUENCES = ("sequence", "split")  # styles that count only if sequences are split
 PARAMETERS_SPLIT = ("colwise", "rowwise", "sequence")  # styles that replace parameters
 
 
@@ -41,19 +42,18 @@ def split_layers(
             "parallelism.tensor_parallel_size needs a model that says how its layers are split",
             "write model.tensor_parallel={PATTERN:colwise}, or parallelism=fsdp",
         )
-    styles, numbers = _styles(is_sequence_split=is_sequence_split), _RankNumbers(mesh)
+    styles, numbers = _styles(SPLIT if is_sequence_split else WHOLE), _RankNumbers(mesh)
     module.register_forward_pre_hook(numbers.begin)
     names_of = defaultdict[nn.Parameter, list[str]](list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of[parameter].append(name)
     for pattern, word in plan.items():
-        if word not in _styles(is_sequence_split=True):
+        if word not in styles:
             raise UserError(
-                f"model.tensor_parallel ({pattern}: {word}) must be one of "
-                f"{', '.join(_styles(is_sequence_split=True))}"
+                f"model.tensor_parallel ({pattern}: {word}) must be one of {', '.join(styles)}"
             )
         layers = matched(module, pattern, key="model.tensor_parallel")
-        for name, layer in layers.items() if word in styles else ():
+        for name, layer in layers.items() if is_sequence_split or word not in OF_SEQUENCES else ():
             _validate_layer(name, layer, word, size=mesh.size())
             if word in PARAMETERS_SPLIT:
                 _validate_ties([names_of[tensor] for tensor in layer.parameters(recurse=False)])
@@ -126,17 +126,15 @@ def _validate_ties(names: Iterable[Sequence[str]]) -> None:
             )
 
 
-def _styles(*, is_sequence_split: bool) -> Mapping[str, Callable[[], ParallelStyle]]:
-    """Return the plan's styles; activations between layers are whole or split."""
-    between = SPLIT if is_sequence_split else WHOLE
-    styles: dict[str, Callable[[], ParallelStyle]] = {
+def _styles(between: Placement) -> Mapping[str, Callable[[], ParallelStyle]]:
+    """Return the plan's styles, given the placement of activations between layers."""
+    return {
         "colwise": ColwiseParallel,
         "rowwise": lambda: RowwiseParallel(output_layouts=between),
         "gather": lambda: _Gather(between),
+        "sequence": SequenceParallel,
+        "split": _Split,
     }
-    if not is_sequence_split:
-        return styles
-    return styles | {"sequence": SequenceParallel, "split": _Split}
 
 
 class _Gather(ParallelStyle):

@@ -10,13 +10,13 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only  # as torch.export itself does
 
-from ddp_runner.checkpoint.manifest import read_manifest
+from ddp_runner.checkpoint.manifest import Manifest, read_manifest
 from ddp_runner.checkpoint.model_file import (
     Tensors,
     fitting_tensors,
@@ -25,8 +25,6 @@ from ddp_runner.checkpoint.model_file import (
 )
 from ddp_runner.checkpoint.store import best_checkpoints
 from ddp_runner.checkpoint.weights import read_model
-from ddp_runner.config.schema import RunConfig
-from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.splits import NUM_FIRST
 from ddp_runner.data.trees import tensors_of
 from ddp_runner.distributed import from_rank_zero
@@ -39,21 +37,13 @@ from ddp_runner.tracking.run_record import add_warning
 from ddp_runner.train.build_model import place_alone
 from ddp_runner.train.build_state import build_step
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.state import TrainState
+from ddp_runner.train.state import TrainState, Work
 from ddp_runner.train.step import StepFunction
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
 MAX_REASON = 200  # characters of an error of torch's exporter, which may fill a page
 CPU = torch.device("cpu")
 MAX_INLINE = 2**31 - 2**26  # bytes of weights in an ONNX file; more go to a second file
-
-
-class _Model(NamedTuple):
-    """A model in a checkpoint."""
-
-    state: Tensors
-    step: int
-    metrics: Mapping[str, float | None]
 
 
 def export_best(
@@ -69,23 +59,24 @@ def export_best(
         UserError: the model cannot be written.
     """
     work, settings, progress = state.work, state.work.config.checkpoint, state.progress
-    module, saved = state.evaluated, list[_Model]()
+    module, saved = state.evaluated, list[Tensors]()
 
     def find() -> tuple[int, Mapping[str, float | None]]:
         if settings.monitor is not None and (found := _best_model(state, run_dir.checkpoints, log)):
-            saved.append(found)
-            return found.step, found.metrics
+            manifest, tensors = found
+            saved.append(tensors)
+            return manifest.step, manifest.metrics
         return progress.step, progress.metrics
 
     step, metrics = from_rank_zero(find, group=work.group)
     is_last = step == progress.step
     if settings.load_best and not is_last:
-        send_module(module, saved[0].state if saved else None, group=work.group)
+        send_module(module, saved[0] if saved else None, group=work.group)
     if settings.load_best:
         results, _ = evaluate(work, module, step=progress.step)
         results = {name.replace("eval/", "best/"): value for name, value in results.items()}
         records.logger.log(results, step=progress.step, epoch=state.batches.epoch)
-    tensors: Iterator[Tensor] = (whole(value) for it in saved for value in it.state.values())
+    tensors: Iterator[Tensor] = (whole(value) for it in saved for value in it.values())
     if settings.load_best or is_last:
         tensors = whole_tensors(module, group=work.group)
     records.logger.exported(step, metrics)
@@ -104,23 +95,19 @@ def export_best(
 
 def _try_programs(state: TrainState, run_dir: RunDir, *, log: Callable[[str], None]) -> None:
     """Export the programs of ``checkpoint.export``, or warn: many models cannot be traced."""
-    work = state.work
+    arguments = state.work.dataset.model_arguments
     try:
-        files = export_programs(
-            work.config,
-            work.dataset,
-            arguments=work.dataset.model_arguments,
-            tensors=read_export(run_dir.export, named=str(run_dir.export))[0],
-            samples=state.first().data,
-            folder=run_dir.path,
-        )
+        samples = state.first().data
+        files = export_programs(state.work, run_dir, arguments=arguments, samples=samples)
         log(f"exported {', '.join(path.name for path in files)}")
     except UserError as error:  # the training is complete
         add_warning(run_dir, str(error))
         log(f"warning: {error}")
 
 
-def _best_model(state: TrainState, folder: Path, log: Callable[[str], None]) -> _Model | None:
+def _best_model(
+    state: TrainState, folder: Path, log: Callable[[str], None]
+) -> tuple[Manifest, Tensors] | None:
     """Return the best model that can be loaded; None if that is the last. Rank 0 only.
 
     The training is complete, so a damaged file must not fail the run: it is logged, and the last
@@ -135,8 +122,7 @@ def _best_model(state: TrainState, folder: Path, log: Callable[[str], None]) -> 
             if manifest.step == state.step:
                 return None
             content = read_model(path, is_average=module is not state.module, fix=fix)
-            tensors = fitting_tensors(module, content, named=f"checkpoint {path}")
-            return _Model(tensors, manifest.step, manifest.metrics)
+            return manifest, fitting_tensors(module, content, named=f"checkpoint {path}")
         except UserError as error:
             log(f"{error}; trying the next best checkpoint")
     log(f"no valid checkpoint has a finite {settings.monitor}; exporting the last model")
@@ -144,31 +130,25 @@ def _best_model(state: TrainState, folder: Path, log: Callable[[str], None]) -> 
 
 
 def export_programs(
-    config: RunConfig,
-    dataset: Dataset,
-    *,
-    arguments: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    samples: Any,
-    folder: Path,
+    work: Work, run_dir: RunDir, *, arguments: Mapping[str, Any], samples: Any
 ) -> list[Path]:
-    """Write the model in each format of ``checkpoint.export``, and return the files.
+    """Write a folder's model in each format of ``checkpoint.export``, and return the files.
 
     The programs are traced on the CPU and take any number of samples; texts may be of any length.
     Rank 0 only.
 
     Args:
-        config: of the run.
-        dataset: prepares the samples for the training step, which calls the model.
+        work: has the training step, which calls the model, and prepares its samples.
+        run_dir: has the weights, in model.safetensors.
         arguments: facts of the data that the model is built with.
-        tensors: the weights, a state_dict.
         samples: a batch of ``NUM_FIRST``, as the split loads it.
-        folder: where the files go.
 
     Raises:
         UserError: torch cannot trace the model, or a file cannot be written.
     """
+    config, dataset, folder = work.config, work.dataset, run_dir.path
     module, step = place_alone(config, arguments, CPU), build_step(config, [CPU])
+    tensors, _ = read_export(run_dir.export, named=str(run_dir.export))
     load_tensors(module, tensors, named="the exported model")
     module.eval()
     is_text = dataset.padding_id is not None or dataset.vocab_size is not None

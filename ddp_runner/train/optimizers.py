@@ -141,12 +141,11 @@ def parameter_groups(
     if no_decay:
         result = [part for group in result for part in _by_decay(group, names)]
     # Each rank of a pipeline has all groups: they have the same rates, and the last is logged.
-    return [group | {"params": _real(group["params"])} for group in result if group["params"]]
-
-
-def _real(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters without those of other stages."""
-    return [parameter for parameter in parameters if not parameter.is_meta]
+    return [
+        group | {"params": [value for value in group["params"] if not value.is_meta]}
+        for group in result
+        if group["params"]
+    ]
 
 
 def _by_decay(group: dict[str, Any], names: Mapping[int, str]) -> list[dict[str, Any]]:

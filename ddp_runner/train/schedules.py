@@ -56,15 +56,11 @@ def build_schedule(
             scheduler that counts steps, or it needs the length of a stream.
     """
     lengths = dict.fromkeys(TOTAL_STEPS, total_steps) | {"steps_per_epoch": steps_per_epoch}
-    settings = {
-        key: value
-        for key, value in config.scheduler.items()
-        if value is not None or key not in lengths
-    }
+    lengths = {name: count for name, count in lengths.items() if config.scheduler.get(name) is None}
+    settings = {key: value for key, value in config.scheduler.items() if key not in lengths}
     monitor = settings.pop("monitor", None)
     allowed = config.allowed_targets
     accepted = keywords(find(settings["_target_"], key="scheduler._target_", allowed=allowed))
-    lengths = {name: length for name, length in lengths.items() if name not in settings}
     arguments: dict[str, Any] = _known_lengths(config, lengths, accepted)
     if monitor is not None and "monitor" in accepted:  # a parameter of the scheduler itself
         arguments["monitor"], monitor = monitor, None

@@ -86,8 +86,6 @@ def _saver(state: TrainState) -> Saver:
         state.settings,
         task="train",
         num_shares=work.layout.num_shares,
-        rank=work.env.rank,
-        num_ranks=work.env.world_size,
         group=work.group,
         is_sharded=work.config.checkpoint.format == "sharded",
         takes_all=work.layout.runs_loop,

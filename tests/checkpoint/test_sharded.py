@@ -24,7 +24,6 @@ from train_states import build, compose_config, equal, save_state, take_steps
 from ddp_runner.checkpoint import shard_notes
 from ddp_runner.checkpoint.between_ranks import agreed_checkpoint
 from ddp_runner.checkpoint.manifest import STATE, read_manifest
-from ddp_runner.checkpoint.pieces import Piece
 from ddp_runner.checkpoint.shard_notes import Shards
 from ddp_runner.checkpoint.store import begin_checkpoint, load_checkpoint, load_plain_data
 from ddp_runner.checkpoint.weights import read_model
@@ -144,8 +143,8 @@ def test_other_tools_read_the_folder(saved: dict[str, Path]) -> None:
 def content_of(rank: int, step: int) -> dict[str, Any]:
     """Return the content of a checkpoint of two ranks, each with half of the rows."""
     rows = torch.full((2, 3), float(10 * step + rank))
-    piece = Piece(torch.empty(4, 3, device="meta"), (2 * rank, 0), rows)
-    return {"step": step, "objects": {"model": {"weight": piece}}}
+    objects = {"model": {"weight": torch.empty(4, 3, device="meta")}}
+    return {"step": step, "objects": objects, "parts": {"model.weight": ((2 * rank, 0), rows)}}
 
 
 def write_part(folder: Path, rank: int, step: int, other: int | None = None) -> None:
@@ -209,7 +208,7 @@ def test_a_rank_that_cannot_write_is_named_by_rank_zero(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    save_both(tmp_path, 6, {1: lambda: setattr(shard_notes, "write_pieces", full)})
+    save_both(tmp_path, 6, {1: lambda: setattr(shard_notes, "write_parts", full)})
     assert "(rank 1: No space left on device); free space" in capfd.readouterr().out
     assert newest_step(tmp_path) == 5
 

@@ -17,7 +17,7 @@ from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.own_loop.wrapping import build_saver, validate_objects
-from ddp_runner.parallelism.mode import one_share_each
+from ddp_runner.parallelism.single import Single
 from ddp_runner.tracking.run_dir import RunDir
 
 
@@ -25,9 +25,8 @@ def session(env: DistEnv, folder: Path, *, task: str = "mine.train") -> Any:
     """Return the parts of a session that saving needs."""
     config = SimpleNamespace(task=task, resume=None, checkpoint=CheckpointConfig())
     devices = (torch.device("cpu"),)
-    mode = SimpleNamespace(layout=one_share_each)
     return SimpleNamespace(
-        mode=mode,
+        mode=Single("single"),
         config=config,
         env=env,
         devices=devices,

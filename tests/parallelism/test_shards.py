@@ -12,6 +12,7 @@ from tiers import first_of
 from torch import Tensor, nn
 from train_states import TOY, build, compose_config, evaluated, take_steps, with_work
 
+from ddp_runner.checkpoint.state_parts import gathered
 from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import Config
 from ddp_runner.data.splits import TensorSplit
@@ -19,7 +20,7 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism import mesh
 from ddp_runner.parallelism.modules import build_by_modules, matched
-from ddp_runner.parallelism.shards import full_tensor, gathered, is_shard, own_part, shard_like
+from ddp_runner.parallelism.shards import full_tensor, is_shard, own_part, shard_like
 from ddp_runner.train.step import StepOutput
 
 GPT = ("model=gpt", "model.num_layers=2", "model.width=16", "model.num_heads=2")
@@ -99,7 +100,7 @@ def held(env: DistEnv, config: Config) -> tuple[int, int, bool]:
     module = build(env, config).module
     parameters = list(module.parameters())
     own = sum(own_part(one).numel() for one in parameters)
-    state = gathered(module.state_dict(), keep=True)
+    state = gathered(module.state_dict(), {}, keep=True, copies=set(), group=None)
     again = {name: shard_like(state[name], one) for name, one in module.state_dict().items()}
     is_same = all(
         torch.equal(own_part(again[name]), own_part(one))
@@ -259,7 +260,8 @@ def test_blocks_are_gathered_in_bf16_and_kept_in_fp32() -> None:
 def test_a_whole_tensor_is_no_shard() -> None:
     """Nothing is gathered, and the state is the very one that was given."""
     state = nn.Linear(2, 2).state_dict()
-    assert gathered(state, keep=True) is state
+    found = gathered(state, {}, keep=False, copies=set(), group=None)
+    assert all(found[name] is value for name, value in state.items())
     assert not any(map(is_shard, state.values()))
     assert full_tensor(state["weight"]) is state["weight"]
     mode = make("parallelism", resolved("parallelism=fsdp")[0].parallelism)

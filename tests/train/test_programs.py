@@ -8,6 +8,7 @@ import pytest
 
 from ddp_runner import files
 from ddp_runner.errors import UserError
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import best_model
 
 
@@ -19,12 +20,13 @@ def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mock:
     monkeypatch.setattr("torch.export.export", MagicMock())
     for name in ("place_alone", "build_step", "load_tensors"):
         monkeypatch.setattr(best_model, name, MagicMock())
+    monkeypatch.setattr(best_model, "read_export", Mock(return_value=({}, {})))
 
     def run(*formats: str) -> list[str]:
-        config = MagicMock()
-        config.checkpoint.export = list(formats)
-        fakes = dict.fromkeys(("arguments", "tensors", "samples"), MagicMock())
-        found = best_model.export_programs(config, MagicMock(), folder=tmp_path, **fakes)
+        work = MagicMock()
+        work.config.checkpoint.export = list(formats)
+        run_dir = RunDir(tmp_path)
+        found = best_model.export_programs(work, run_dir, arguments={}, samples=MagicMock())
         return [path.name for path in found]
 
     return Mock(side_effect=run)
