@@ -12,7 +12,7 @@ uses its own setting.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,7 @@ class Saver:
     compares_buffers: bool = False  # save module buffers of each rank where they differ
     takes_all: bool = True  # reject a checkpoint with further objects
 
+    @torch.no_grad()  # a shard's part then costs nothing
     def snapshot(self, step: int, *, copies: set[int] | None = None) -> dict[str, Any]:
         """Return a checkpoint's content, which is whole on rank 0 alone.
 
@@ -91,13 +92,15 @@ class Saver:
         """
         names, states, local = parameter_names(self.objects), dict[str, Any](), dict[str, Any]()
         modules = {key: one for key, one in self.objects.items() if isinstance(one, nn.Module)}
-        for name, module in modules.items():
-            self._validate_finite(name, module, step)
+        firsts = ((name, first_not_finite(module)) for name, module in modules.items())
+        bad = next((f"{name}.{key}" for name, key in firsts if key is not None), None)
         rank = dist.get_rank(self.group)
         for name, value in self.objects.items():
             states[name] = _state(value, self.settings.get(name), names)
             local[name] = _local_part(value, states[name], compares_buffers=self.compares_buffers)
-        digests = gather_objects({name: digest_of(local[name]) for name in local}, group=self.group)
+        mark = bad, {name: digest_of(local[name]) for name in local}
+        all_bad, digests = zip(*gather_objects(mark, group=self.group), strict=True)
+        _validate_finite(all_bad, step)
         differing = [name for name in local if len({digest[name] for digest in digests}) > 1]
         by_rank: list[Any] = []
         if differing:
@@ -165,14 +168,6 @@ class Saver:
         finite = {name: value for name, value in metrics.items() if value is not None}
         return Restored(int(content["step"]), finite)
 
-    def _validate_finite(self, name: str, module: nn.Module, step: int) -> None:
-        if (key := first_not_finite(module, group=self.group)) is not None:
-            raise UserError(
-                f"parameter {name}.{key} became NaN or infinite by step {step}",
-                "it was not saved: start again with a smaller optimizer.lr, or resume from a "
-                "checkpoint whose loss was still small",
-            )
-
     def _validate(self, content: Any, path: Path) -> None:
         """Reject a checkpoint of another task, with other objects, or not from ``snapshot``."""
         if not isinstance(content, dict) or not content.keys() >= PARTS:
@@ -227,6 +222,16 @@ class Saver:
 
 def _on_cpu(_: str, value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _validate_finite(bad: Sequence[str | None], step: int) -> None:
+    """Reject NaN and infinity, given the first such parameter of each rank."""
+    if (first := next(filter(None, bad), None)) is not None:
+        raise UserError(
+            f"parameter {first} became NaN or infinite by step {step}",
+            "it was not saved: start again with a smaller optimizer.lr, or resume from a "
+            "checkpoint whose loss was still small",
+        )
 
 
 def _state(value: Any, settings: Any, names: Mapping[int, str]) -> Any:
