@@ -2,10 +2,9 @@
 
 import json
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import create_autospec, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -80,8 +79,8 @@ def test_accumulating_one_of_eight_equals_two_of_four() -> None:
 def skipped_syncs(env: DistEnv, config: Config) -> int:
     """Take a step; return how often its mode was asked not to reduce the gradients."""
     state = build(env, config)
-    no_sync = create_autospec(type(state.work.mode).no_sync, side_effect=lambda *_: nullcontext())
-    with patch.object(type(state.work.mode), "no_sync", staticmethod(no_sync)):
+    kind = type(state.work.mode)
+    with patch.object(kind, "no_sync", autospec=True, side_effect=kind.no_sync) as no_sync:
         take_step(state, next(steps_of(state.batches)))
     return int(no_sync.call_count)
 
