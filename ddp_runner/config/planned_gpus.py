@@ -47,7 +47,10 @@ class PlanConfig:
         None, "GB/s that a GPU sends to those of its machine", unit="GB/s", above=0
     )
     net_gb_s: float | None = key(
-        None, "GB/s that a GPU sends to other machines", unit="GB/s", above=0
+        None,
+        "GB/s that a GPU sends to other machines, over a link of its own",
+        unit="GB/s",
+        above=0,
     )
     latency_us: float | None = key(None, "of a hop of a collective", unit="microseconds", least=0)
     efficiency: float = key(

@@ -26,14 +26,18 @@ def step_times(
 def sending_s(trace: RankTrace, gpu: PlanConfig) -> Iterator[float]:
     """Yield the seconds of each collective: latency x hops + bytes x (n - 1) / n / link.
 
-    NCCL's trees have as many hops as the logarithm of the group.
+    NCCL's trees have as many hops as the logarithm of the group. Between machines each rank of the
+    group sends over a link of its own.
     """
     assert gpu.ranks_per_node is not None
     assert gpu.latency_us is not None
+    assert gpu.node_gb_s is not None
+    assert gpu.net_gb_s is not None
     for one, count in trace.calls.items():
-        is_near = one.first // gpu.ranks_per_node == one.last // gpu.ranks_per_node
-        link = gpu.node_gb_s if is_near else gpu.net_gb_s
-        assert link is not None
+        link = gpu.node_gb_s
+        nodes = one.last // gpu.ranks_per_node - one.first // gpu.ranks_per_node + 1
+        if nodes > 1:
+            link = min(link, gpu.net_gb_s * max(1.0, one.group_size / nodes))
         hops, share = math.ceil(math.log2(one.group_size)), (one.group_size - 1) / one.group_size
         if one.kind == "send":
             hops, share = 1, 1.0

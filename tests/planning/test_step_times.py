@@ -28,14 +28,17 @@ H100 = filled_in(PlanConfig(gpu="h100", efficiency=0.5), precision="bf16")
 def test_a_step_takes_two_times() -> None:
     """FLOP over the peak and the efficiency; hops and bytes over the link of each group."""
     within = 10 * 3 * 10e-6 + 4e9 * 7 / 8 / 450e9
-    between = 2 * (2 * 4) * 10e-6 + 2 * 1e9 * 15 / 16 / 50e9
+    between = 2 * (2 * 4) * 10e-6 + 2 * 1e9 * 15 / 16 / 400e9  # eight links of a machine
     assert [*sending_s(TRACE, H100)] == pytest.approx([within, between])
+    apart = Collective("all-gather", group_size=8, first=3, last=59)  # one rank of each machine
+    trace = replace(TRACE, calls={apart: 10}, sent={apart: 4_000_000_000})
+    assert [*sending_s(trace, H100)] == pytest.approx([10 * 3 * 10e-6 + 4e9 * 7 / 8 / 50e9])
     times = step_times([TRACE], H100, bubble=0.0)
     assert times == pytest.approx((2000.0, 1000 * (within + between)))
     metrics = plan_metrics(TRACE, times)
     assert metrics["plan/step_ms"] == sum(times)
     assert metrics["plan/step_ms_overlapped"] == pytest.approx(2000.0)
-    computing, sending = step_times([TRACE], replace(H100, net_gb_s=0.5), bubble=0.2)
+    computing, sending = step_times([TRACE], replace(H100, net_gb_s=0.05), bubble=0.2)
     assert computing == pytest.approx(2500.0)  # a fifth of the step is waiting
     assert plan_metrics(TRACE, (computing, sending))["plan/step_ms_overlapped"] == sending
 
