@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.distributed import broadcast_tensors
 from ddp_runner.parallelism.mode import Engine, Layout, one_share_for
 from ddp_runner.parallelism.modules import initialise
 from ddp_runner.parallelism.pipeline_engine import PipelineEngine
@@ -63,24 +64,28 @@ class Pipeline(Single):
         keys: dict[str, Any] = {"patterns": self.blocks, "ends": self.ends, "split": self.split}
         cut = plan_cut(module, size * per_rank, **keys)
         remember_whole(module)
+        shared = tie_groups(cut.users, dict(module.named_parameters()), size)
         own = frozenset(range(rank, size * per_rank, size))
         drop_others(module, lambda name: bool(cut.users[name] & own))
         if any(parameter.is_meta for parameter in module.parameters()):
             initialise(module.to_empty(device=device))
         module = module.to(device)
-        names = dict(module.named_parameters(remove_duplicate=False))
-        ties = [
-            ([name for name in tied if name in names], _subgroup(firsts, holders))
-            for holders, tied in tie_groups(cut, size).items()
-        ]
+        ties = [(names, _subgroup(firsts, holders)) for holders, names in shared.items()]
+        ties = [(names, group) for names, group in ties if group is not None]
+        replicas = _subgroup(range(size), firsts) if num_ranks > size else None
+        for names, group in ties:
+            broadcast_tensors([module.get_parameter(name).data for name in names], group=group)
+        if replicas is not None:
+            tensors = [*module.parameters(), *module.buffers()]
+            broadcast_tensors([tensor.data for tensor in tensors], group=replicas)
         stages = Stages(
             module,
             cut.blocks,
             _subgroup(firsts, range(size)),
-            _subgroup(range(size), firsts) if num_ranks > size else None,
+            replicas,
             device,
-            [(tied, group) for tied, group in ties if tied],
-            frozenset(name for name in names if min(cut.shared[name]) % size != rank),
+            ties,
+            frozenset(n for n, _ in module.named_parameters() if min(cut.users[n]) % size != rank),
         )
         cast(Any, module).pipeline_stages = stages
         module.forward = stages.forward

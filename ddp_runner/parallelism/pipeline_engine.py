@@ -46,6 +46,7 @@ class _Micro:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     autocast: Callable[[], torch.autocast]  # the context of the call
+    training: bool  # the model's mode in the call
     size: int = 0  # samples of the inputs
 
     def filled(self, size: int) -> "_Micro":
@@ -115,10 +116,11 @@ class PipelineEngine(Engine[Any, Any]):
         except RuntimeError as error:  # torch hides what failed in a stage
             raise error.__cause__ or error from None
         self._micros = []
-        for tied, group in self._stages.ties:
-            add_gradients(map(self._module.get_parameter, tied), group)
+        # Replicas first: their buckets differ between stages, and with them the order of addition.
         if self._stages.replicas is not None:
             add_gradients(self._module.parameters(), self._stages.replicas)
+        for tied, group in self._stages.ties:
+            add_gradients(map(self._module.get_parameter, tied), group)
         sums = self._shared_sums()
         state.timer.mark(StepPart.PIPELINE)
         return sums
@@ -130,7 +132,7 @@ class PipelineEngine(Engine[Any, Any]):
         def record(*args: Any, **kwargs: Any) -> NoReturn:
             enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             context = partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
-            raise _ModelCallError(_Micro(part, args, kwargs, context))
+            raise _ModelCallError(_Micro(part, args, kwargs, context, self._module.training))
 
         seed_all(self._seed, "micro-batch", index)
         try:
@@ -186,6 +188,8 @@ class PipelineEngine(Engine[Any, Any]):
         number = int(index)
         micro = self._micros[number]
         seed_all(self._seed, "stage", number, stage)  # else two stages would drop the same units
+        if self._module.training is not micro.training:
+            self._module.train(micro.training)
         with micro.autocast():
             output: Tensor = self._stages.compute(stage, hidden, micro.args, micro.kwargs)
         if stage < len(self._stages.blocks) - 1:

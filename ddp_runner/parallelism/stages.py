@@ -9,7 +9,8 @@ A stage keeps all modules of the model, without the tensors of the other stages.
 weights that have a seed for each module, are those of the whole model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, chain, pairwise
@@ -126,8 +127,8 @@ class Cut:
     """Which stages use which tensors of a whole model."""
 
     blocks: Sequence[Sequence[nn.Module]]  # of each stage
-    users: Mapping[str, frozenset[int]]  # a tensor's name -> its stages
-    shared: Mapping[str, frozenset[int]]  # a parameter's name -> the stages with it or its ties
+    # The stages of each tensor by name; all names of a tensor have all its stages.
+    users: Mapping[str, frozenset[int]]
 
 
 def plan_cut(
@@ -170,6 +171,11 @@ def plan_cut(
     named = dict[str, Tensor](module.named_parameters(remove_duplicate=False))
     named |= module.named_buffers(remove_duplicate=False)
     blocks = matched(module, patterns[0], key="model.blocks")
+    beside = {name.rpartition(".")[0] for name in blocks}
+    for name, part in module.named_modules(remove_duplicate=False):
+        is_block = part in blocks.values() and name.rpartition(".")[0] in beside
+        if is_block and name not in blocks:
+            raise UserError(f"{name} is a block twice, and a pipeline calls each once", fix)
     groups = [_below(named, name) for name in blocks]
     inside = set(chain.from_iterable(groups))
     parts = {end: _end(named, end, names) - inside for end, names in ends.items()}
@@ -178,21 +184,14 @@ def plan_cut(
     starts = [0, *_starts(sizes, outer, num_stages=num_stages, split=split), len(blocks)]
     stages = [range(*bounds) for bounds in pairwise(starts)]
     block_of = {name: index for index, names in enumerate(groups) for name in names}
-    users = dict[str, frozenset[int]]()
-    for name in named:
-        found = [number for number, stage in enumerate(stages) if block_of.get(name) in stage]
-        if name not in block_of:
-            found = [(num_stages - 1) * ENDS.index(end) for end in parts if name in parts[end]]
-        users[name] = frozenset(found or range(num_stages))
-    stages_of_tensor = dict[Tensor, frozenset[int]]()
+    used = defaultdict[Tensor, set[int]](set)
     for name, value in named.items():
-        stages_of_tensor[value] = stages_of_tensor.get(value, frozenset()) | users[name]
-    shared = {
-        name: stages_of_tensor[value]
-        for name, value in module.named_parameters(remove_duplicate=False)
-    }
+        block = block_of.get(name)
+        used[value] |= {number for number, stage in enumerate(stages) if block in stage}
+        used[value] |= {(num_stages - 1) * ENDS.index(end) for end in parts if name in parts[end]}
+    users = {name: frozenset(used[value] or range(num_stages)) for name, value in named.items()}
     modules = [*blocks.values()]
-    return Cut([[modules[index] for index in stage] for stage in stages], users, shared)
+    return Cut([[modules[index] for index in stage] for stage in stages], users)
 
 
 def _below(named: Mapping[str, Tensor], part: str) -> set[str]:
@@ -272,14 +271,16 @@ def drop_others(module: nn.Module, keeps: Callable[[str], bool]) -> None:
                     owner[key] = None
 
 
-def tie_groups(cut: Cut, size: int) -> Mapping[tuple[int, ...], Sequence[str]]:
-    """Return all names of the parameters that ranks of a pipeline share, by these ranks."""
-    names = dict[tuple[int, ...], list[str]]()
-    for name, stages in cut.shared.items():
-        ranks = tuple(sorted({stage % size for stage in stages}))
+def tie_groups(
+    users: Mapping[str, frozenset[int]], names: Iterable[str], size: int
+) -> Mapping[tuple[int, ...], Sequence[str]]:
+    """Return the names of parameters that several ranks of a pipeline have, by these ranks."""
+    shared = dict[tuple[int, ...], list[str]]()
+    for name in names:
+        ranks = tuple(sorted({stage % size for stage in users[name]}))
         if len(ranks) > 1:
-            names.setdefault(ranks, []).append(name)
-    return names
+            shared.setdefault(ranks, []).append(name)
+    return shared
 
 
 def _reject_backward(_: Tensor) -> None:

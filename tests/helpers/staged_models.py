@@ -1,5 +1,6 @@
 """Models that a pipeline can cut, and training steps for them."""
 
+import time
 from typing import Any, cast
 
 import torch
@@ -71,6 +72,41 @@ def counted(model: Any, batch: Any) -> StepOutput:
     loss, hits = token_cross_entropy(outputs, targets), (outputs.argmax(-1) == targets).sum()
     scalars = {"hits": hits.to(loss.dtype), "squares": outputs.square().sum()}
     return StepOutput(loss, targets.ne(-100).sum(), outputs, targets, scalars)
+
+
+class Doubling(Plain):
+    """Computes otherwise while it trains."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits."""
+        return super().head(hidden) * (2.0 if self.training else 1.0)
+
+
+def switching(model: Any, batch: Any) -> StepOutput:
+    """Train in a step that leaves the model in evaluation."""
+    tokens, targets = batch
+    if torch.is_grad_enabled():
+        model.train()
+    outputs = model(tokens)
+    model.eval()
+    loss = token_cross_entropy(outputs, targets)
+    return StepOutput(loss, targets.ne(-100).sum(), outputs=outputs, targets=targets)
+
+
+class Unseeded(Plain):
+    """Has weights that follow from no seed."""
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        nn.init.constant_(self.tokens.weight, time.monotonic_ns() % 997 / 997)
+
+
+class Shared(Plain):
+    """Calls each block twice."""
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        self.blocks = nn.ModuleList([*self.blocks, *self.blocks])
 
 
 class Normed(Plain):

@@ -1,5 +1,6 @@
 """A pipeline trains as one process does: losses, norms, weights and evaluations, in float64."""
 
+import shutil
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from ranks import run_ranks
 from tiers import first_of
 from torch import Tensor
-from train_states import build, compose_config, evaluated
+from train_states import build, compose_config, evaluated, run_loop
 
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
@@ -123,6 +124,7 @@ def test_a_pipeline_takes_the_steps_of_one_process(way: str, letters: str) -> No
 
 PP, OWN = ("parallelism=pp",), "allowed_targets=[staged_models]"
 UNCUT = (OWN, "model._target_=staged_models.Plain", "model.meta_init=false", "~model.pipeline")
+TIED = (*UNCUT[:3], "model.pipeline={embed:[tokens],head:[output]}")  # each end has its own name
 VARIANTS: dict[str, tuple[str, ...]] = {
     "groups": (
         "params.no_decay=true",
@@ -137,6 +139,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "all ends on all ranks": ("~model.pipeline",),
     "a model of the user's": UNCUT,
     "strided": tuple(key.replace("Plain", "Strided") for key in UNCUT),
+    "tied ends": TIED,
+    "switched modes": (
+        *(key.replace("Plain", "Doubling") for key in UNCUT),
+        "train.step=staged_models.switching",
+    ),
     "own step": (OWN, "train.step=staged_models.noisy"),
     "scalars": (OWN, "train.step=staged_models.counted"),
 }
@@ -153,6 +160,37 @@ def test_variants_take_the_steps_of_one_process(variant: str, letters: str) -> N
 def test_variants_of_replicas(variant: str, letters: str) -> None:
     """Gradients are added over replicas where the stages have some."""
     compared(4, letters, *VARIANTS[variant], of_mode=("parallelism=ddp_pp", TWICE_AS_LARGE))
+
+
+@pytest.mark.full
+def test_all_replicas_and_all_ends_stay_equal(letters: str) -> None:
+    """With three replicas the order of a sum counts; the weights follow from no seed."""
+    own = (key.replace("Plain", "Unseeded") for key in TIED)
+    size = ("model.num_layers=5", "model.width=32", "model.min_vocab_size=2000")
+    config = compose_config(*GPT, letters, *own, *size, "parallelism=ddp_pp", world_size=6)
+    first, second, *others = run_ranks(steps_of, 6, config, torch.float32)
+    whole = {**second.parameters, **first.parameters}
+    for rank in (second, *others):
+        assert "tokens.weight" in rank.parameters
+        assert [name for name, one in rank.parameters.items() if not one.equal(whole[name])] == []
+
+
+def losses_of(env: DistEnv, config: Config, max_steps: int, folder: Path) -> list[float]:
+    """Continue from what the folder holds, and return the losses."""
+    return run_loop(env, config, max_steps=max_steps, folder=folder).losses
+
+
+def test_stages_resume_a_parameter_with_two_names(letters: str, tmp_path: Path) -> None:
+    """Each end finds the optimizer's state, which is under the first name."""
+    keys = (*GPT, letters, *TIED, "train.log_every_steps=1")
+    single = compose_config(*keys, "parallelism=single")
+    (begun,) = run_ranks(losses_of, 1, single, 3, tmp_path / "single")
+    shutil.copytree(tmp_path / "single", tmp_path / "pp")
+    (expected,) = run_ranks(losses_of, 1, single, 6, tmp_path / "single")
+    config = compose_config(*keys, *PP, world_size=2)
+    found, _ = run_ranks(losses_of, 2, config, 6, tmp_path / "pp")
+    assert len(begun) == len(expected) == 3
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
 
 
 def random_steps(env: DistEnv, config: Config) -> tuple[list[float], list[float], int]:

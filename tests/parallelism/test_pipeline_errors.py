@@ -26,6 +26,10 @@ REJECTED = {
         "norm is a BatchNorm, which would count the samples that fill a micro-batch; write "
         "parallelism=ddp",
     ),
+    "shared blocks": (
+        (*OWN, "model._target_=staged_models.Shared"),
+        "blocks.4 is a block twice, and a pipeline calls each once; write parallelism=fsdp",
+    ),
     "no head": (
         (*OWN, "model._target_=staged_models.Headless"),
         "Headless has no stages: a pipeline needs its methods embed and head, and it lacks head; "
