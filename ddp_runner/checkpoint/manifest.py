@@ -65,7 +65,8 @@ def read_manifest(path: Path, *, fix: str | None = None) -> Manifest:
         if version in (FORMAT_VERSION, SHARDED_VERSION):
             return _manifest(fields)
     raise UserError(
-        f"checkpoint {path} has format version {version}, this program reads {FORMAT_VERSION}",
+        f"checkpoint {path} has format version {version}, this program reads {FORMAT_VERSION} "
+        f"and {SHARDED_VERSION}",
         "resume it with the program that wrote it",
     )
 

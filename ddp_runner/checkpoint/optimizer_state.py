@@ -98,6 +98,7 @@ def load_optimizer(
     if "own" in saved:
         optimizer.load_state_dict(copy.deepcopy(in_memory(saved["own"])))
         return
+    saved = {**saved, **{key: in_memory(saved[key]) for key in ("groups", "settings")}}
     own_names = _names_by_number(optimizer, names)
     numbers = {name: number for number, name in own_names.items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -15,18 +15,24 @@ from ddp_runner.checkpoint.manifest import FileFacts
 from ddp_runner.checkpoint.tensor_files import write_parts
 from ddp_runner.errors import UserError
 from ddp_runner.files import replace_file
+from ddp_runner.host.wire import Wire
 from ddp_runner.parallelism.shards import Part
 
 NOTE = "rank-{:05d}.json"
 POLL_S = 0.01
-IDLE_S = 5.0  # after a failure, a rank that has written nothing for so long is gone
+IDLE_S = 30.0  # of a run that ends: a rank that has written nothing for so long is gone
 
 
 class Shards:
     """This rank among those that write a checkpoint together."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank, self._num_ranks, self._has_failed = rank, num_ranks, Event()
+    def __init__(self, rank: int, num_ranks: int, wire: Wire | None = None) -> None:
+        self.rank, self._num_ranks = rank, num_ranks
+        self._wire, self._has_failed = wire, Event()
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._has_failed.is_set() or (self._wire is not None and self._wire.stop)
 
     def give_up(self) -> None:
         """Wait no longer for ranks that write nothing: one of them may be gone."""
@@ -39,29 +45,35 @@ class Shards:
             The facts of all files by name; {} on other ranks.
 
         Raises:
-            UserError: on rank 0, if another rank could not write its file, or is gone.
-            OSError: this rank could not write its file.
+            UserError: on rank 0, if another rank is gone.
+            OSError: on rank 0, if a rank could not write its file.
         """
         name = f"shard-{self.rank + 1:05d}-of-{self._num_ranks:05d}.safetensors"
         if self.rank > 0:
             note: dict[str, Any]
             try:
                 note = {name: write_parts(folder / name, parts)}
-            except OSError as error:  # rank 0 raises it, for all
-                note = {"error": f"rank {self.rank}: {error.strerror or error}"}
+            except Exception as error:  # rank 0 raises it, for all
+                (folder / name).unlink(missing_ok=True)  # a full disk then has room for the note
+                reason = error.strerror if isinstance(error, OSError) else None
+                note = {"error": f"rank {self.rank}: {reason or error}"}
             replace_file(folder / NOTE.format(self.rank), json.dumps(note))
             return {}
         files = {name: write_parts(folder / name, parts)}
-        for rank in range(1, self._num_ranks):
-            files |= self._note(folder, rank)
+        # All of them before an error: then no rank still writes into the folder.
+        notes = [self._note(folder, rank) for rank in range(1, self._num_ranks)]
+        if errors := [note["error"] for note in notes if "error" in note]:
+            raise OSError(errors[0])
+        for note in notes:
+            files |= {name: facts and FileFacts(*facts) for name, facts in note.items()}
         return {name: facts for name, facts in files.items() if facts is not None}
 
-    def _note(self, folder: Path, rank: int) -> dict[str, FileFacts | None]:
-        """Wait for the note of a rank, and return the facts of its file."""
+    def _note(self, folder: Path, rank: int) -> dict[str, Any]:
+        """Wait for the note of a rank, and return it."""
         path, size, deadline = folder / NOTE.format(rank), -1, 0.0
         while not path.exists():
             time.sleep(POLL_S)
-            if not self._has_failed.is_set():
+            if not self._is_ending:
                 continue
             written = sum(file.stat().st_size for file in folder.glob("shard-*"))
             if written != size:
@@ -70,8 +82,6 @@ class Shards:
                 raise UserError(
                     f"checkpoint {folder} is incomplete: rank {rank} did not write its part"
                 )
-        note = json.loads(path.read_bytes())
+        note: dict[str, Any] = json.loads(path.read_bytes())
         path.unlink()
-        if "error" in note:
-            raise OSError(note["error"])
-        return {name: facts and FileFacts(*facts) for name, facts in note.items()}
+        return note

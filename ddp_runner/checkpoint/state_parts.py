@@ -57,6 +57,12 @@ def _merged(trees: Sequence[Any]) -> Any:
         return first
     if all(isinstance(name, str) for tree in trees for name in tree):
         return [*dict.fromkeys(name for tree in trees for name in tree)]
+    if len({*map(len, trees)}) > 1:
+        raise UserError(
+            f"the ranks of a pipeline have {' and '.join(str(len(tree)) for tree in trees)} items "
+            "in a list of a state, such as an optimizer's groups",
+            "make as many groups on every rank, or write parallelism=fsdp",
+        )
     return type(first)(map(_merged, zip(*trees, strict=True)))
 
 
@@ -109,11 +115,21 @@ def split_off(state: Any, holders: Mapping[str, int], *, rank: int) -> tuple[Any
     places = dict[object, tuple[tuple[int, ...], frozenset[int]]]()  # the loop waits meanwhile
 
     def spec(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dtype not in DTYPES or value.is_sparse:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dtype not in DTYPES or value.is_sparse:
+            if name in holders and holders[name] > 0:  # only rank 0 saves the state
+                raise UserError(
+                    f"{name} is {value.dtype}, {value.layout}, which a rank of a pipeline cannot "
+                    "save in a file of its own",
+                    "write checkpoint.format=file",
+                )
             return value
         if name in names:
             raise TypeError(f"the state has two tensors with the name {name}")
         names.add(name)
+        if is_shard(value) and any(place.is_partial() for place in value.placements):
+            value = _added(value)
         holder, part = holders.get(name, 0), own_part(value)
         if not is_shard(value):
             if rank == holder:
@@ -128,6 +144,14 @@ def split_off(state: Any, holders: Mapping[str, int], *, rank: int) -> tuple[Any
         return spec_of(value)
 
     return map_leaves(spec, state), parts
+
+
+def _added(tensor: Any) -> Any:
+    """Return a tensor of which each rank had a summand, now whole on each. Collective."""
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
+    return tensor.redistribute(placements=placements)
 
 
 def _place(tensor: Any) -> tuple[tuple[int, ...], frozenset[int]]:

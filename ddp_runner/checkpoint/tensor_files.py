@@ -72,7 +72,9 @@ def write_tensors(
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         start: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
-        for part in chain(start, map(raw_bytes, tensors)):
+        pairs = zip(specs.values(), tensors, strict=True)
+        values = (raw_bytes(tensor.to(spec.dtype)) for spec, tensor in pairs)
+        for part in chain(start, values):
             file.write(part)
             digest.update(part)
             size += len(part)

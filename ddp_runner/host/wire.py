@@ -80,6 +80,8 @@ class StopRequest:
 
     def _receive(self, signum: int, frame: object) -> None:
         self.received = self.received or signum
+        if self._wire is not None:
+            self._wire.stop = True  # for others than the loop, which may wait
 
 
 def cut(text: str) -> str:

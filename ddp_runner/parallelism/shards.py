@@ -257,7 +257,8 @@ def for_rank_zero(value: Tensor, *, holder: int, group: dist.ProcessGroup | None
         if full.is_meta or holder != dist.get_rank(group):
             full = torch.empty(full.shape, dtype=full.dtype)
         full = full.cpu().contiguous()
-        dist.broadcast(full, src=holder, group=group)
+        # As bytes: gloo lacks some dtypes.
+        dist.broadcast(full.reshape(-1).view(torch.uint8), src=holder, group=group)
     return full
 
 

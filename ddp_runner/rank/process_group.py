@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ddp_runner.config.sections import BackendConfig
 from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors, validate_rendezvous
@@ -56,6 +57,9 @@ def process_group(
         _validate_host(env, init_method)
     is_local = _choose_interface(env, init_method)
     timeout = timedelta(seconds=backend.timeout_s)
+    # Groups and meshes that are made later have torch's default, half an hour, in place of ours.
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, timeout)
     with_gloo = f"cpu:gloo,{backend.device}:{backend.name}"
     try:
         store = _open_store(env, init_method, timeout, is_local=is_local) if has_store else None

@@ -99,7 +99,7 @@ class Records:
         shards = None
         if settings.format == "sharded":
             _validate_shared(session)
-            shards = Shards(env.rank, env.world_size)
+            shards = Shards(env.rank, env.world_size, wire)
         if env.is_rank_zero or shards is not None:
             writer = CheckpointWriter(folder, settings, wire=wire, log=session.log, shards=shards)
             self._writer = stack.enter_context(writer)

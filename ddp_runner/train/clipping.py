@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_runner.device import sum_dtype
 from ddp_runner.parallelism.shards import full_tensor, is_shard, own_part, redistribute_like
 from ddp_runner.parallelism.stages import stages_of
 from ddp_runner.train.state import TrainState
@@ -102,9 +103,10 @@ def gradient_norm(state: TrainState) -> Tensor:
     if (stages := stages_of(state.module)) is not None:
         named = state.module.named_parameters()
         own = [p.grad for name, p in named if p.grad is not None and name not in stages.copies]
-        norm = nn.utils.get_total_norm(own).to(stages.device)
+        # A stage without gradients, or of another dtype, must send as many bytes.
+        norm = nn.utils.get_total_norm(own).to(stages.device, sum_dtype(stages.device))
         dist.all_reduce(squared := norm * norm, group=stages.group)
-        return squared.sqrt()
+        return squared.sqrt().to(torch.get_default_dtype())
     gradients = [p.grad for p in state.module.parameters() if p.grad is not None]
     if state.work.config.batch.virtual_ranks is not None:
         return _norm_by_rows(gradients)

@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,12 +26,14 @@ from ddp_runner.checkpoint import shard_notes
 from ddp_runner.checkpoint.between_ranks import agreed_checkpoint
 from ddp_runner.checkpoint.manifest import STATE, read_manifest
 from ddp_runner.checkpoint.shard_notes import Shards
+from ddp_runner.checkpoint.state_parts import split_off
 from ddp_runner.checkpoint.store import begin_checkpoint, load_checkpoint, load_plain_data
 from ddp_runner.checkpoint.weights import read_model
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.config.schema import Config
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.errors import UserError
 from ddp_runner.parallelism.shards import whole
 from ddp_runner.train.snapshot import restore, snapshot
 
@@ -121,6 +124,25 @@ def test_any_place_resumes_any_other(saved: dict[str, Path], target: str) -> Non
     assert dict(zip(saved, results, strict=True)) == dict.fromkeys(saved, True)
 
 
+@pytest.mark.full
+def test_momentum_of_which_each_rank_has_a_summand_is_saved(tmp_path: Path) -> None:
+    """Norms of sequence parallelism have such gradients, and SGD keeps them as they are."""
+    own = ("parallelism.sequence_parallel=true", "optimizer=momentum")
+    sharded = config_of("tp", 2, *own, "checkpoint.format=sharded")
+    run_ranks(saved_in, 2, sharded, config_of("tp", 2, *own), tmp_path)
+    for results in run_ranks(restored_from, 2, sharded, [tmp_path])[:1]:
+        assert results == [True]
+
+
+def test_a_stage_does_not_lose_what_its_file_cannot_hold() -> None:
+    """Every rank rejects it: rank 0 would save a tensor without values."""
+    state = {"model": {"table": torch.empty(3, dtype=torch.complex128, device="meta")}}
+    assert split_off(state, {}, rank=0)[1] == {}
+    message = "model.table is torch.complex128, torch.strided, which a rank of a pipeline cannot"
+    with pytest.raises(UserError, match=message):
+        split_off(state, {"model.table": 1}, rank=0)
+
+
 def test_other_tools_read_the_folder(saved: dict[str, Path]) -> None:
     """Every file but the state is safetensors, which torch's own reader puts together."""
     folder = saved["fsdp"] / "step-00000003"
@@ -157,6 +179,16 @@ def write_part(folder: Path, rank: int, step: int, other: int | None = None) -> 
         while other is not None and Path(f"/proc/{other}").exists():
             time.sleep(0.005)
         raise KeyboardInterrupt
+
+
+def test_a_stop_ends_the_wait_for_a_rank_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher asks the others to stop; rank 0 may be waiting for the last checkpoint."""
+    monkeypatch.setattr(shard_notes, "IDLE_S", 0.05)
+    shards = Shards(0, 2, wire=cast(Any, SimpleNamespace(stop=True)))
+    with pytest.raises(UserError, match="is incomplete: rank 1 did not write its part"):
+        shards.write(tmp_path, parts=content_of(0, 1)["parts"])
 
 
 def save_both(folder: Path, step: int, traps: dict[int, Callable[[], None]] | None = None) -> bool:

@@ -1,8 +1,14 @@
 """The address where ranks meet is checked before any rank waits for another."""
 
 import re
+from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from ddp_runner.config.sections import BackendConfig
 from ddp_runner.dist_env import DistEnv, dist_env
@@ -55,3 +61,17 @@ def test_ranks_that_know_their_machines_meet_anywhere(
     """A launcher says it, or the variables do, or they need no other machine."""
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     module._validate_host(env_of({**BY_HAND, **more, "MASTER_ADDR": "192.0.2.1"}), place)
+
+
+def timeouts(env: DistEnv) -> list[timedelta]:
+    """Return the timeout of the first group, and of others that are made later."""
+    mesh = init_device_mesh("cpu", (1, env.world_size), mesh_dim_names=("one", "all"))
+    groups: list[Any] = [dist.group.WORLD, dist.new_group([0, 1]), mesh.get_group("one")]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_every_group_has_the_timeout_of_the_backend() -> None:
+    """Torch's default is half an hour, in which a rank that hangs is not noticed."""
+    for first, *others in run_ranks(timeouts, 2):
+        assert others == [first, first]
+        assert first < timedelta(minutes=30)
