@@ -13,7 +13,10 @@ from ddp_runner.compare.settings import identity
 LOSS = "train/loss"
 EQUAL_BYTES = "equal bytes"
 # Keys that may differ between runs with equal losses.
-MAY_DIFFER = ("world_size", "num_devices", "batch.per_rank", "parallel_jobs", "parallelism.")
+MAY_DIFFER = (
+    *("world_size", "num_devices", "batch.per_rank", "parallel_jobs", "parallelism."),
+    "checkpoint.",  # saving changes no number
+)
 # Relative difference that rounding may cause with equal weights. float32 gets a large margin for
 # sums over deep networks; half precisions accumulate in float32 and get a unit or two.
 ROUNDING = {"fp32": 1e-5, "tf32": 1e-4, "fp16": 1e-3, "bf16": 8e-3}

@@ -51,8 +51,6 @@ def figures(comparison: Comparison) -> dict[str, "Figure | str"]:
 
 def _plan(comparison: Comparison) -> "Figure":
     """Return the peak memory and the time of a step over world size, a line per setting."""
-    from matplotlib.ticker import LogLocator
-
     titles = {
         "plan/peak_gib": "peak memory of a rank, GiB",
         "plan/step_ms": "ms of a step if nothing overlaps",
@@ -70,12 +68,10 @@ def _plan(comparison: Comparison) -> "Figure":
                 lines[name][row.runs[0].world_size] = row.stats[metric].mean
         sizes = sorted({size for points in lines.values() for size in points})
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         draw_lines(axes, [*lines.items()], first="first", xlabel="ranks")
         axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
         axes.minorticks_off()
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_ylim(bottom=0)
         axes.set_title(titles[metric], loc="left", fontsize=11)
     return figure
 

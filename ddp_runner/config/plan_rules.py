@@ -56,7 +56,7 @@ def on_planned_machine(
     if ranks == AUTO or config.plan.rank >= ranks:
         raise UserError(
             f"task=plan needs a world_size ({ranks}) greater than plan.rank ({config.plan.rank})",
-            "write world_size=64",
+            f"write world_size={max(64, config.plan.rank + 1)}",
         )
     size, parts = config.batch.global_size, num_shares(config, ranks)
     parts *= config.train.grad_accum_steps

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ddp_runner.config.fields import key
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.errors import UserError
 
 # From the makers' data sheets: dense TFLOP/s by train.precision; GB/s in one direction.
 _HOPPER = {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0, "fp16": 989.0}
@@ -24,10 +24,10 @@ FIGURES: Mapping[str, Mapping[str, float]] = {
 
 def _validate_gpu(name: str | None) -> None:
     if name is not None and name not in FIGURES:
-        near = nearest(name, FIGURES, cutoff=0.4) or next(iter(FIGURES))
         raise UserError(
-            f"task=plan knows no gpu {name}",
-            f"did you mean {near}? or write plan.tflops=N plan.memory_gib=N",
+            f"plan.gpu ({name}) must be {', '.join(FIGURES)} or null",
+            "for another GPU leave it out, and write plan.tflops=N plan.memory_gib=N "
+            "plan.ranks_per_node=N plan.node_gb_s=N plan.net_gb_s=N plan.latency_us=N",
         )
 
 

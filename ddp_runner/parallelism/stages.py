@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only  # as torch.distributed itself does
 
-from ddp_runner.errors import UserError, typed
+from ddp_runner.errors import UserError, counted, typed
 from ddp_runner.parallelism.modules import matched
 from ddp_runner.parallelism.shards import spec_of
 
@@ -56,7 +56,14 @@ class Stages:
         context = model.context(*args, **kwargs) if hasattr(model, "context") else ()
         for block in self.blocks[stage]:
             hidden = block(hidden, *context)
-        return model.head(hidden) if stage == len(self.blocks) - 1 else hidden
+        if stage == len(self.blocks) - 1:
+            return model.head(hidden)
+        if not isinstance(hidden, Tensor):
+            raise UserError(
+                f"a stage returns a {type(hidden).__name__}, and a pipeline sends one tensor",
+                "let embed and the blocks return one, and context what else blocks need",
+            )
+        return hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the whole model. Collective: every rank of the group must call.
@@ -222,8 +229,9 @@ def _starts(
     count, sums = len(sizes), [0, *accumulate(sizes)]
     if count < num_stages:
         raise UserError(
-            f"model.blocks names {count} blocks, fewer than the {num_stages} stages of a pipeline",
-            f"write parallelism.pipeline_size={count} or less, or parallelism=fsdp",
+            f"model.blocks names {counted(count, 'block')}, fewer than the {num_stages} stages of "
+            "a pipeline",
+            "use fewer ranks in a pipeline, or write parallelism=fsdp",
         )
     if split is not None:
         bounds = [0, *split, count]

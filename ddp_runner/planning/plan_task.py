@@ -8,7 +8,7 @@ import torch
 from ddp_runner.config.planned_gpus import PlanConfig, filled_in, missing
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.dist_env import DistEnv
-from ddp_runner.errors import counted, listed
+from ddp_runner.errors import counted
 from ddp_runner.job import Status
 from ddp_runner.planning.rank_trace import RankTrace, make_mode, trace_rank
 from ddp_runner.planning.step_times import step_times
@@ -30,11 +30,15 @@ def run_plan(session: Session, stop_requested: Callable[[], bool]) -> Status:
     """
     config = session.config
     report_start(session, step=0)
+    ranks = traced_ranks(config)
+    which = f"traced is rank {ranks[0]}"
+    if len(ranks) > 1:
+        which = f"below is the largest of {ranks[0]} to {ranks[-1]}"
     batch, steps = config.batch, counted(config.train.grad_accum_steps, "micro-step")
     facts = {
         "plan of": f"{config.model.get('name')} in {config.train.precision}, "
         f"parallelism={config.parallelism.get('name')}",
-        "ranks": f"{config.world_size}; traced is rank {config.plan.rank}, without a GPU",
+        "ranks": f"{config.world_size}; {which}, without a GPU",
         "batch": f"{batch.global_size} a step, {batch.per_rank} a forward, {steps}",
     }
     log_facts(session, facts)
@@ -43,19 +47,20 @@ def run_plan(session: Session, stop_requested: Callable[[], bool]) -> Status:
         session.log(f"warning: {old}; plan with torch 2.15 or newer")
     logger = task_logger(session)
     with logger:
-        traces = [trace_rank(config, rank=rank, log=session.log) for rank in traced_ranks(config)]
+        traces = [trace_rank(config, rank=rank, log=session.log) for rank in ranks]
         logger.step_done(step=0, epoch=0)  # the start-up ends here
         trace = max(traces, key=lambda one: one.peak)
         gpu = filled_in(config.plan, precision=config.train.precision)
         waits = len(traces) - 1  # of a rank of a pipeline, if all stages are equal
         parts = config.train.grad_accum_steps * int(config.parallelism.get("stages_per_rank", 1))
         bubble = waits / (parts + waits)
-        times = None if missing(gpu) else step_times(traces, gpu, bubble=bubble)
+        lacking = [f"plan.{name}=N" for name in missing(gpu) if name != "memory_gib"]
+        times = None if lacking else step_times(traces, gpu, bubble=bubble)
         answer = verdict(trace, gpu)
         lines = [
             *table(trace),
-            *(_stage_lines(traces, bubble) if waits else ()),
-            *_time_lines(times, gpu),
+            *(_stage_lines(ranks, traces, bubble) if waits else ()),
+            *_time_lines(times, lacking),
             *filter(None, [answer]),
         ]
         session.log("\n".join(lines))
@@ -84,11 +89,11 @@ def traced_ranks(config: RunConfig) -> Sequence[int]:
     return range(first, first + size)
 
 
-def _stage_lines(traces: Sequence[RankTrace], bubble: float) -> Iterator[str]:
+def _stage_lines(ranks: Sequence[int], traces: Sequence[RankTrace], bubble: float) -> Iterator[str]:
     yield CALL.format("stages of a pipeline", "rank", "peak, GiB", "TFLOP")
-    for rank, trace in enumerate(traces):
+    for rank, trace in zip(ranks, traces, strict=True):
         yield CALL.format("", rank, _gib(trace.peak), f"{trace.flops / 1e12:,.3f}")
-    yield f"each rank waits for {bubble:.0%} of the step if all stages take the same time"
+    yield f"each waits for {bubble:.0%} of computing if all stages take the same time"
 
 
 def table(trace: RankTrace) -> Iterator[str]:
@@ -142,9 +147,10 @@ def plan_metrics(trace: RankTrace, times: Sequence[float] | None) -> dict[str, f
     return metrics
 
 
-def _time_lines(times: Sequence[float] | None, gpu: PlanConfig) -> Iterator[str]:
+def _time_lines(times: Sequence[float] | None, lacking: Sequence[str]) -> Iterator[str]:
     if times is None:
-        yield f"no times without {listed(missing(gpu))}: write plan.gpu=h100"
+        yield "no times without figures of a GPU: write plan.gpu=h100, or all of"
+        yield f"  {' '.join(lacking)}"
         return
     names = "computing", "sending", "if nothing overlaps", "if all overlaps"
     yield FIGURE.format("time of a step", "ms")

@@ -28,6 +28,7 @@ from ddp_runner.data.text_tokenizer import NUM_BYTES, load_text_tokenizer
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism.mode import Mode
+from ddp_runner.parallelism.stages import whole_parameters
 from ddp_runner.planning.fake_ranks import (
     NumberlessTensors,
     fake_ranks,
@@ -48,7 +49,7 @@ MANY_STEPS = 10**9  # of the run, so that every schedule fits
 class RankTrace:
     """What a rank holds, computes and sends in a step, in bytes and FLOP."""
 
-    num_parameters: int  # of the rank
+    num_parameters: int  # of the whole model
     parameters: int  # with buffers, and the averaged weights of ema.decay
     gradients: int
     optimizer: int
@@ -133,7 +134,7 @@ def _summary(state: TrainState, tracker: StepTracker) -> RankTrace:
     modules = [state.module] if state.ema is None else [state.module, state.ema.module]
     held = [value for module in modules for value in (*module.parameters(), *module.buffers())]
     return RankTrace(
-        num_parameters=sum(value.numel() for value in parameters),
+        num_parameters=sum(value.numel() for value in {*whole_parameters(state.module).values()}),
         parameters=num_bytes(held),
         gradients=num_bytes(value.grad for value in parameters if value.grad is not None),
         optimizer=num_bytes(tensors_of([*state.optimizer.state.values()])),

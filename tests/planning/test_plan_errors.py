@@ -44,8 +44,9 @@ ALIKE = "cannot be planned: one rank on one device must stand for all; write par
         ),
         (
             "plan.gpu=b300",
-            "task=plan knows no gpu b300; did you mean h200? or write plan.tflops=N "
-            "plan.memory_gib=N",
+            "plan.gpu (b300) must be h100, h200, a100 or null; for another GPU leave it out, and "
+            "write plan.tflops=N plan.memory_gib=N plan.ranks_per_node=N plan.node_gb_s=N "
+            "plan.net_gb_s=N plan.latency_us=N",
         ),
         (
             "plan.rank=4",
