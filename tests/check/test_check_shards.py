@@ -9,7 +9,6 @@ import torch
 from broken_models import untouched
 from modes import PIPELINES
 from ranks import run_ranks
-from tiers import only
 from torch.distributed.fsdp import FSDPModule
 from train_states import build, compose_config
 
@@ -127,7 +126,7 @@ def test_stages_are_checked() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cases", only("2 ranks", {"2 ranks": ON_TWO, "4 ranks": ON_FOUR}))
+@pytest.mark.parametrize("cases", [ON_TWO, pytest.param(ON_FOUR, marks=pytest.mark.slow)])
 def test_what_is_split_over_ranks_is_checked(cases: dict[str, Case]) -> None:
     """A good model passes; a fault is named by the check that fails first, on every rank alike."""
     _assert_found(cases)

@@ -3,7 +3,6 @@
 import pytest
 from llama import LLAMA_8B
 from ranks import run_ranks
-from tiers import first_of
 from train_states import compose_config
 
 from ddp_runner.config.schema import Config
@@ -22,7 +21,8 @@ def planned(env: DistEnv, config: Config) -> RankTrace:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("ranks", "sequences", "reserved_gib"), first_of(ROWS, num_full=0))
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "sequences", "reserved_gib"), ROWS)
 def test_live_bytes_are_most_of_what_is_reserved(
     ranks: int, sequences: int, reserved_gib: float
 ) -> None:
