@@ -98,7 +98,7 @@ def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str,
     Raises:
         UserError: the file is missing or damaged.
     """
-    with any_error(f"{named} cannot be read", "give another file"):
+    with any_error(f"{named} cannot be read", "restore the file, or give another"):
         return read_tensors(path)
 
 

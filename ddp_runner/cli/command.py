@@ -151,8 +151,9 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
         raise UserError(
             f"--config-dir ({folder}) does not exist", "write --config-dir=FOLDER, or leave it out"
         )
-    given = [word for word in arguments if re.match(r"--config-d|-cd(=|$)", word)]
-    if len({Path(word.partition("=")[2] or word).absolute() for word in given}) > 1:
+    followed = zip(arguments, (*arguments[1:], ""), strict=True)
+    given = [(word, after) for word, after in followed if re.match(r"--config-d|-cd(=|$)", word)]
+    if len({Path(word.partition("=")[2] or after).absolute() for word, after in given}) > 1:
         raise UserError(
             f"--config-dir is given twice, and {folder} would replace the first",
             "give one of them by 'hydra.searchpath=[file:///FOLDER]'",

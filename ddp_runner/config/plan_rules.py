@@ -62,7 +62,7 @@ def on_planned_machine(
     parts *= config.train.grad_accum_steps
     is_default = not {"batch", "batch.global_size", "batch.per_rank"} & {*chosen}
     if is_default and size is not None and parts and size % parts:
-        notes = [f"batch.global_size ({size}) is not divisible by {parts}: batch.per_rank is 1"]
+        notes = [f"the default batch of {size} is not divisible by {parts}: batch.per_rank is 1"]
         config = replace(config, batch=replace(config.batch, global_size=None, per_rank=1))
     cpu = BackendConfig(name="gloo", device="cpu")
     config = replace(config, backend=cpu, launch=LaunchConfig())

@@ -118,7 +118,7 @@ ANSWERS = {
     "+trian.epochs=3": "trian is not a key of the config; did you mean train?",
     "--config-dir=MINE experiment=kinds": "train.epochs (many) must be a whole number",
     "--config-dir=nowhere": "(nowhere) does not exist",
-    "--config-di=MINE -cd MINE": "--config-dir is given twice",
+    "--config-di=MINE -cd /": "--config-dir is given twice, and / would replace the first",
     "-m seed=1,2 --cfg job": "leave -m out",
     "--cfg job -m": "leave -m out",
     "--config_dir x": "--config_dir is not an option; write --config-dir",

@@ -71,7 +71,7 @@ def test_a_plan_needs_no_machine() -> None:
     )
     assert (config.world_size, config.num_processes, config.launch.nnodes) == (4096, 1, 1)
     assert (config.batch.per_rank, config.batch.global_size) == (1, 4096)
-    assert warnings == ["batch.global_size (32) is not divisible by 4096: batch.per_rank is 1"]
+    assert warnings == ["the default batch of 32 is not divisible by 4096: batch.per_rank is 1"]
     torchrun = DistEnv(0, 0, 2, 2, launcher="torchrun")
     assert config_error("task=plan", "world_size=2", env=torchrun) == (
         "task=plan runs in one process of its own, and torchrun starts ranks; leave torchrun out"
