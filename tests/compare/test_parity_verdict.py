@@ -157,6 +157,14 @@ def test_a_parallel_job_takes_the_same_steps(tmp_path: Path) -> None:
     assert verdict(tmp_path, LOSSES, record={"parallel_jobs": True}).verdict == "ok"
 
 
+def test_how_often_a_run_saves_changes_no_step(tmp_path: Path) -> None:
+    """A run that was resumed has more checkpoints than the one that it is compared with."""
+    two = {"world_size": 2, "batch.per_rank": 32, "checkpoint.every_steps": 5}
+    for name, keys in (("single", SINGLE), ("ddp", two | {"checkpoint.format": "sharded"})):
+        write_run(tmp_path / name, config=keys, lines=lines_of([1.0] * NUM_STEPS, losses=LOSSES))
+    assert [one.verdict for one in compare(read_runs([tmp_path])).parity] == ["ok"]
+
+
 @pytest.mark.parametrize(("ours", "theirs"), [(1.0, 2.0), (2.0, 1.0), (0.0, 0.5), (-1.0, -0.5)])
 def test_a_difference_is_relative_to_the_larger_loss(
     tmp_path: Path, ours: float, theirs: float
