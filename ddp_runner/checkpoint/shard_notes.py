@@ -32,7 +32,8 @@ class Shards:
 
     @property
     def _is_ending(self) -> bool:
-        return self._has_failed.is_set() or (self._wire is not None and self._wire.stop)
+        is_asked = self._wire is not None and (self._wire.stop or self._wire.has_signal)
+        return is_asked or self._has_failed.is_set()
 
     def give_up(self) -> None:
         """Wait no longer for ranks that write nothing: one of them may be gone."""

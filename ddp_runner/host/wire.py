@@ -28,6 +28,7 @@ class Wire:
 
     def __init__(self, pipe: Connection) -> None:
         self.stop = False  # whether to finish the step, save and end
+        self.has_signal = False  # whether a signal asks for the same
         self._pipe, self._sending = pipe, threading.Lock()
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
@@ -81,7 +82,7 @@ class StopRequest:
     def _receive(self, signum: int, frame: object) -> None:
         self.received = self.received or signum
         if self._wire is not None:
-            self._wire.stop = True  # for others than the loop, which may wait
+            self._wire.has_signal = True
 
 
 def cut(text: str) -> str:

@@ -186,7 +186,7 @@ def test_a_stop_ends_the_wait_for_a_rank_that_is_gone(
 ) -> None:
     """Its launcher asks the others to stop; rank 0 may be waiting for the last checkpoint."""
     monkeypatch.setattr(shard_notes, "IDLE_S", 0.05)
-    shards = Shards(0, 2, wire=cast(Any, SimpleNamespace(stop=True)))
+    shards = Shards(0, 2, wire=cast(Any, SimpleNamespace(stop=False, has_signal=True)))
     with pytest.raises(UserError, match="is incomplete: rank 1 did not write its part"):
         shards.write(tmp_path, parts=content_of(0, 1)["parts"])
 
