@@ -151,7 +151,7 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
         raise UserError(
             f"--config-dir ({folder}) does not exist", "write --config-dir=FOLDER, or leave it out"
         )
-    followed = zip(arguments, (*arguments[1:], ""), strict=True)
+    followed = zip(arguments, (*arguments[1:], ""), strict=False)
     given = [(word, after) for word, after in followed if re.match(r"--config-d|-cd(=|$)", word)]
     if len({Path(word.partition("=")[2] or after).absolute() for word, after in given}) > 1:
         raise UserError(

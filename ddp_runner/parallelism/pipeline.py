@@ -3,7 +3,7 @@
 ``stages`` cuts the model, and ``pipeline_engine`` computes the steps.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -56,9 +56,11 @@ class Pipeline(Single):
         Raises:
             UserError: the model cannot be cut so.
         """
-        num_ranks, device, per_rank = dist.get_world_size(), devices[0], self.stages_per_rank
+        world, device, per_rank = dist.group.WORLD, devices[0], self.stages_per_rank
+        assert world is not None
+        num_ranks = world.size()
         size = self.pipeline_size or num_ranks
-        rank, firsts = dist.get_rank() % size, range(0, num_ranks, size)
+        rank, firsts = world.rank() % size, range(0, num_ranks, size)
         with torch.device("meta" if self.meta_init else "cpu"):
             module = build()
         keys: dict[str, Any] = {"patterns": self.blocks, "ends": self.ends, "split": self.split}
@@ -70,9 +72,9 @@ class Pipeline(Single):
         if any(parameter.is_meta for parameter in module.parameters()):
             initialise(module.to_empty(device=device))
         module = module.to(device)
-        ties = [(names, _subgroup(firsts, holders)) for holders, names in shared.items()]
+        ties = [(names, _subgroup(world, firsts, holders)) for holders, names in shared.items()]
         ties = [(names, group) for names, group in ties if group is not None]
-        replicas = _subgroup(range(size), firsts) if num_ranks > size else None
+        replicas = _subgroup(world, range(size), firsts) if num_ranks > size else None
         for names, group in ties:
             broadcast_tensors([module.get_parameter(name).data for name in names], group=group)
         if replicas is not None:
@@ -81,7 +83,7 @@ class Pipeline(Single):
         stages = Stages(
             module,
             cut.blocks,
-            _subgroup(firsts, range(size)),
+            _subgroup(world, firsts, range(size)),
             replicas,
             device,
             ties,
@@ -96,15 +98,11 @@ class Pipeline(Single):
         return PipelineEngine(state.module, local, self.schedule)
 
 
-def _subgroup(firsts: Iterable[int], offsets: Iterable[int]) -> Any:
-    """Return this rank's group of those with the offsets from each of the first ranks, or None."""
-    return _subgroups(
-        dist.group.WORLD, tuple(tuple(first + offset for offset in offsets) for first in firsts)
-    )
-
-
 @lru_cache(maxsize=8)
-def _subgroups(world: dist.ProcessGroup, parts: tuple[tuple[int, ...], ...]) -> Any:
-    """Return the group of these ranks that has this rank, or None; made once for each `world`."""
-    group, _ = dist.new_subgroups_by_enumeration([[*part] for part in parts])
-    return group
+def _subgroup(world: dist.ProcessGroup, firsts: Sequence[int], offsets: Sequence[int]) -> Any:
+    """Return this rank's group of those with the offsets from each of the first ranks, or None.
+
+    It is made once for each `world`, the group of all ranks.
+    """
+    parts = [[first + offset for offset in offsets] for first in firsts]
+    return dist.new_subgroups_by_enumeration(parts)[0]

@@ -92,9 +92,9 @@ def map_leaves(change: Callable[[str, Any], Any], state: Any, path: str = "") ->
     return type(state)(map_leaves(change, value, f"{prefix}{number}") for number, value in items)
 
 
-def spec_of(tensor: Tensor) -> Tensor:
-    """Return a whole tensor's dtype and shape, as a tensor without values."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def spec_of(tensor: Tensor, device: str | torch.device = "meta") -> Tensor:
+    """Return a contiguous tensor of the same dtype and shape, by default without values."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def reshard(module: nn.Module) -> None:

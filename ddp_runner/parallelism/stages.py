@@ -12,7 +12,7 @@ weights that have a seed for each module, are those of the whole model.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, cast
 
@@ -98,9 +98,7 @@ class Stages:
         if isinstance(box[0], Exception):
             raise error or box[0]
         if not is_own:
-            value = tree_map_only(
-                Tensor, lambda leaf: torch.empty_like(leaf, device=self.device), box[0]
-            )
+            value = tree_map_only(Tensor, partial(spec_of, device=self.device), box[0])
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
                 sent = leaf.contiguous() if is_own else leaf

@@ -20,11 +20,12 @@ from ddp_runner.parallelism import mesh, pipeline
 from ddp_runner.parallelism.ddp import DDP, MIN_BUCKET_MB
 from ddp_runner.parallelism.mode import Engine, Layout, Mode
 from ddp_runner.parallelism.modules import matched
+from ddp_runner.parallelism.shards import spec_of
 from ddp_runner.parallelism.stages import Stages, stages_of
 from ddp_runner.planning.fake_ranks import NumberlessTensors
+from ddp_runner.train.state import DTYPES
 
 META = torch.device("meta")
-SENT = {"bf16": torch.bfloat16, "fp16": torch.float16}  # dtype by comm_hook
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class PlannedMode:
             )
             for numbers in assigned:
                 parameters = [trained[number] for number in numbers]
-                _fill_bucket(module, parameters, SENT.get(str(self.mode.comm_hook)))
+                _fill_bucket(module, parameters, DTYPES.get(str(self.mode.comm_hook)))
         return module
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -98,16 +99,14 @@ def _learn_shapes(stages: Stages, whole: nn.Module, pattern: str, device: torch.
         with _disable_current_modes():
             with NumberlessTensors():
                 whole.to_empty(device=device)
-                args, kwargs = tree_map_only(Tensor, partial(_empty, device=device), (args, kwargs))
+                args, kwargs = tree_map_only(
+                    Tensor, partial(spec_of, device=device), (args, kwargs)
+                )
                 for stage in range(len(copies)):
                     found.append(hidden := model.compute(stage, hidden, args, kwargs))
-            stages.hidden |= {stage: _empty(one, device=META) for stage, one in enumerate(found)}
+            stages.hidden |= dict(enumerate(map(spec_of, found)))
 
     cast(Any, stages).forward = forward
-
-
-def _empty(tensor: Tensor, *, device: torch.device) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _fill_bucket(
