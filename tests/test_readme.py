@@ -4,13 +4,12 @@ import re
 import shlex
 from pathlib import Path
 
-from configs import resolved
+from configs import freeze, resolved
 
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.tracking.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 BIG = Hardware(num_gpus=8, num_cores=64)  # has what any of the commands asks for
@@ -87,7 +86,7 @@ def _filled(word: str, folder: Path) -> str:
         (folder / value).write_text("a text\n", encoding="utf-8")
         return f"{key}={folder / value}"
     if key == "resume":
-        RunDir(folder).freeze(resolved("model=toy")[0], overrides=(), choices={})
+        freeze(folder, resolved("model=toy")[0])
         return word if value == "auto" else f"resume={folder}"
     if key == "data_root" or value in ("DIR", "FOLDER"):
         return f"{key}={folder}"

@@ -16,7 +16,6 @@ from ddp_runner.errors import UserError, listed
 from ddp_runner.files import json_safe
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session
-from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger
 from ddp_runner.tracking.run_record import RunFields, write_run_record
 from ddp_runner.tracking.start_block import fact_lines, shown_path, word_lines
@@ -89,7 +88,7 @@ class Records:
         self._writer: CheckpointWriter | None = None
         wire = session.job.wire
         if session.env.is_rank_zero:
-            freeze(session.job, session.run_dir)
+            session.run_dir.freeze(session.job)
             write_run_record(session.run_dir, **fields)
         if wire is not None:
             wire.send("ready")

@@ -28,7 +28,6 @@ from ddp_runner.sweep.sweep_dir import (
 )
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.run_dir import InUseError, RunDir
-from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
 POLL_S = 0.5  # between two checks, while other launchers run all remaining jobs
@@ -151,7 +150,7 @@ def freeze_unheld(job: Job) -> None:
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
     with suppress(InUseError), run_dir.locked():
-        freeze(job, run_dir, sync=False)
+        run_dir.freeze(job, sync=False)
 
 
 def run_jobs(batch: JobBatch, *, execute: Callable[[Job], Outcome]) -> dict[str, Outcome]:

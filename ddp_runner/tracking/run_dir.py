@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import READER_S, FileIn, is_locked, locked, read_file, replace_file, yaml_dump
+from ddp_runner.job import Job
 
 # Other modules search for these file names; `RunDir` has all files of a known folder.
 RUN_RECORD, METRICS_FILE, CONFIG_FILE = "run.json", "metrics.jsonl", ".hydra/config.yaml"
@@ -134,28 +134,22 @@ class RunDir:
             if set(self.path.iterdir()) <= {self.lock} and self.is_held is False:
                 shutil.rmtree(self)
 
-    def freeze(
-        self,
-        config: RunConfig,
-        *,
-        overrides: Sequence[str],
-        choices: Mapping[str, str],
-        sync: bool = True,
-    ) -> None:
-        """Write the config, the overrides and the choices; replace each file atomically.
+    def freeze(self, job: Job, *, sync: bool = True) -> None:
+        """Write a job's config, overrides and choices; replace each file atomically.
 
         The config is resolved, except for values from the environment: see ``Secrets.written``.
 
         Raises:
             UserError: the files cannot be written; the earlier files are intact.
         """
+        sections = asdict(job.secrets.written(job.config)).items()
         # YAML's markers for the start and end of a document reveal a truncated file.
-        text = "".join(["---\n", *map(_yaml_of, asdict(config).items()), "...\n"])
+        text = "".join(["---\n", *map(_yaml_of, sections), "...\n"])
         folder = self.config.parent
         with os_errors(f"{folder} cannot be written"):
             folder.mkdir(exist_ok=True)
-            replace_file(self.overrides, yaml_dump(list(overrides)), sync=sync)
-            replace_file(self.choices, yaml_dump(dict(choices)), sync=sync)
+            replace_file(self.overrides, yaml_dump(list(job.overrides)), sync=sync)
+            replace_file(self.choices, yaml_dump(dict(job.choices)), sync=sync)
             replace_file(self.config, text, sync=sync)  # last: a resume reads it
 
     @property

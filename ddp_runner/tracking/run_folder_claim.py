@@ -143,7 +143,7 @@ def prepare_run_folder(job: Job) -> None:
     assert job.run_dir is not None
     run_dir = RunDir(job.run_dir)
     if not run_dir.is_frozen:
-        freeze(job, run_dir)
+        run_dir.freeze(job)
     if not has_taken_step(read_run_record(run_dir, missing_ok=True)):
         fields = RunFields(status=Status.RUNNING, error=None, work_hash=work_hash(job.config))
         start_session(run_dir, started_at=job.started_at, **fields)
@@ -219,12 +219,6 @@ def clear_if_unbegun(run_dir: RunDir) -> None:
         shutil.rmtree(run_dir.config.parent, ignore_errors=True)
         for path in (*diffs, run_dir.record):
             path.unlink()
-
-
-def freeze(job: Job, run_dir: RunDir, *, sync: bool = True) -> None:
-    """Write the job's config into its run folder; see ``RunDir.freeze``."""
-    written = job.secrets.written(job.config)
-    run_dir.freeze(written, overrides=job.overrides, choices=job.choices, sync=sync)
 
 
 def own_launch_ids(env: DistEnv, *, has_agent: bool) -> list[str]:

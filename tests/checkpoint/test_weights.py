@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from configs import config_error, resolved
+from configs import config_error, freeze, resolved
 from ranks import run_ranks
 from rights import unreadable
 from safetensors import safe_open
@@ -30,7 +30,6 @@ from ddp_runner.metric_names import MONITORS
 from ddp_runner.models.convnet import ConvNet, ConvNetMp
 from ddp_runner.models.gpt import GPT
 from ddp_runner.models.toy import ToyModel
-from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train.build_state import build_state, build_work
 
 CPU = torch.device("cpu")
@@ -352,7 +351,7 @@ def test_a_resumed_run_does_not_miss_the_weights_that_it_began_with(tmp_path: Pa
     """The file may be gone; another file is an error."""
     config, _ = resolved("model=toy")
     frozen = replace(config, model=config.model | {"weights": "gone"})
-    RunDir(tmp_path).freeze(frozen, overrides=(), choices={})
+    freeze(tmp_path, frozen)
     assert resolved(f"resume={tmp_path}")[0].model["weights"] == "gone"
     message = config_error(f"resume={tmp_path}", "model.weights=other")
     assert message.endswith("leave model.weights out, or start a new run without resume")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import run_command
-from configs import LAPTOP, compose_raw, config_error, resolved
+from configs import LAPTOP, compose_raw, config_error, freeze, resolved
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from run_folders import checkpoint_steps, record
@@ -28,7 +28,6 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Job
 from ddp_runner.rank.session import _init_method
 from ddp_runner.tracking.outputs import sibling_runs
-from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
 CHOICES = {"model": "toy", "dataset": "random", "optimizer": "adam", "scheduler": "cosine"}
@@ -41,7 +40,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config, _ = resolved(*(f"{group}={option}" for group, option in CHOICES.items()))
     run_dir = Path("outputs", "toy", "first")
     write_run_record(run_dir, status="preempted")
-    RunDir(run_dir).freeze(config, overrides=(), choices=CHOICES)
+    freeze(run_dir, config, choices=CHOICES)
     return run_dir
 
 
@@ -52,7 +51,7 @@ def test_tags_and_notes_come_with_the_run_and_trackers_do_not(
     monkeypatch.chdir(tmp_path)
     config, _ = resolved("trackers=[mlflow]", "tags=[first]", "notes=why")
     write_run_record(tmp_path, status="preempted")
-    RunDir(tmp_path).freeze(config, overrides=(), choices={"trackers": "[mlflow]"})
+    freeze(tmp_path, config, choices={"trackers": "[mlflow]"})
     again = resume(f"resume={tmp_path}", "tags=[second,third]")
     assert (again.tags, again.notes, again.trackers) == (["second", "third"], "why", {})
     given = resume(f"resume={tmp_path}", "trackers=[mlflow]", "trackers.mlflow.wait_s=3")
@@ -63,7 +62,7 @@ def test_tags_and_notes_come_with_the_run_and_trackers_do_not(
 def test_a_resume_says_that_it_sends_nothing(tmp_path: Path) -> None:
     """Unless the command speaks of trackers itself."""
     config, _ = resolved("trackers=[mlflow]")
-    RunDir(tmp_path).freeze(config, overrides=(), choices={})
+    freeze(tmp_path, config)
     raw = compose_raw(f"resume={tmp_path}")
     (note,) = dropped_trackers(raw, [f"resume={tmp_path}"])
     assert "add trackers=[mlflow] with its keys and, for one of your own, --config-dir=" in note
@@ -157,7 +156,7 @@ def test_files_of_the_dataset_follow_its_keys_again(tmp_path: Path) -> None:
     words = ("dataset=image_folder", "dataset.folder=a")
     config, _ = resolved(*words, "dataset.eval.root=/own", "dataset.height=8")
     write_run_record(tmp_path, status="preempted")
-    RunDir(tmp_path).freeze(config, overrides=(), choices={"dataset": "image_folder"})
+    freeze(tmp_path, config, choices={"dataset": "image_folder"})
     again = resume(f"resume={tmp_path}", "dataset.folder=b", f"data_root={tmp_path}").dataset
     assert again["train"]["root"] == f"{tmp_path}/b/train"
     assert again["eval"]["root"] == "/own"
@@ -174,9 +173,8 @@ def test_no_text_of_a_run_is_resolved_to_see_what_follows(tmp_path: Path) -> Non
     write_run_record(tmp_path, status="preempted")
     for folder in ("${spied:secret}", "${dataset.x0}"):
         dataset = {**config.dataset, **nested, "x9": "a", "folder": folder}
-        RunDir(tmp_path).freeze(
-            replace(config, dataset=dataset), overrides=(), choices={"dataset": "image_folder"}
-        )
+        changed = replace(config, dataset=dataset)
+        freeze(tmp_path, changed, choices={"dataset": "image_folder"})
         with pytest.raises(UserError):
             resume(f"resume={tmp_path}")
     assert not asked

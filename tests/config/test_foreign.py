@@ -174,7 +174,7 @@ def test_a_command_that_goes_on_with_ones_own_run_is_complete(tmp_path: Path) ->
     )
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    run.freeze(job.secrets.written(job.config), overrides=own, choices=job.choices)
+    run.freeze(job)
     again = planned(f"resume={run}", *job.resume_arguments)
     assert again.config.user == job.config.user
     assert again.config.user["token"] == SECRET
@@ -201,7 +201,7 @@ def test_what_ones_own_yaml_reads_need_not_be_repeated(
     job = planned("model=toy", "parallelism=single", *words)
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    run.freeze(job.secrets.written(job.config), overrides=(), choices=job.choices)
+    run.freeze(job)
     assert planned(f"resume={run}", words[0]).config.dataset == job.config.dataset
     conf.write_text(conf.read_text().replace("http://mine", "http://other"))
     with pytest.raises(UserError, match=r"^dataset\.train"):

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from configs import config_error, resolved
+from configs import config_error, freeze, resolved
 
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
 GPUS = Hardware(num_gpus=4, num_cores=16)
@@ -16,7 +15,7 @@ def frozen_run(folder: Path, *overrides: str, hardware: Hardware = GPUS) -> Path
     """Return a folder with a run's frozen config."""
     config, _ = resolved(*overrides, hardware=hardware)
     (folder / "run").mkdir()
-    RunDir(folder / "run").freeze(config, overrides=overrides, choices={})
+    freeze(folder / "run", config, overrides=overrides)
     return folder / "run"
 
 
@@ -124,6 +123,6 @@ def test_an_evaluation_cannot_be_trained_on(tmp_path: Path) -> None:
     config, _ = resolved(f"resume={run}", "task=evaluate")
     evaluation = tmp_path / "evaluation"
     evaluation.mkdir()
-    RunDir(evaluation).freeze(config, overrides=(), choices={})
+    freeze(evaluation, config)
     error = config_error(f"resume={evaluation}", "task=train")
     assert f"which has nothing to train; name the run that it used: resume={run}" in error

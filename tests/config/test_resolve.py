@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from configs import config_error, resolved
+from configs import config_error, freeze, resolved
 
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.config.sections import LaunchConfig, meeting_place
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.train import losses
 
 MINE = "task=mine.train allowed_targets=[mine]"
@@ -463,7 +462,7 @@ def test_a_sweep_over_world_sizes_says_which_jobs_leave_the_gpus(gpus: int) -> N
 def test_a_resumed_run_that_once_fell_to_the_cpu_says_so(tmp_path: Path) -> None:
     """Its frozen config cannot tell whether that was meant; both ways out are keys of resume."""
     begun = resolved("world_size=2")[0]
-    RunDir(tmp_path).freeze(begun, overrides=(), choices={})
+    freeze(tmp_path, begun)
     resume, machine = f"resume={tmp_path}", Hardware(num_gpus=2, num_cores=4)
     assert resolved(resume)[1] == []
     config, warnings = resolved(resume, hardware=machine)

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from configs import LAPTOP, config_error, resolved
+from configs import LAPTOP, config_error, freeze, resolved
 
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
 NPU = Hardware(num_gpus=4, num_cores=4, kind="npu", backend="hccl")
@@ -17,7 +16,7 @@ def run_of(machine: Hardware, folder: Path) -> str:
     config, _ = resolved("model=toy", "world_size=2", hardware=machine)
     write_run_record(folder, status="preempted")
     choices = {"model": "toy", "optimizer": "sgd", "scheduler": "constant"}
-    RunDir(folder).freeze(config, overrides=(), choices=choices)
+    freeze(folder, config, choices=choices)
     return f"resume={folder}"
 
 

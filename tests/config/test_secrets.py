@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from configs import LAPTOP, compose_raw, resolved
+from configs import LAPTOP, compose_raw, freeze, resolved
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -87,7 +87,7 @@ def test_a_value_from_the_environment_is_found_on_whatever_way_it_came(tmp_path:
 
     config = to_config(raw)
     assert (config.model["longer"], config.train.epochs) == (f"Bearer {SECRET}!", 7)
-    RunDir(tmp_path).freeze(secrets.written(config), overrides=[], choices={})
+    freeze(tmp_path, secrets.written(config))
     text = RunDir(tmp_path).config.read_text()
     assert SECRET not in text
     frozen = yaml.safe_load(text)
@@ -282,7 +282,7 @@ def test_ranks_with_different_secrets_reject_each_other_without_telling_them(
 def test_a_secret_that_is_given_when_resuming_is_found_as_well(tmp_path: Path) -> None:
     """A key of the command that resumes is kept as it was given, beside those that were frozen."""
     keys = ("model=toy", "dataset.num_samples=8")
-    RunDir(tmp_path).freeze(resolved(*keys)[0], overrides=keys, choices={})
+    freeze(tmp_path, resolved(*keys)[0], overrides=keys)
     register()
     overrides = (f"resume={tmp_path}", "launch.rdzv_id=${oc.env:MY_SECRET}", "batch.per_rank=2")
     raw = with_resumed(compose_raw(*overrides), overrides)

@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import pytest
-from configs import LAPTOP, resolved
+from configs import LAPTOP, freeze, resolved
 
 from ddp_runner.cli.command import parse
 from ddp_runner.cli.plan import Invocation, compose, plan
 from ddp_runner.config.fields import walk
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, Config
 from ddp_runner.config.task_rules import _UNUSED, _UNUSED_IN_OWN_LOOP, unused_note
-from ddp_runner.tracking.run_dir import RunDir
 
 OWN = ("task=own_loops.run_function", "allowed_targets=[own_loops]", "world_size=1")
 
@@ -63,7 +62,7 @@ def test_an_experiment_of_an_own_loop_counts(tmp_path: Path) -> None:
 def test_a_resume_of_an_own_loop_names_them_too(tmp_path: Path) -> None:
     """Those of this command alone."""
     config, _ = resolved(*OWN, "ema.decay=0.9")
-    RunDir(tmp_path).freeze(config, overrides=(), choices={})
+    freeze(tmp_path, config)
     (note,) = notes(f"resume={tmp_path}", OWN[1], "train.clip_norm=1")
     assert note.endswith("the runner does not apply train.clip_norm")
     assert notes(f"resume={tmp_path}", OWN[1]) == []
@@ -86,7 +85,7 @@ def test_a_task_about_a_run_names_keys_of_the_training(
 ) -> None:
     """Only those of this command: the run's own config has them all."""
     config, _ = resolved("model=toy", "ema.decay=0.9", "world_size=1")
-    RunDir(tmp_path).freeze(config, overrides=(), choices={"model": "toy", "dataset": "random"})
+    freeze(tmp_path, config, choices={"model": "toy", "dataset": "random"})
     task = words[0].removeprefix("task=")
     expected = [f"task={task} makes no use of {named}"] if named else []
     assert notes(f"resume={tmp_path}", *words) == expected

@@ -27,6 +27,8 @@ from ddp_runner.config.resolve import resolve
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.host.hardware import Hardware
+from ddp_runner.job import Job
+from ddp_runner.tracking.run_dir import RunDir
 
 COMPOSED = "DDP_RUNNER_TEST_COMPOSED"  # a variable: the folder of composed configs
 LAPTOP = Hardware(num_gpus=0, num_cores=4)  # so that tests resolve alike on every machine
@@ -113,6 +115,18 @@ def config_error(*overrides: str, hardware: Hardware = LAPTOP, env: DistEnv | No
         assert "\n" not in str(answer)
         return str(answer)
     raise AssertionError(f"{overrides} is valid")
+
+
+def freeze(
+    folder: Path,
+    config: Config,
+    *,
+    overrides: Sequence[str] = (),
+    choices: Mapping[str, str] | None = None,
+) -> None:
+    """Freeze a config in the folder of a run."""
+    job = Job(config, 0.0, {}, overrides=tuple(overrides), choices=choices or {})
+    RunDir(folder).freeze(job)
 
 
 def frozen_text(changes: Mapping[str, Any], *overrides: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import CommandResult, error_line, run_command
-from configs import resolved
+from configs import freeze, resolved
 from run_folders import checkpoint_steps, record
 from sweeps import only_sweep, statuses
 from tiers import first_of
@@ -57,7 +57,7 @@ def runs(tmp_path: Path) -> Path:
         config, _ = resolved("model=toy", f"optimizer={optimizer}", "scheduler=cosine")
         write_run_record(tmp_path / name, status="preempted")
         choices = {"model": "toy", "optimizer": optimizer, "scheduler": "cosine"}
-        RunDir(tmp_path / name).freeze(config, overrides=(), choices=choices)
+        freeze(tmp_path / name, config, choices=choices)
     return tmp_path
 
 

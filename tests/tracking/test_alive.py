@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from commands import TIME_LIMIT_S, wait_for
-from configs import resolved
+from configs import freeze, resolved
 
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
@@ -146,7 +146,7 @@ def test_a_heartbeat_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_the_logger_of_a_run_notes_how_far_it_is(tmp_path: Path) -> None:
     """From the step of the checkpoint on; an evaluation lasts until the next step."""
     job, own = Job(resolved("model=toy")[0], started_at=0.0, provenance={}), Heartbeat()
-    RunDir(tmp_path).freeze(job.config, overrides=(), choices={})
+    freeze(tmp_path, job.config)
     start_session(tmp_path, started_at=0.0)
     with RunLogger(
         RunDir(tmp_path), job=job, heartbeat=own, max_steps=9, total_epochs=3, resume_step=4

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import latest_checkpoint
-from configs import LAPTOP, compose_raw, resolved
+from configs import LAPTOP, compose_raw, freeze, resolved
 from generated_runs import lines_of, write_run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -320,7 +320,7 @@ def frozen() -> tuple[bytes, Any]:
     """Return the bytes of a run's frozen config, and what a command composes beside it."""
     with folder() as here:
         config, _ = resolved("model=toy")
-        RunDir(here).freeze(config, overrides=(), choices={"model": "toy"})
+        freeze(here, config, choices={"model": "toy"})
         return (here / ".hydra" / "config.yaml").read_bytes(), compose_raw("model=toy")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from configs import freeze
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rights import unreadable
 
@@ -110,17 +111,17 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_frozen_config_is_replaced_whole_or_not_at_all(file: str, tmp_path: Path) -> None:
     """A disk that is full, or a kill, in the middle of it leaves the one before."""
     overrides = ["seed=1"]
-    RunDir(tmp_path).freeze(Config(seed=1), overrides=overrides, choices={})
+    freeze(tmp_path, Config(seed=1), overrides=overrides)
     before = {path.name: path.read_bytes() for path in (tmp_path / ".hydra").iterdir()}
     assert b"seed: 1" in before["config.yaml"]
     long = ["x" * 500] if file == "overrides.yaml" else []
     with largest_file(200), pytest.raises(UserError, match="cannot be written") as rejected:
-        RunDir(tmp_path).freeze(Config(seed=2), overrides=long, choices={})
+        freeze(tmp_path, Config(seed=2), overrides=long)
     assert "\n" not in str(rejected.value)
     assert (tmp_path / ".hydra" / "config.yaml").read_bytes() == before["config.yaml"]
     if file == "overrides.yaml":
         assert (tmp_path / ".hydra" / file).read_bytes() == before[file]
-    RunDir(tmp_path).freeze(Config(seed=3), overrides=long, choices={})
+    freeze(tmp_path, Config(seed=3), overrides=long)
     assert "seed: 3" in (tmp_path / ".hydra" / "config.yaml").read_text()
 
 

@@ -18,7 +18,6 @@ from ddp_runner.job import Job
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_folder_claim import (
     claim_run,
-    freeze,
     own_launch_ids,
     prepare_run_folder,
     with_run_folder,
@@ -157,7 +156,7 @@ def test_resume_auto_names_the_keys_of_another_config_in_the_folder(
     folder = tmp_path / "mine"
     planned = job("resume=auto", "seed=1", run_dir=folder)
     attempt(planned, THEIRS, status="preempted")
-    freeze(replace(planned, secrets=Secrets({("name",): "${oc.env:X}"})), RunDir(folder))
+    RunDir(folder).freeze(replace(planned, secrets=Secrets({("name",): "${oc.env:X}"})))
     other = job("resume=auto", "seed=2", "optimizer.lr=0.5", run_dir=folder, ranks=4)
     with pytest.raises(UserError) as caught:
         claim_run(other, launch_ids=OURS, held=stack)

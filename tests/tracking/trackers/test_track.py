@@ -9,7 +9,7 @@ from pathlib import Path
 import own_trackers
 import pytest
 from commands import run_command
-from configs import resolved
+from configs import freeze, resolved
 from own_trackers import calls, points
 from run_folders import scalars
 
@@ -27,7 +27,7 @@ def ended(tmp_path: Path) -> RunDir:
     """Return a run that has completed, and named no tracker."""
     run_dir = RunDir(tmp_path / "toy" / "run")
     run_dir.path.mkdir(parents=True)
-    run_dir.freeze(resolved("model=toy")[0], overrides=(), choices={})
+    freeze(run_dir.path, resolved("model=toy")[0])
     run_dir.metrics.write_text(json.dumps(LINE) + "\n")
     loaded = {"started_at": 5.0, "resume_step": None, "clock": 0.0}
     write_run_record(run_dir, status="completed", started_at=5.0, loaded=loaded)
@@ -84,11 +84,11 @@ def test_keys_that_came_with_a_run_are_named_again(
     config, _ = resolved("model=toy", "trackers=[mlflow]")
     uri = "http://${oc.env:SECRET}.example"
     keys = config.trackers["mlflow"] | {"tracking_uri": uri, "wait_s": 3.0}
-    ended.freeze(replace(config, trackers={"mlflow": keys}), overrides=(), choices={})
+    freeze(ended.path, replace(config, trackers={"mlflow": keys}))
     with pytest.raises(UserError, match=r"was sent to trackers\.mlflow with keys that") as raised:
         run([str(ended), "mlflow"])
     assert f"; add 'tracking_uri={uri}'" in str(raised.value)
-    ended.freeze(config, overrides=(), choices={})
+    freeze(ended.path, config)
     with pytest.raises(UserError, match="must name a server"):
         run([str(ended), "mlflow"])
 
