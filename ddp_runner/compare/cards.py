@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.compare.recorded_run import RecordedRun
-from ddp_runner.compare.speedup import REST
+from ddp_runner.compare.speedup import PARTS, REST
 from ddp_runner.compare.table import (
     Table,
     date_text,
@@ -23,7 +23,7 @@ from ddp_runner.compare.table import (
 )
 from ddp_runner.config.identity import leaves
 from ddp_runner.files import open_file, read_or_none, read_yaml
-from ddp_runner.metric_names import LINE_FIELDS, StepPart, headlines
+from ddp_runner.metric_names import LINE_FIELDS, headlines
 from ddp_runner.tracking.run_dir import RunDir
 
 SIZE = 10_000  # width and height of a chart, in units of its path
@@ -49,10 +49,9 @@ class Curve:
 
 def curves(run: RecordedRun, *, num_points: int) -> list[Curve]:
     """Return a curve for each metric that changed, with about `num_points` points at most."""
-    logged = dict.fromkeys(name for line in run.lines for name in line)
+    logged = dict.fromkeys(name for line in run.lines for name in line if name not in LINE_FIELDS)
     names = dict.fromkeys([*headlines(logged), *logged])
-    drawn = (_curve(run, name, num_points) for name in names if name not in LINE_FIELDS)
-    return [curve for curve in drawn if curve is not None]
+    return [_curve(run, name, num_points) for name in names if len({*run.values(name)}) > 1]
 
 
 def thinned(points: Sequence[Point], num_points: int) -> list[Point]:
@@ -69,19 +68,17 @@ def thinned(points: Sequence[Point], num_points: int) -> list[Point]:
     return kept
 
 
-def _curve(run: RecordedRun, name: str, num_points: int) -> Curve | None:
+def _curve(run: RecordedRun, name: str, num_points: int) -> Curve:
     logged = [(line["step"] or 0.0, line[name]) for line in run.lines if name in line]
     points = [(step, math.nan if value is None else value) for step, value in logged]
     values = run.values(name)
-    if len(values) < 2 or min(values) == max(values):
-        return None
     low, high, first, last = min(values), max(values), points[0][0], points[-1][0]
     is_log = low > 0 and high / low >= LOG_FROM
     bottom, top = (math.log(low), math.log(high)) if is_log else (low, high)
 
     def position(step: float, value: float) -> str:
         across = (step - first) / ((last - first) or 1)
-        up = ((math.log(value) if is_log else value) - bottom) / ((top - bottom) or 1)
+        up = ((math.log(value) if is_log else value) - bottom) / (top - bottom)
         return f"{round(SIZE * across)},{round(SIZE * (1 - up))}"
 
     shown = thinned(points, num_points)
@@ -97,12 +94,8 @@ def _curve(run: RecordedRun, name: str, num_points: int) -> Curve | None:
 MAX_CLASSES = 30  # in a readable confusion matrix
 MAX_TRACEBACK = 4_000  # bytes at its end
 MAX_RECORDS = 500  # lines of task=check or task=collectives
-RECORDS = (
-    "checks",
-    "collectives",
-    "not_in_backend",
-    "planned_collectives",
-)  # fields that are tables
+# Fields of run.json that are tables.
+RECORDS = ("checks", "collectives", "not_in_backend", "planned_collectives")
 # Fields of run.json that are shown elsewhere, or mean nothing to a reader.
 ELSEWHERE = {
     *("status", "error", "metrics", "sessions", "started_at", "startup_s", "wall_s", "versions"),
@@ -217,8 +210,7 @@ def _records_table(name: str, records: Sequence[Any]) -> Table | None:
 
 def _parts(run: RecordedRun) -> Table | None:
     """Return the parts of a step and the rest of its time; None if they were not measured."""
-    measured = {part.value: run.result(part.metric) for part in StepPart}
-    parts = {name: ms for name, ms in measured.items() if ms}
+    parts = {name: ms for metric, name in PARTS.items() if (ms := run.result(metric))}
     whole = run.result("perf/step_time_ms")
     if not parts or not whole:
         return None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.compare.analysis import Comparison, ComparisonRow
 from ddp_runner.compare.drawing import (
@@ -19,7 +19,7 @@ from ddp_runner.compare.drawing import (
     new_figure,
 )
 from ddp_runner.compare.parity import LOSS
-from ddp_runner.compare.settings import BATCH_SIZES, labels
+from ddp_runner.compare.settings import BATCH_SIZES, SIZE_KEYS, labels
 from ddp_runner.compare.speedup import REST, parts_ms
 from ddp_runner.compare.table import digits
 from ddp_runner.metric_names import StepPart
@@ -56,10 +56,9 @@ def _plan(comparison: Comparison) -> "Figure":
         "plan/step_ms": "ms of a step if nothing overlaps",
         "plan/step_ms_overlapped": "ms of a step if all overlaps",
     }
-    rows, varying = comparison.rows, {"world_size", "num_devices", *BATCH_SIZES}
+    rows = comparison.rows
     shown = [name for name in titles if any(name in row.stats for row in rows)]
-    keys = [key for key in comparison.keys if key not in varying]
-    names = labels([{key: row.setting.get(key) for key in keys} for row in rows])
+    names = labels([*map(_fixed, rows)])
     figure, panels = new_figure("Planned memory and time by world size", num_panels=len(shown))
     for axes, metric in zip(panels, shown, strict=True):
         lines: dict[str, dict[float, float]] = {name: {} for name in names}
@@ -107,16 +106,17 @@ def _scaling(comparison: Comparison) -> "Figure | str":
     return figure
 
 
+def _fixed(row: ComparisonRow) -> dict[str, Any]:
+    """Return the values that all points of a line share: those of the setting without sizes."""
+    return {key: value for key, value in row.setting.items() if key not in SIZE_KEYS}
+
+
 def _scaled(comparison: Comparison, kind: str) -> Sequence[tuple[str, Rows]]:
     """Return the settings with several numbers of devices, the fastest first if they are many."""
     scaled = [row for row in comparison.rows if kind in row.scalings]
     batch = BATCH_SIZES[kind == "weak"]
-    varying = ("world_size", "num_devices", *BATCH_SIZES)
-    keys = [key for key in comparison.keys if key not in varying]
-    keys += [batch] if len({row.scalings[kind].batch for row in scaled}) > 1 else []
-    with_batch = [{**row.setting, batch: row.scalings[kind].batch} for row in scaled]
+    names = labels([_fixed(row) | {batch: row.scalings[kind].batch} for row in scaled])
     settings: dict[str, dict[int, ComparisonRow]] = {}
-    names = labels([{key: setting.get(key) for key in keys} for setting in with_batch])
     for name, row in zip(names, scaled, strict=True):
         settings.setdefault(name, {})[row.runs[0].num_devices] = row
     named_rows = [
@@ -221,9 +221,8 @@ def _step_parts(comparison: Comparison) -> "Figure | str":
     if not bars:
         return "no run has measured the parts of its step time (perf/*_ms)"
     bars = sorted(bars, key=lambda bar: sum(bar[1].values()))[:MAX_BARS]
-    order = dict.fromkeys([*StepPart, *(name for _, parts, _ in bars for name in parts)])
-    names = [name for name in order if any(parts.get(name) for _, parts, _ in bars)]
-    colours = dict(zip(names, PART_COLOURS * len(names), strict=False))
+    names = [name for name in (*StepPart, REST) if any(parts.get(name) for _, parts, _ in bars)]
+    colours = dict(zip(names, PART_COLOURS, strict=False))
     colours |= {REST: GREY} if REST in names else {}
     has_predicted = any(predicted for _, _, predicted in bars)
     text = 0.15 + 0.2 * max(1 + name.count("\n") for name, _, _ in bars)

@@ -8,10 +8,8 @@ from ddp_runner.errors import UserError, counted, nearest, printable
 
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if they are equal in all runs
 GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES = ("batch.global_size", "batch.per_rank")
-FIRST_KEYS = (
-    *("task", "model.name", "dataset.name", "parallelism.name", "backend.name", "world_size"),
-    *("num_devices", *BATCH_SIZES),
-)
+SIZE_KEYS = ("world_size", "num_devices", *BATCH_SIZES)  # what a scaling study varies
+FIRST_KEYS = ("task", "model.name", "dataset.name", "parallelism.name", "backend.name", *SIZE_KEYS)
 LONGEST_LABEL = 60  # characters
 
 Setting = Mapping[str, Any]  # dotted keys and values

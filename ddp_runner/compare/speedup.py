@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.compare.recorded_run import RecordedRun, Stat
-from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, identity
+from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, SIZE_KEYS, identity
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import StepPart
 
 Stats = Mapping[str, Stat]  # results of a setting's runs, by metric
 PER_SAMPLE = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD)
 COMPUTED = (*PER_SAMPLE, StepPart.OPTIMIZER)
+PARTS = {part.metric: str(part) for part in StepPart}
 REST = "rest"  # the time of a step outside of its measured parts
-NO_PARTS = ("perf/step_time_ms", "perf/skew_ms")  # times in perf/ that are not parts of a step
 SENT_FRACTION = {None: 1.0, "bf16": 0.5, "fp16": 0.5}  # of float32 gradients, by comm_hook
 
 
@@ -93,12 +93,7 @@ def speedups(
 
 def parts_ms(stats: Stats) -> dict[str, float]:
     """Return the mean time of each measured part of a step."""
-    times = [name for name in stats if name.startswith("perf/") and name.endswith("_ms")]
-    return {
-        name.removeprefix("perf/").removesuffix("_ms"): stats[name].mean
-        for name in times
-        if name not in NO_PARTS
-    }
+    return {PARTS[name]: value.mean for name, value in stats.items() if name in PARTS}
 
 
 def _scalings(
@@ -152,7 +147,6 @@ def _by_mode(
 
     The settings of a mode differ only in the number of devices and in the other batch size.
     """
-    free = ["world_size", "num_devices", *BATCH_SIZES]
     groups: dict[str, dict[str, list[int]]] = {}
     for index, run in enumerate(runs):
         setting, stat = run.setting, stats[index].get("perf/samples_per_s")
@@ -162,9 +156,11 @@ def _by_mode(
         shrinks = size != 1 or setting.get("batch.virtual_ranks") is not None
         is_left_out = run.is_parallel_job or (batch_key == BATCH_PER_RANK and shrinks)
         if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
-            same = f"{identity(setting, without=[*free, 'parallelism.'])}\n{setting[batch_key]!r}"
+            same = (
+                f"{identity(setting, without=[*SIZE_KEYS, 'parallelism.'])}\n{setting[batch_key]!r}"
+            )
             modes = groups.setdefault(same, {})
-            modes.setdefault(identity(setting, without=free), []).append(index)
+            modes.setdefault(identity(setting, without=SIZE_KEYS), []).append(index)
     return groups.values()
 
 
