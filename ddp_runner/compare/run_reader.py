@@ -42,7 +42,6 @@ def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
         UserError: a path contains no run.
     """
     runs: dict[object, RecordedRun] = {}
-    seen: set[Path] = set()
     for path in paths:
         folders = sorted(_run_folders(path))
         if not folders:
@@ -51,12 +50,9 @@ def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
                 "give the folder of a run, of a sweep, or outputs",
             )
         for folder in folders:
-            resolved = folder.resolve()
-            if resolved not in seen:
-                seen.add(resolved)
-                run = read_run(folder)
-                identity = str(run.record.get("config_hash")), last_session_start(run.record)
-                runs.setdefault(identity if is_finite(identity[1]) else resolved, run)
+            run = read_run(folder)
+            identity = str(run.record.get("config_hash")), last_session_start(run.record)
+            runs.setdefault(identity if is_finite(identity[1]) else folder.resolve(), run)
     return list(runs.values())
 
 
