@@ -35,7 +35,7 @@ from ddp_runner.compare.table import (
     values_table,
 )
 from ddp_runner.config.identity import leaves
-from ddp_runner.errors import printable
+from ddp_runner.errors import listed, printable
 from ddp_runner.tracking.git import code_version
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 MAX_DETAILED = 100  # runs with details; more would take megabytes and minutes
 MAX_SHOWN = 50_000  # characters of a text; curves and commands are shorter
-MIN_FILTERED = 6  # rows of a table with a filter
 
 Cards = Mapping[Path, Card]  # by the folder of the run
 
@@ -88,13 +87,11 @@ def _report(
     main = replace(results_table(comparison), links=links)
     has_table = bool(main.labels) and not is_single
     name = "A row for each run" if "seed" in comparison.keys else "A row for each setting"
-    names = [path.resolve().name for path in paths]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     left_out = ("columns", "skipped", *(["notes"] if is_single else []))
     figures = [plot for plot in plots.values() if has_table and not isinstance(plot, str)]
     sections = remarks(comparison, main)
     return {
-        "title": detailed[0].name if is_single else ", ".join(names[:3]) + more,
+        "title": detailed[0].name if is_single else listed([path.resolve().name for path in paths]),
         "headline": main.name,
         "paths": tuple(map(str, paths)),
         "date": date_text(time.time()),
@@ -102,7 +99,6 @@ def _report(
         "single": all_details[0] if is_single else None,
         "main": replace(main, name=name) if has_table else None,
         "legends": [(column.title, column.hint) for column in main.columns if column.hint],
-        "is_filtered": len(main.labels) >= MIN_FILTERED,
         "sections": [item for item in sections if not item[0].startswith(left_out)],
         "skipped": None if is_single else _skipped_table(comparison, cards),
         "plots": [(figure.get_suptitle(), Markup(data_url(figure))) for figure in figures],
@@ -186,8 +182,7 @@ def _config_table(comparison: Comparison, cards: Cards) -> tuple[Table, list[tup
     keys = dict.fromkeys(key for runs in groups.values() for run in runs for key in run.config)
     values = {key: [_setting(runs, key) for runs in groups.values()] for key in keys}
     differing = {key: texts for key, texts in values.items() if len(set(texts)) > 1}
-    columns = zip(*differing.values(), strict=True) if differing else ()
-    by_group = dict(zip(groups, columns, strict=bool(differing)))
+    by_group = {name: [texts[at] for texts in differing.values()] for at, name in enumerate(groups)}
     same = [(key, texts[0]) for key, texts in values.items() if key not in differing]
     return values_table("All keys that differ", {"key": [*differing], **by_group}), same
 
