@@ -17,9 +17,8 @@ for (const table of all("table.sortable")) {
       const isNumber = head.hasAttribute("data-number");
       for (const other of all("th[aria-sort]", table)) other.removeAttribute("aria-sort");
       head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
-      const key = (row) => row.cells[column].dataset.v;
       rows.sort((a, b) => {
-        const [x, y] = [key(a), key(b)];
+        const [x, y] = [a, b].map((row) => row.cells[column].dataset.v);
         // What is missing comes last, up or down.
         if (x === undefined || y === undefined) return (x === undefined) - (y === undefined);
         const numbers = Number(x) - Number(y);
@@ -30,35 +29,25 @@ for (const table of all("table.sortable")) {
   });
 }
 
-for (const bar of all(".filters")) {
-  const field = bar.querySelector("input");
-  const count = bar.querySelector("output");
-  const table = document.getElementById(count.dataset.count);
+for (const table of all("#results")) {
+  const rows = [...table.tBodies[0].rows];
   const apply = () => {
-    let shown = 0;
-    const isWide = table.classList.contains("wide");
-    for (const row of table.tBodies[0].rows) {
+    const isWide = Boolean(document.querySelector("[data-all]")?.checked);
+    const words = document.querySelector(".filters input")?.value ?? "";
+    table.classList.toggle("wide", isWide);
+    for (const row of rows) {
       // Only what a reader sees; no word has the line end that separates the cells.
       const cells = [...row.cells].filter((cell) => isWide || !cell.classList.contains("more"));
       const text = cells.map((cell) => cell.textContent).join("\n").toLowerCase();
-      row.hidden = !field.value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
-      shown += !row.hidden;
+      row.hidden = !words.toLowerCase().split(/\s+/).every((word) => text.includes(word));
     }
-    count.value = `${shown} of ${table.tBodies[0].rows.length}`;
+    const shown = rows.filter((row) => !row.hidden);
+    for (const count of all("[data-count]")) count.value = `${shown.length} of ${rows.length}`;
   };
-  field.addEventListener("input", apply);
-  table.addEventListener("columns", apply);
-  bar.hidden = false;
-}
-
-for (const box of all("[data-all]")) {
-  const table = document.getElementById(box.dataset.all);
-  const apply = () => {
-    table.classList.toggle("wide", box.checked);
-    table.dispatchEvent(new Event("columns"));
-  };
-  box.addEventListener("change", apply);
-  box.closest("label").hidden = false;
+  for (const control of all(".filters, .all")) {
+    control.addEventListener("input", apply);
+    control.hidden = false;
+  }
   apply(); // a browser may restore the box of an earlier visit
 }
 
