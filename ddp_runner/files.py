@@ -83,15 +83,15 @@ def temp_folder_in(parent: Path, *, prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, *, wait_s: float = math.inf) -> Iterator[None]:
-    """Hold a file's lock for the block; create the file if needed. A kill releases the lock.
+    """Hold the lock of a folder or a file for the block; create the file. A kill releases the lock.
 
     Another holder may be in this process or another; wait for it for `wait_s`.
 
     Raises:
         TimeoutError: another holder still has the lock.
-        OSError: the file cannot be opened, or its file system has no locks.
+        OSError: it cannot be opened, or its file system has no locks.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NOFOLLOW
+    flags = os.O_CLOEXEC | (0 if path.is_dir() else os.O_RDWR | os.O_CREAT | NOFOLLOW)
     descriptor, deadline = os.open(path, flags, 0o644), time.monotonic() + wait_s
     try:
         while True:

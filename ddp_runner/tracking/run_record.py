@@ -5,7 +5,6 @@ the folder writes the file; then rank 0; after the ranks, the launcher. On sever
 launchers may write at the end, so a lock on the folder keeps every field.
 """
 
-import fcntl
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ from typing import Any, TypedDict, Unpack
 
 from ddp_runner import __version__
 from ddp_runner.errors import UserError, any_error, os_errors, typed
-from ddp_runner.files import json_safe, read_file, replace_file
+from ddp_runner.files import json_safe, locked, read_file, replace_file
 from ddp_runner.job import FailureKind, Status
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
 
@@ -160,13 +159,9 @@ def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> 
     path = Path(run_dir, RUN_RECORD)
     with os_errors(f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+        with locked(path.parent):
             record = {**read_run_record(run_dir, missing_ok=True), **fields}
             replace_file(path, json.dumps(json_safe(record), indent=2, allow_nan=False) + "\n")
-        finally:
-            os.close(folder)
 
 
 def add_warning(run_dir: os.PathLike[str], sentence: str) -> None:
@@ -204,7 +199,7 @@ def start_session(
     """
     record = read_run_record(run_dir, missing_ok=True)
     try:
-        sessions = _sessions(record)
+        sessions: list[SessionTimes] = record.get("sessions", [])
         if not sessions or sessions[-1]["started_at"] != started_at:
             if sessions and sessions[-1]["wall_s"] is None:
                 files = RunDir(Path(run_dir))
@@ -246,26 +241,21 @@ def fail_session(run_dir: os.PathLike[str], *, started_at: float, error: RunErro
 
 def forget_earlier_sessions(run_dir: os.PathLike[str]) -> None:
     """Remove earlier sessions from run.json: this one starts at step 0 without their metrics."""
-    write_run_record(run_dir, sessions=_sessions(read_run_record(run_dir))[-1:])
+    write_run_record(run_dir, sessions=read_run_record(run_dir).get("sessions", [])[-1:])
 
 
 def note_startup(run_dir: os.PathLike[str]) -> None:
     """Record the end of this session's start-up."""
-    sessions = _sessions(read_run_record(run_dir))
+    sessions = read_run_record(run_dir)["sessions"]
     sessions[-1]["startup_s"] = _seconds(sessions[-1], time.time())
     write_run_record(run_dir, sessions=sessions)
 
 
 def end_session(run_dir: os.PathLike[str], **fields: Unpack[RunFields]) -> None:
     """Record the end of this session, with further fields of run.json."""
-    finished_at, sessions = time.time(), _sessions(read_run_record(run_dir))
+    finished_at, sessions = time.time(), read_run_record(run_dir)["sessions"]
     sessions[-1]["wall_s"] = _seconds(sessions[-1], finished_at)
     write_run_record(run_dir, sessions=sessions, finished_at=finished_at, **fields)
-
-
-def _sessions(record: Mapping[str, Any]) -> list[SessionTimes]:
-    sessions: list[SessionTimes] = record.get("sessions", [])
-    return sessions
 
 
 def _seconds(session: SessionTimes, until: float) -> float:
