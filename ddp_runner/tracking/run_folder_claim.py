@@ -59,15 +59,29 @@ def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[
         UserError: another process holds the folder, or it holds another run.
     """
     config, named = job.config, RunDir(job.run_dir) if job.run_dir else None
-    run_dir = _lock_restarted(config, named, launch_ids, held) if launch_ids else None
+    work, run_dir = work_hash(config), None
+    if launch_ids:
+        run_dir = _lock_first(
+            # Oldest first: a job's commands began in the order of their folders.
+            [named] if named else sibling_runs(config)[::-1],
+            work,
+            lambda record: any(continues(one, _launch_ids(record)) for one in launch_ids),
+            held,
+            wait_s=PATIENCE_S,
+        )
     if run_dir is None and named is None and config.resume == AUTO:
-        run_dir = _lock_unfinished(config, held)
+        # `is_held` is None where the file system has no locks.
+        runs = [run for run in sibling_runs(config, names_others=True) if run.is_held is False]
+        with suppress(InUseError):  # another command took the last of them
+            run_dir = _lock_first(
+                runs, work, lambda record: record.get("status") in UNFINISHED, held, wait_s=0.0
+            )
     run_dir = run_dir or _lock_new(config, named, held)
     earlier = read_run_record(run_dir, missing_ok=True)
     if launch_ids:
         fields = RunFields(launches=sorted({*_launch_ids(earlier), *launch_ids}))
         if not has_taken_step(earlier):
-            fields |= RunFields(status=Status.RUNNING, work_hash=work_hash(config))
+            fields |= RunFields(status=Status.RUNNING, work_hash=work)
         write_run_record(run_dir, **fields)
         os.utime(run_dir.holder)  # so that ``alive`` sees the start
     # With resume=RUN, the config already has the run's batch size.
@@ -76,43 +90,17 @@ def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[
     return run_dir, None
 
 
-def _lock_restarted(
-    config: RunConfig, named: RunDir | None, launch_ids: Sequence[str], held: ExitStack
-) -> RunDir | None:
-    """Lock and return the run that an earlier attempt of this launch began."""
-
-    def is_same_launch(record: Mapping[str, Any]) -> bool:
-        return any(continues(launch_id, _launch_ids(record)) for launch_id in launch_ids)
-
-    # Oldest first: a job's commands began in the order of their folders.
-    runs = [named] if named else sibling_runs(config)[::-1]
-    return _lock_first(runs, work_hash(config), is_same_launch, held, wait_s=PATIENCE_S)
-
-
-def _lock_unfinished(config: RunConfig, held: ExitStack) -> RunDir | None:
-    """Lock and return the newest unfinished run of the same config, for ``resume=auto``."""
-    # `is_held` is None where the file system has no locks.
-    runs = [run for run in sibling_runs(config, names_others=True) if run.is_held is False]
-    with suppress(InUseError):  # another command took the last of them
-        return _lock_first(
-            runs, work_hash(config), lambda one: one.get("status") in UNFINISHED, held, wait_s=0.0
-        )
-    return None
-
-
 def _lock_new(config: RunConfig, named: RunDir | None, held: ExitStack) -> RunDir:
     """Create and lock the folder of a new run, or of the run that ``resume`` names."""
     run_dir = named or RunDir(claim(run_folder(config)))
     run_dir.path.mkdir(parents=True, exist_ok=True)
     try:
-        with ExitStack() as lock:
-            lock.enter_context(run_dir.locked())
-            if named is not None:
-                _reject_another_run(config, run_dir)
-            held.enter_context(lock.pop_all())
+        held.enter_context(run_dir.locked())
     except UserError:
         run_dir.discard_unused()
         raise
+    if named is not None:
+        _reject_another_run(config, run_dir)
     return run_dir
 
 

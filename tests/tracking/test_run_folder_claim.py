@@ -134,14 +134,14 @@ def test_another_config_under_the_same_agent_is_another_run(stack: ExitStack) ->
     assert claim_run(job("name=both", "seed=1"), launch_ids=OURS, held=stack)[0] != own
 
 
-def test_a_folder_that_holds_a_run_is_rejected_unless_it_is_resumed(
-    tmp_path: Path, stack: ExitStack
-) -> None:
+@pytest.mark.usefixtures("stack")
+def test_a_folder_that_holds_a_run_is_rejected_unless_it_is_resumed(tmp_path: Path) -> None:
     """As our own launcher does; a restart of the launch that made it goes on."""
     folder = tmp_path / "mine"
     attempt(job(run_dir=folder), THEIRS, status="completed")
-    with pytest.raises(UserError, match=rf"^{folder} already holds a run.*resume={folder}"):
-        claim_run(job(run_dir=folder), launch_ids=OURS, held=stack)
+    rule = rf"^{folder} already holds a run.*resume={folder}"
+    with pytest.raises(UserError, match=rule), ExitStack() as held:
+        claim_run(job(run_dir=folder), launch_ids=OURS, held=held)
     resumed = job(run_dir=folder)
     resumed = replace(resumed, config=replace(resumed.config, resume=str(folder)))
     with ExitStack() as held:  # its config has what it resumes
@@ -158,8 +158,8 @@ def test_resume_auto_names_the_keys_of_another_config_in_the_folder(
     attempt(planned, THEIRS, status="preempted")
     RunDir(folder).freeze(replace(planned, secrets=Secrets({("name",): "${oc.env:X}"})))
     other = job("resume=auto", "seed=2", "optimizer.lr=0.5", run_dir=folder, ranks=4)
-    with pytest.raises(UserError) as caught:
-        claim_run(other, launch_ids=OURS, held=stack)
+    with pytest.raises(UserError) as caught, ExitStack() as held:
+        claim_run(other, launch_ids=OURS, held=held)
     rule = f"{folder} holds a run whose config differs (seed, optimizer.lr)"
     assert str(caught.value).startswith(rule)
     assert str(caught.value).endswith("; give another hydra.run.dir")
