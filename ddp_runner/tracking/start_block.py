@@ -1,7 +1,7 @@
 """What a run prints at its start: a first line, its facts, and on request a glossary."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +11,9 @@ from ddp_runner.config.sections import PLAN
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import counted
 from ddp_runner.job import Job
-from ddp_runner.tracking.run_record import RunFields
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 
 def starting_lines(job: Job) -> str:
@@ -129,16 +127,6 @@ def shown_path(path: Path) -> Path:
     with suppress(ValueError, OSError):  # outside of it, or the current folder was deleted
         return path.absolute().relative_to(Path.cwd())
     return path
-
-
-def sizes(parameters: Collection["nn.Parameter"]) -> RunFields:
-    """Return a model's number of parameters and the bytes of its gradients."""
-    return {
-        "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "gradient_bytes": sum(
-            parameter.nbytes for parameter in parameters if parameter.requires_grad
-        ),
-    }
 
 
 def count_of(samples: int | None) -> str:

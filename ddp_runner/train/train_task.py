@@ -20,7 +20,7 @@ from ddp_runner.tracking.alive import ENDING
 from ddp_runner.tracking.run_dir import RunDir, keep_files
 from ddp_runner.tracking.run_folder_claim import changed_values
 from ddp_runner.tracking.run_record import RunFields, add_changes, add_warning
-from ddp_runner.tracking.start_block import sizes, training_facts
+from ddp_runner.tracking.start_block import training_facts
 from ddp_runner.train.best_model import export_best
 from ddp_runner.train.build_state import build_session_state
 from ddp_runner.train.first_batch import try_run
@@ -63,20 +63,23 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     if status is not None:  # this rank has served the loop of another
         return status
     parameters = {*whole_parameters(state.module).values()}
-    model_sizes = sizes(parameters)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    num_parameters = sum(parameter.numel() for parameter in parameters)
     if session.env.is_rank_zero:
-        num_trained = sum(value.numel() for value in parameters if value.requires_grad)
-        _log_facts(session, state, warnings, (model_sizes["num_parameters"], num_trained))
+        num_trained = sum(parameter.numel() for parameter in trained)
+        _log_facts(session, state, warnings, (num_parameters, num_trained))
     fields = RunFields(
         warnings=[*session.job.warnings, *warnings],
         directions=metrics.directions,
         trains_on_stream=state.batches.steps_per_epoch is None,
         model_arguments=state.work.dataset.model_arguments,
+        num_parameters=num_parameters,
+        gradient_bytes=sum(parameter.nbytes for parameter in trained),
     )
     with ExitStack() as stack:
         records = Records(
             session,
-            fields=fields | model_sizes,
+            fields=fields,
             resume_step=resume_step,
             stack=stack,
             max_steps=state.final_step or 0,

@@ -48,7 +48,7 @@ class MLflow:
         client, experiment, tags = self._client, self._experiment(), self._tags(run)
         mlflow_run = self._earlier_run(run, experiment) or client.create_run(
             experiment,
-            start_time=_milliseconds(run.started_at),
+            start_time=round(1000 * run.started_at),
             run_name=run.name,
             tags={IDENTITY: _identity(run)},
         )
@@ -75,7 +75,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         points = [
-            Metric(_key(name), value, _milliseconds(line.time), line.step)
+            Metric(_key(name), value, round(1000 * line.time), line.step)
             for line in lines
             for name, value in line.metrics.items()
         ]
@@ -151,7 +151,3 @@ def _key(name: str) -> str:
 def _text(value: Any) -> str:
     """Return a value as in YAML, cut to MLflow's limit."""
     return (value if isinstance(value, str) else json.dumps(value))[:CHARACTERS]
-
-
-def _milliseconds(time_s: float) -> int:
-    return round(1000 * time_s)

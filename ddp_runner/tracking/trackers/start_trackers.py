@@ -50,26 +50,12 @@ class Order:
 def followed(job: Job, run_dir: RunDir) -> Iterator[None]:
     """Start the job's trackers, and wait for them after the block. They never fail the run."""
     names = [] if job.config.task == "check" else list(job.config.trackers)  # check has no metrics
-    trackers = [tracker for name in names if (tracker := _start(job, run_dir, name))]
+    trackers = {name: process for name in names if (process := _start(job, run_dir, name))}
     try:
         yield
     finally:
         if trackers:
             _end(trackers, job, run_dir)
-
-
-@dataclass(frozen=True)
-class _Tracker:
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def warn(self, text: str) -> None:
-        """Warn on the terminal and in the tracker's log."""
-        sentence = f"trackers.{self.name} {text}"
-        _print_warning(sentence)
-        with suppress(OSError), self.log.open("a", encoding="utf-8") as log:  # a full disk
-            log.write(f"{sentence}\n")
 
 
 def is_loaded(run_dir: RunDir, *, started_at: float) -> bool:
@@ -78,7 +64,7 @@ def is_loaded(run_dir: RunDir, *, started_at: float) -> bool:
     return bool(loaded.get("started_at") == started_at)
 
 
-def _start(job: Job, run_dir: RunDir, name: str) -> _Tracker | None:
+def _start(job: Job, run_dir: RunDir, name: str) -> subprocess.Popen[bytes] | None:
     settings = job.config.trackers[name]
     order = Order(
         parent=os.getpid(),
@@ -94,62 +80,68 @@ def _start(job: Job, run_dir: RunDir, name: str) -> _Tracker | None:
         "CUDA_VISIBLE_DEVICES": "",
         ORDER: json.dumps(asdict(order)),
     }
-    path = run_dir.logs / f"tracker-{name}.log"
     # The process inherits blocked signals, and unblocks them once it ignores them.
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        path.parent.mkdir(exist_ok=True)
-        with path.open("ab") as log:
-            process = subprocess.Popen(
+        run_dir.logs.mkdir(exist_ok=True)
+        with _log_of(run_dir, name).open("ab") as log:
+            return subprocess.Popen(
                 [sys.executable, "-P", "-m", TRACKER, str(run_dir.path.absolute()), name],
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 env={**os.environ, **environ},
                 process_group=0,  # Ctrl-C on the terminal reaches the run only
             )
-            return _Tracker(name, process, path)
     except OSError as error:  # no memory for a process, or a full disk
         reason = f"cannot be started ({error.strerror}); the run continues without it"
-        _print_warning(f"trackers.{name} {reason}")
+        _warn(run_dir, name, reason)
         return None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 
-def _end(trackers: Sequence[_Tracker], job: Job, run_dir: RunDir) -> None:
+def _log_of(run_dir: RunDir, name: str) -> Path:
+    return run_dir.logs / f"tracker-{name}.log"
+
+
+def _warn(run_dir: RunDir, name: str, text: str) -> None:
+    """Warn on the terminal and in the tracker's log."""
+    sentence = f"trackers.{name} {text}"
+    print_line(f"warning: {sentence}", stream=sys.stdout)
+    with suppress(OSError), _log_of(run_dir, name).open("a", encoding="utf-8") as log:  # full disk
+        log.write(f"{sentence}\n")
+
+
+def _end(trackers: Mapping[str, subprocess.Popen[bytes]], job: Job, run_dir: RunDir) -> None:
     """Wait for all trackers at once, and kill the late ones. After a failed run they end alone."""
     run_ended, own_children = time.monotonic(), children()
     has_loaded = is_loaded(run_dir, started_at=job.started_at)
     status = read_run_record(run_dir).get("status") if has_loaded else None
     stopped_s = min(MOST_S, STOPPED_SHARE * job.config.launch.shutdown_timeout_s)
     limits_s = {None: 0.0, Status.COMPLETED: MOST_S, Status.PREEMPTED: stopped_s}
-    for tracker in trackers:
-        wait_s = job.config.trackers[tracker.name].get("wait_s", WAIT_S)
+    for name, process in trackers.items():
+        wait_s = job.config.trackers[name].get("wait_s", WAIT_S)
         num_bytes = sum(path.stat().st_size for path in files_to_keep(run_dir, str(status)))
         limit_s = min(limits_s.get(status, FAILED_S), wait_s + num_bytes / LEAST_RATE)
         reason = "ended before it had all of the run"
-        code = _exit_code(tracker, max(0.0, run_ended + limit_s - time.monotonic()))
+        code = _exit_code(process, max(0.0, run_ended + limit_s - time.monotonic()))
         if code is None:
             late = f"had not ended {limit_s:.0f} s after the run"
             if status not in limits_s:
-                tracker.warn(f"{late}, and gets {LAST_S:.0f} s more")
+                _warn(run_dir, name, f"{late}, and gets {LAST_S:.0f} s more")
                 continue
             code, reason = EXIT_FAILED, f"{late}, and was stopped"
         with suppress(ProcessLookupError):  # usually none is left; a client may leave a service
-            os.killpg(tracker.process.pid, signal.SIGKILL)
-        _exit_code(tracker, LIMIT_S)
+            os.killpg(process.pid, signal.SIGKILL)
+        _exit_code(process, LIMIT_S)
         if has_loaded and code not in (EXIT_COMPLETED, EXIT_REPORTED):
-            tracker.warn(f"{reason}; python -m {TRACKER} RUN {tracker.name} sends the rest")
+            _warn(run_dir, name, f"{reason}; python -m {TRACKER} RUN {name} sends the rest")
     end_descendants(own_children, spares_trackers=False)  # processes in sessions of their own
 
 
-def _exit_code(tracker: _Tracker, wait_s: float) -> int | None:
+def _exit_code(process: subprocess.Popen[bytes], wait_s: float) -> int | None:
     """Return the exit code; None if the process still runs after `wait_s` seconds."""
     try:
-        return tracker.process.wait(wait_s)
+        return process.wait(wait_s)
     except subprocess.TimeoutExpired:
         return None
-
-
-def _print_warning(sentence: str) -> None:
-    print_line(f"warning: {sentence}", stream=sys.stdout)
