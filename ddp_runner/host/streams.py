@@ -85,7 +85,7 @@ def keep_streams(
         try:
             os.fstat(number)
         except OSError:  # closed: the next file to be opened would get its number
-            _send_nowhere(number)
+            send_nowhere(number)
             on_loss(f"{name} was closed: what it would have shown is in logs/ only")
         stream = getattr(sys, name)
         if stream is not None and stream is not getattr(sys, f"__{name}__"):
@@ -103,7 +103,8 @@ def keep_streams(
         setattr(sys, f"__{name}__", wrapper)
 
 
-def _send_nowhere(number: int) -> None:
+def send_nowhere(number: int) -> None:
+    """Redirect an open or closed descriptor to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     if nowhere != number:
         os.dup2(nowhere, number)
@@ -146,7 +147,7 @@ class _Descriptor(io.RawIOBase):
                 if error.errno == errno.EAGAIN:  # the reader of a non-blocking pipe is slow
                     select.select([], [self._number], [])
                     continue
-                _send_nowhere(self._number)
+                send_nowhere(self._number)
                 self._on_loss(
                     f"{self.name[1:-1]} is lost ({error.strerror}): what it would have shown is "
                     "in this file only"

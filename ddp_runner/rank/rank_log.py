@@ -23,7 +23,7 @@ def rank_log(
     Library warnings, and all output of ranks other than 0, go to the file only. `hide` removes
     secrets from each line of the file. Rank 0 prints `prefix` before each line.
     """
-    path = run_dir.rank_log(env.rank)
+    path = run_dir.logs / f"rank-{env.rank}.log"
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_RankFormatter(env.rank, hide))

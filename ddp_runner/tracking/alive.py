@@ -93,13 +93,11 @@ class Heartbeat:
 def _write_heartbeat(path: Path, fields: Mapping[str, Any]) -> None:
     """Overwrite the file, and close it each time: NFS may cache what an open file holds."""
     content = json.dumps(fields).encode()[:NUM_BYTES].ljust(NUM_BYTES - 1) + b"\n"
-    with suppress(OSError):  # a full disk must not end the run here; readers see an old beat
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | NOFOLLOW, 0o644)
-        try:
-            os.utime(descriptor)  # first: on a full disk the write may fail
-            os.write(descriptor, content)
-        finally:
-            os.close(descriptor)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | NOFOLLOW
+    # A full disk must not end the run here; readers see an old beat.
+    with suppress(OSError), os.fdopen(os.open(path, flags, 0o644), "wb") as file:
+        os.utime(file.fileno())  # first: on a full disk the write may fail
+        os.write(file.fileno(), content)
 
 
 def read_heartbeat(path: Path) -> tuple[dict[str, Any], float | None]:

@@ -101,7 +101,11 @@ class ProgressLine:
         assert self._total_steps
         title, epoch = "", _counter("epoch", self._epoch, self._total_epochs) + "  "
         step = f"step {self._step}/{self._total_steps}"
-        for evaluated in (_first_evaluated(self._metrics), {}):
+        short = {  # the first metric of an evaluation, under a short name
+            name if name.endswith("loss") else name.removeprefix("eval/"): self._metrics[name]
+            for name in _evaluated(self._metrics)[:1]
+        }
+        for evaluated in (short, {}):
             rest = "  ".join([step, *_parts(self._metrics, evaluated=evaluated)])
             room = width - len(epoch) - len(rest)
             if not self._title or room >= MIN_TITLE + 2:
@@ -199,14 +203,6 @@ def _speed(metrics: Mapping[str, float]) -> list[str]:
 
 def _named(metrics: Mapping[str, float]) -> list[str]:
     return [f"{name} {value:.4f}" for name, value in metrics.items()]
-
-
-def _first_evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the first headline metric of an evaluation, under a short name."""
-    for name in _evaluated(metrics)[:1]:
-        short_name = name if name.endswith("loss") else name.removeprefix("eval/")
-        return {short_name: metrics[name]}
-    return {}
 
 
 def _evaluated(metrics: Mapping[str, float]) -> list[str]:

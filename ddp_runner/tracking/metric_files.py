@@ -17,7 +17,7 @@ from ddp_runner.files import json_object, json_safe, replace_file
 from ddp_runner.job import Status
 from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.tensorboard import MOST_CLASSES, confusion_picture, header, session_end
+from ddp_runner.tracking.tensorboard import MOST_CLASSES, confusion_picture, header
 
 EVENT_FILES = "events.out.tfevents.*"
 CONFUSION_FILE = "confusion.jsonl"  # counts of each evaluation, to redraw them after a resume
@@ -90,8 +90,7 @@ class MetricFiles:
                 picture = _picture(name, np.asarray(Image.open(path)))
                 self._events.add_summary(picture, step, path.stat().st_mtime)
                 self._logged |= {f"image {name}"} if step == resume_step else set()
-            if earlier_files:
-                self._events.flush()
+            self._events.flush()
             for path in earlier_files:
                 path.unlink()
 
@@ -153,11 +152,13 @@ class MetricFiles:
             self._events.add_summary(picture, step)
 
     def close(self, *, status: Status | None = None) -> None:
-        """Close the files; TensorBoard's HParams show that a run has completed."""
+        """Close the files; TensorBoard's HParams tab shows that a run has completed."""
+        from torch.utils.tensorboard.summary import hparams
+
         with self._writing():
             self._lines.close()
             if self._has_hparams and status == Status.COMPLETED:
-                self._events.add_summary(session_end())
+                self._events.add_summary(hparams({}, {})[2])
             self._events.close()
 
     def _add(self, metrics: Mapping[str, float | None], *, step: int, time_s: float) -> None:

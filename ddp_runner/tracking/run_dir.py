@@ -53,10 +53,6 @@ class RunDir:
 
     __str__ = __fspath__
 
-    def rank_log(self, rank: int) -> Path:
-        """Return the path of a rank's log."""
-        return self.logs / f"rank-{rank}.log"
-
     @property
     def is_frozen(self) -> bool:
         """Whether the folder holds a run's config; only a successful resume may replace it."""

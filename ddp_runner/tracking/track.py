@@ -31,7 +31,7 @@ from ddp_runner.config.secrets import Secrets
 from ddp_runner.config.targets import package_of
 from ddp_runner.errors import UserError, any_error, exit_with, os_errors, printable, typed
 from ddp_runner.host.processes import ignore_stop_signals
-from ddp_runner.host.streams import print_line
+from ddp_runner.host.streams import print_line, send_nowhere
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
 from ddp_runner.tracking.alive import LOST, standing
 from ddp_runner.tracking.run_dir import RunDir
@@ -187,9 +187,7 @@ def follow_live(order: Order, run_dir: RunDir, name: str) -> int:
 def _hidden_stream(descriptor: int) -> TextIO:
     """Return stdout or stderr as a file, and discard the client's output: it may hold secrets."""
     stream = os.fdopen(os.dup(descriptor), "w", encoding="utf-8")
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, descriptor)
-    os.close(devnull)
+    send_nowhere(descriptor)
     return stream
 
 

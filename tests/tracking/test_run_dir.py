@@ -55,7 +55,7 @@ def test_only_a_mistake_before_the_first_step_gives_the_folder_back(
     run_dir = RunDir(tmp_path / "run")
     (run_dir.path / ".hydra").mkdir(parents=True)
     run_dir.logs.mkdir()
-    run_dir.rank_log(0).write_text("traceback")
+    (run_dir.logs / "rank-0.log").write_text("traceback")
     (run_dir.path / "code-0.diff").touch()
     run_dir.record.write_text(f'{{"error": {{"kind": "{kind}"}}}}')
     if began:
