@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_runner.compare.analysis import TOLERANCE, Comparison, compare
-from ddp_runner.compare.formats import FORMATS, SUFFIXES, listing, run_remarks, width_of
+from ddp_runner.compare.formats import FORMATS, SUFFIXES, listing, remarks, width_of
 from ddp_runner.compare.recorded_run import Target
 from ddp_runner.compare.run_reader import read_runs, tagged
 from ddp_runner.errors import UserError, exit_with, os_errors
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> None:
     written = write_all(comparison, args.out, paths=args.paths) if args.out is not None else []
     print(FORMATS[args.format](comparison), flush=True)
     width = width_of(sys.stderr)
-    for line in listing(run_remarks(comparison), width=width) if args.format == "csv" else ():
+    for line in listing(remarks(comparison), width=width) if args.format == "csv" else ():
         print(line, file=sys.stderr)
     for line in written:
         print(wrap_lines(line, width), file=sys.stderr)

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, TextIO
@@ -156,26 +157,16 @@ FORMATS = {"table": as_text, "markdown": as_markdown, "csv": as_csv, "json": as_
 SUFFIXES = {"table": "txt", "markdown": "md", "csv": "csv", "json": "json"}
 
 
-def remarks(comparison: Comparison, shown: Table) -> Sequence[Remark]:
-    """Return the lists below the table."""
-    lists = *_results(comparison), *_faults(comparison), *_legend(comparison, shown)
-    return _shortened(lists)
-
-
-def run_remarks(comparison: Comparison) -> Sequence[Remark]:
-    """Return the lists of warnings, notes and skipped runs."""
-    return _shortened(_faults(comparison))
-
-
-def _shortened(remarks: Iterable[Remark]) -> Sequence[Remark]:
-    """Return the lists that are not empty, with MAX_LINES at most."""
-    short = []
-    for title, lines in remarks:
+def remarks(comparison: Comparison, shown: Table | None = None) -> Iterator[Remark]:
+    """Yield the lists below a table, with MAX_LINES at most; without a table, those about runs."""
+    lists = _faults(comparison)
+    if shown is not None:
+        lists = chain(_results(comparison), lists, _legend(comparison, shown))
+    for title, lines in lists:
         num_more = len(lines) - MAX_LINES
         more = [f"and {num_more} more; --format json shows all"] if num_more > 0 else []
         if lines:
-            short.append((title, [*map(cut, lines[:MAX_LINES]), *more]))
-    return short
+            yield title, [*map(cut, lines[:MAX_LINES]), *more]
 
 
 def _results(comparison: Comparison) -> Iterator[Remark]:

@@ -14,7 +14,6 @@ for (const table of all("table.sortable")) {
     button.addEventListener("click", () => {
       const isDown = head.getAttribute("aria-sort") === "ascending";
       const sign = isDown ? -1 : 1;
-      const isNumber = head.hasAttribute("data-number");
       for (const other of all("th[aria-sort]", table)) other.removeAttribute("aria-sort");
       head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
       rows.sort((a, b) => {
@@ -22,7 +21,7 @@ for (const table of all("table.sortable")) {
         // What is missing comes last, up or down.
         if (x === undefined || y === undefined) return (x === undefined) - (y === undefined);
         const numbers = Number(x) - Number(y);
-        return sign * (isNumber && !Number.isNaN(numbers) ? numbers : x.localeCompare(y, undefined, { numeric: true }));
+        return sign * (Number.isNaN(numbers) ? x.localeCompare(y, undefined, { numeric: true }) : numbers);
       });
       body.append(...rows);
     });
