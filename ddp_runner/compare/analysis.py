@@ -17,7 +17,14 @@ from ddp_runner.compare.settings import (
     varied_keys,
     with_copies,
 )
-from ddp_runner.compare.speedup import AllReduceFit, Scaling, Stats, fit_all_reduces, speedups
+from ddp_runner.compare.speedup import (
+    AllReduceFit,
+    AllReduceFits,
+    Scaling,
+    Stats,
+    fit_all_reduces,
+    speedups,
+)
 from ddp_runner.errors import UserError, counted, listed, nearest
 from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
 from ddp_runner.tracking.git import code_version
@@ -105,16 +112,7 @@ def compare(
     tolerance: float = TOLERANCE,
     each: bool = False,
 ) -> Comparison:
-    """Compare runs, grouped by their settings.
-
-    Args:
-        runs: The result of ``read_runs``.
-        target: Add the time until it was reached.
-        best: Name the best setting by this metric.
-        mode: max or min is best; None: derive it from the name of the metric.
-        over: Average over this key beside the seed, such as the fold of a dataset.
-        tolerance: Relative difference of losses that still counts as parity.
-        each: Make a row for each run instead of a row for all seeds of a setting.
+    """Compare runs, grouped by their settings; the keywords are the command's options.
 
     Raises:
         UserError: no run has the metric of `target` or of `best`, or no two differ in `over`.
@@ -169,7 +167,7 @@ def _rows(
     keys: Sequence[str],
     *,
     target: Target | None,
-    fits: Mapping[tuple[str, int], AllReduceFit],
+    fits: AllReduceFits,
     parity: Sequence[Parity],
 ) -> list[ComparisonRow]:
     """Return a row for each group of runs, ordered by the values of the `keys`."""
@@ -180,7 +178,7 @@ def _rows(
     verdicts = [
         tuple(results[run.folder] for run in group if run.folder in results) for group in groups
     ]
-    scalings = speedups(firsts, stats, fits)
+    scalings = speedups([*zip(firsts, stats, strict=True)], fits)
     fields = labels(values), values, map(tuple, groups), stats, scalings, verdicts
     rows = [ComparisonRow(*row) for row in zip(*fields, strict=True)]
     return sorted(rows, key=lambda row: sort_key(row.setting))

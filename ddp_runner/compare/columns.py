@@ -7,8 +7,8 @@ from pathlib import Path
 from ddp_runner.compare.analysis import BUSY, NO_METRICS, SUPERLINEAR, Comparison, ComparisonRow
 from ddp_runner.compare.parity import promises_parity
 from ddp_runner.compare.recorded_run import Stat
-from ddp_runner.compare.settings import rounded, title_of
-from ddp_runner.compare.speedup import parts_ms
+from ddp_runner.compare.settings import BATCH_SIZES, rounded, title_of
+from ddp_runner.compare.speedup import SCALINGS, parts_ms
 from ddp_runner.compare.table import Column, Table, cut, digits, percent, setting_text, times
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import best_end, headlines
@@ -121,8 +121,8 @@ def _speeds(comparison: Comparison, results: _Results) -> Iterator[Column]:
         yield Column("num_devices", "devices", devices, is_brief=False)
     hint = "median of a run's perf/samples_per_s without its first line, the warm-up"
     yield results.column("perf/samples_per_s", "samples/s", digits, hint)
-    for kind, same in (("strong", "global batch"), ("weak", "batch per rank")):
-        yield from _scaling(kind, same, rows)
+    for kind in SCALINGS:
+        yield from _scaling(kind, rows)
     hint = (
         f"superlinear: an efficiency above {SUPERLINEAR:.0%}, by cache effects or a busy machine; "
         f"busy machine: other work used more than {BUSY:.0%} of the cores' time"
@@ -175,12 +175,12 @@ def _key_column(key: str, comparison: Comparison) -> Column:
     )
 
 
-def _scaling(kind: str, same: str, rows: Sequence[ComparisonRow]) -> Iterator[Column]:
-    """Yield the columns of strong or weak scaling; `same` is the constant batch size."""
+def _scaling(kind: str, rows: Sequence[ComparisonRow]) -> Iterator[Column]:
+    """Yield the columns of strong or weak scaling."""
     scalings = [row.scalings.get(kind) for row in rows]
     bases = sorted({scaling.base for scaling in scalings if scaling})
     base = bases[0] if len(bases) == 1 else "the setting under against"
-    hint = f"samples/s relative to {base}, with the same {same}"
+    hint = f"samples/s relative to {base}, with the same {BATCH_SIZES[SCALINGS[kind]]}"
     speedups = [scaling.speedup if scaling else None for scaling in scalings]
     best = _best_rows(speedups, "max", rows)
     yield Column(f"{kind}_speedup", f"{kind} speedup", speedups, times, hint, best=best)

@@ -20,7 +20,7 @@ from ddp_runner.compare.drawing import (
 )
 from ddp_runner.compare.parity import LOSS
 from ddp_runner.compare.settings import BATCH_SIZES, SIZE_KEYS, labels
-from ddp_runner.compare.speedup import REST, parts_ms
+from ddp_runner.compare.speedup import REST, SCALINGS, parts_ms
 from ddp_runner.compare.table import digits
 from ddp_runner.metric_names import StepPart
 
@@ -76,7 +76,7 @@ def _plan(comparison: Comparison) -> "Figure":
 
 
 def _scaling(comparison: Comparison) -> "Figure | str":
-    both = {kind: _scaled(comparison, kind) for kind in ("strong", "weak")}
+    both = {kind: _scaled(comparison, kind) for kind in SCALINGS}
     kinds = {kind: settings for kind, settings in both.items() if settings}
     if not kinds:
         return "no setting has samples/s for two world sizes; run a sweep with -m world_size=1,2,4"
@@ -99,9 +99,8 @@ def _scaling(comparison: Comparison) -> "Figure | str":
         axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-        constant = "global batch" if kind == "strong" else "batch per rank"
-        title = f"{kind} scaling: constant {constant}\n{'; '.join(notes)}".strip()
-        axes.set_title(title, loc="left", fontsize=11)
+        title = f"{kind} scaling: constant {BATCH_SIZES[SCALINGS[kind]]}\n{'; '.join(notes)}"
+        axes.set_title(title.strip(), loc="left", fontsize=11)
         axes.set_ylabel("speedup over the baseline")
     return figure
 
@@ -114,8 +113,7 @@ def _fixed(row: ComparisonRow) -> dict[str, Any]:
 def _scaled(comparison: Comparison, kind: str) -> Sequence[tuple[str, Rows]]:
     """Return the settings with several numbers of devices, the fastest first if they are many."""
     scaled = [row for row in comparison.rows if kind in row.scalings]
-    batch = BATCH_SIZES[kind == "weak"]
-    names = labels([_fixed(row) | {batch: row.scalings[kind].batch} for row in scaled])
+    names = labels([_fixed(row) | {SCALINGS[kind]: row.scalings[kind].batch} for row in scaled])
     settings: dict[str, dict[int, ComparisonRow]] = {}
     for name, row in zip(names, scaled, strict=True):
         settings.setdefault(name, {})[row.runs[0].num_devices] = row

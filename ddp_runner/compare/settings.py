@@ -7,7 +7,8 @@ from ddp_runner.config.schema import RUNNER_KEYS, has_own_loop
 from ddp_runner.errors import UserError, counted, nearest, printable
 
 ALWAYS_SHOWN = ("parallelism.name", "world_size")  # even if they are equal in all runs
-GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES = ("batch.global_size", "batch.per_rank")
+BATCH_SIZES = {"batch.global_size": "global batch", "batch.per_rank": "batch per rank"}  # names
+GLOBAL_BATCH, BATCH_PER_RANK = BATCH_SIZES
 SIZE_KEYS = ("world_size", "num_devices", *BATCH_SIZES)  # what a scaling study varies
 FIRST_KEYS = ("task", "model.name", "dataset.name", "parallelism.name", "backend.name", *SIZE_KEYS)
 LONGEST_LABEL = 60  # characters
@@ -119,7 +120,7 @@ def label(setting: Setting, keys: Iterable[str]) -> str:
         elif key == "parallel_jobs":
             words += ["parallel jobs"] if value else []
         elif key in BATCH_SIZES:
-            words.append(f"{'global batch' if key == GLOBAL_BATCH else 'batch per rank'} {value}")
+            words.append(f"{BATCH_SIZES[key]} {value}")
         else:
             words.append(str(value) if key.endswith(".name") else f"{key} {value}")
     return printable(", ".join(words))  # plots and TensorBoard do not escape it

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.compare.recorded_run import RecordedRun, Stat
-from ddp_runner.compare.settings import BATCH_PER_RANK, BATCH_SIZES, SIZE_KEYS, identity
+from ddp_runner.compare.settings import BATCH_PER_RANK, GLOBAL_BATCH, SIZE_KEYS, identity
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import StepPart
 
 Stats = Mapping[str, Stat]  # results of a setting's runs, by metric
+Measured = tuple[RecordedRun, Stats]  # a run of a setting, and the results of all its runs
+SCALINGS = {"strong": GLOBAL_BATCH, "weak": BATCH_PER_RANK}  # the size that is constant
 PER_SAMPLE = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD)
 COMPUTED = (*PER_SAMPLE, StepPart.OPTIMIZER)
 PARTS = {part.metric: str(part) for part in StepPart}
@@ -73,21 +75,15 @@ def fit_all_reduces(runs: Sequence[RecordedRun]) -> AllReduceFits:
     return {key: fit for key, measured in points.items() if (fit := _fit(*key, measured))}
 
 
-def speedups(
-    runs: Sequence[RecordedRun], stats: Sequence[Stats], fits: AllReduceFits
-) -> list[dict[str, Scaling]]:
+def speedups(settings: Sequence[Measured], fits: AllReduceFits) -> list[dict[str, Scaling]]:
     """Return the scalings of each setting by kind, strong and weak.
 
-    `runs` has a run of each setting, `stats` the results of all its runs. Parallel jobs have no
-    scalings: they slow each other down.
+    Parallel jobs have no scalings: they slow each other down.
     """
-    by_kind = {
-        kind: _scalings(runs, stats, fits, key)
-        for kind, key in zip(("strong", "weak"), BATCH_SIZES, strict=True)
-    }
+    by_kind = {kind: _scalings(settings, fits, key) for kind, key in SCALINGS.items()}
     return [
         {kind: scalings[index] for kind, scalings in by_kind.items() if index in scalings}
-        for index in range(len(runs))
+        for index in range(len(settings))
     ]
 
 
@@ -96,36 +92,33 @@ def parts_ms(stats: Stats) -> dict[str, float]:
     return {PARTS[name]: value.mean for name, value in stats.items() if name in PARTS}
 
 
-def _scalings(
-    runs: Sequence[RecordedRun], stats: Sequence[Stats], fits: AllReduceFits, batch_key: str
-) -> dict[int, Scaling]:
-    """Return the scalings by index of the setting.
-
-    `batch_key` is the constant batch size: global for strong scaling, per rank for weak scaling.
-    """
+def _scalings(settings: Sequence[Measured], fits: AllReduceFits, key: str) -> dict[int, Scaling]:
+    """Return the scalings by index of the setting; `key` is the batch size that is constant."""
+    runs = [run for run, _ in settings]
 
     def on(num_devices: int, indices: Sequence[int]) -> list[int]:
         return [index for index in indices if runs[index].num_devices == num_devices]
 
     def mean(indices: Sequence[int]) -> float:
-        return statistics.fmean(stats[index]["perf/samples_per_s"].mean for index in indices)
+        return statistics.fmean(settings[index][1]["perf/samples_per_s"].mean for index in indices)
 
     def scaling(index: int, base: Sequence[int], mode: str) -> Scaling:
-        first, stat, base_speed = runs[base[0]], stats[index]["perf/samples_per_s"], mean(base)
+        first, base_speed = runs[base[0]], mean(base)
+        stat = settings[index][1]["perf/samples_per_s"]
         has_devices = first.world_size != first.num_devices
         devices = f", {counted(first.num_devices, 'device')}" if has_devices else ""
         return Scaling(
-            batch=int(runs[index].setting[batch_key]),
+            batch=int(runs[index].setting[key]),
             base=f"{mode}{counted(first.world_size, 'rank')}{devices}",
             base_num_devices=first.num_devices,
             speedup=stat.mean / base_speed,
             speedup_sd=None if stat.sd is None else stat.sd / base_speed,
             efficiency=stat.mean / base_speed * first.num_devices / runs[index].num_devices,
-            predicted=_predict(runs[index], stats[index], first, stats[base[0]], fits),
+            predicted=_predict(settings[index], settings[base[0]], fits),
         )
 
     results: dict[int, Scaling] = {}
-    for modes in _by_mode(runs, stats, batch_key):
+    for modes in _by_mode(settings, key):
         on_one_device = [single for indices in modes.values() if (single := on(1, indices))]
         for indices in modes.values():
             base, mode = on(min(runs[index].num_devices for index in indices), indices), ""
@@ -140,42 +133,33 @@ def _scalings(
     return results
 
 
-def _by_mode(
-    runs: Sequence[RecordedRun], stats: Sequence[Stats], batch_key: str
-) -> Iterable[Mapping[str, Sequence[int]]]:
+def _by_mode(settings: Sequence[Measured], key: str) -> Iterable[Mapping[str, Sequence[int]]]:
     """Return groups of settings with a common baseline, each by mode; a setting is its index.
 
     The settings of a mode differ only in the number of devices and in the other batch size.
     """
     groups: dict[str, dict[str, list[int]]] = {}
-    for index, run in enumerate(runs):
-        setting, stat = run.setting, stats[index].get("perf/samples_per_s")
+    for index, (run, stats) in enumerate(settings):
+        setting, stat = run.setting, stats.get("perf/samples_per_s")
         # Not weak scaling: the work per rank shrinks as more ranks share a sample, or a fixed
         # number of virtual ranks.
         size = setting.get("parallelism.tensor_parallel_size", 1)
         shrinks = size != 1 or setting.get("batch.virtual_ranks") is not None
-        is_left_out = run.is_parallel_job or (batch_key == BATCH_PER_RANK and shrinks)
-        if stat and stat.mean and setting.get(batch_key) is not None and not is_left_out:
-            same = (
-                f"{identity(setting, without=[*SIZE_KEYS, 'parallelism.'])}\n{setting[batch_key]!r}"
-            )
+        is_left_out = run.is_parallel_job or (key == BATCH_PER_RANK and shrinks)
+        if stat and stat.mean and setting.get(key) is not None and not is_left_out:
+            same = f"{identity(setting, without=[*SIZE_KEYS, 'parallelism.'])}\n{setting[key]!r}"
             modes = groups.setdefault(same, {})
             modes.setdefault(identity(setting, without=SIZE_KEYS), []).append(index)
     return groups.values()
 
 
-def _predict(
-    run: RecordedRun,
-    stats: Stats,
-    base: RecordedRun,
-    base_stats: Stats,
-    fits: AllReduceFits,
-) -> Prediction | None:
+def _predict(setting: Measured, baseline: Measured, fits: AllReduceFits) -> Prediction | None:
     """Predict the step of a setting from its baseline's; None if a measurement is missing.
 
     Only for modes that all-reduce gradients in buckets, as DDP does, on more ranks than the
     baseline, and without a hook of the user's own, which sends an unknown number of bytes.
     """
+    (run, stats), (base, base_stats) = setting, baseline
     num_bytes = run.number("gradient_bytes")
     cap_mb = run.positive("parallelism.bucket_cap_mb")
     samples, base_samples = (each.positive("batch.global_size") for each in (run, base))

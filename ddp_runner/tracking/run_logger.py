@@ -47,8 +47,7 @@ class RunLogger:
     Args:
         run_dir: has a frozen config.
         resume_step: step of the checkpoint that the run resumes from; None: it starts at step 0.
-        max_steps: optimizer steps of the whole run; 0: show no progress; None: a user's own loop.
-        total_epochs: epochs of the whole run; 0: unknown.
+        max_steps, total_epochs: see ``ProgressLine``; of 0 steps no progress is shown.
         shows_curves: write files for TensorBoard.
     """
 
