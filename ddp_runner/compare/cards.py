@@ -138,7 +138,6 @@ def details(card: Card, *, is_single: bool) -> dict[str, Any]:
     records = (_records_table(name, _list(record.get(name))) for name in RECORDS)
     overrides = _overrides(run.folder) if record else None  # without a record it may be a link
     words = repeating_command(record, overrides) if overrides is not None else None
-    traceback = read_or_none(_end_of, RunDir(run.folder).failure) if record else None
     stopped = text_of(record.get("stopped_early") or "")
     remarks = [*map(text_of, _list(record.get("warnings"))), *run.notes]
     return {
@@ -157,7 +156,7 @@ def details(card: Card, *, is_single: bool) -> dict[str, Any]:
         "curves": curves(run, num_points=300 if is_single else 60),
         "records": [table for table in records if table is not None],
         "config": [(key, setting_text(value)) for key, value in run.config.items() if is_single],
-        "traceback": traceback or "",
+        "traceback": read_or_none(_end_of, RunDir(run.folder).failure) if record else None,
     }
 
 

@@ -125,12 +125,11 @@ def draw_bars(
 ) -> None:
     """Draw bars by position. With a `word` they are pale, and their parts have no numbers."""
     starts = [0.0] * len(bars)
+    style: dict[str, Any] = {"edgecolor": "white", "alpha": 0.45 if word else None}
     for name, colour in colours.items():
         lengths = [max(0.0, parts.get(name, 0.0)) for parts in bars.values()]
-        container = axes.barh([*bars], lengths, height, starts, color=colour, edgecolor="white")
+        container = axes.barh([*bars], lengths, height, starts, color=colour, **style)
         container.set_label("" if word else printable(name))
-        for bar in container.patches if word else ():
-            bar.set_alpha(0.45)
         if not word:
             least = MIN_NUMBERED * axes.get_xlim()[1]
             numbers = [digits(length) if length > least else "" for length in lengths]

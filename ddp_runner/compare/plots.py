@@ -1,7 +1,7 @@
 """The plots of a comparison: scaling, loss by step and by time, parts of a step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,7 @@ def _scaling(comparison: Comparison) -> "Figure | str":
         return "no setting has samples/s for two world sizes; run a sweep with -m world_size=1,2,4"
     figure, panels = new_figure("Speedup by number of devices", num_panels=len(kinds))
     for axes, (kind, settings) in zip(panels, kinds.items(), strict=True):
-        lines = [_speedups(name, rows, kind) for name, rows in settings]
+        lines = [(name, points) for name, points, _ in settings]
         sizes = sorted({x for _, points in lines for x in points})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
@@ -92,8 +92,7 @@ def _scaling(comparison: Comparison) -> "Figure | str":
             axes.plot(*ends, color=GREY, linestyle="--", linewidth=1.5, label=label)
         draw_lines(axes, lines, first="fastest", xlabel="devices (on a CPU: ranks)")
         notes: dict[str, None] = {}
-        coloured = zip(COLOURS, MARKERS, lines, settings, strict=False)
-        for colour, marker, (_, points), (_, rows) in coloured:
+        for colour, marker, (_, points, rows) in zip(COLOURS, MARKERS, settings, strict=False):
             marks = _mark_points(axes, points, rows, kind, color=colour, marker=marker)
             notes |= dict.fromkeys(marks)
         axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
@@ -110,31 +109,28 @@ def _fixed(row: ComparisonRow) -> dict[str, Any]:
     return {key: value for key, value in row.setting.items() if key not in SIZE_KEYS}
 
 
-def _scaled(comparison: Comparison, kind: str) -> Sequence[tuple[str, Rows]]:
-    """Return the settings with several numbers of devices, the fastest first if they are many."""
+def _scaled(comparison: Comparison, kind: str) -> list[tuple[str, Points, Rows]]:
+    """Return the name, points and rows of each line: a setting with several numbers of devices.
+
+    If the lines are many, the fastest come first.
+    """
     scaled = [row for row in comparison.rows if kind in row.scalings]
     names = labels([_fixed(row) | {SCALINGS[kind]: row.scalings[kind].batch} for row in scaled])
     settings: dict[str, dict[int, ComparisonRow]] = {}
     for name, row in zip(names, scaled, strict=True):
         settings.setdefault(name, {})[row.runs[0].num_devices] = row
-    named_rows = [
-        (name, dict(sorted(rows.items())))
-        for name, rows in settings.items()
-        if len(_speedups(name, rows, kind)[1]) > 1
-    ]
-    if len(named_rows) > len(COLOURS):
-        named_rows.sort(key=lambda item: -[*item[1].values()][-1].scalings[kind].speedup)
-    return named_rows
-
-
-def _speedups(name: str, rows: Rows, kind: str) -> tuple[str, Points]:
-    """Return a setting's line: its name with the last speedup, and its points from the baseline."""
-    scalings = {size: row.scalings[kind] for size, row in rows.items()}
-    first, last = next(iter(scalings.values())).base_num_devices, max(scalings)
-    points = {first: 1.0} | {size: scaling.speedup for size, scaling in scalings.items()}
-    remark = f", {rows[last].speed_remark}" if rows[last].speed_remark else ""
-    name = f"{name}: {points[last]:.2f}x ({points[last] * first / last:.0%}){remark}"
-    return name, dict(sorted(points.items()))
+    lines: list[tuple[str, Points, Rows]] = []
+    for name, unsorted in settings.items():
+        rows = dict(sorted(unsorted.items()))
+        first, last = rows[min(rows)].scalings[kind].base_num_devices, max(rows)
+        points = {first: 1.0} | {size: row.scalings[kind].speedup for size, row in rows.items()}
+        remark = f", {rows[last].speed_remark}" if rows[last].speed_remark else ""
+        title = f"{name}: {points[last]:.2f}x ({points[last] * first / last:.0%}){remark}"
+        if len(points) > 1:
+            lines.append((title, dict(sorted(points.items())), rows))
+    if len(lines) > len(COLOURS):
+        lines.sort(key=lambda line: -[*line[1].values()][-1])
+    return lines
 
 
 def _mark_points(
