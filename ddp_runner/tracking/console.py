@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TextIO
+from typing import Any, TextIO
 
 from ddp_runner.host.streams import ERASE_LINE, line_width, shortened
 from ddp_runner.job import Job, Status
@@ -22,6 +22,8 @@ from ddp_runner.tracking.start_block import shown_path
 REFRESH_S = 0.1  # shortest time between redraws: drawing must not slow down training
 MIN_BAR, MAX_BAR, MIN_TITLE = 6, 40, 12  # columns
 LINE_WIDTH = 80  # columns of lines that do not depend on the terminal
+LEAST_SHARE, LEAST_MS = 0.1, 2.0  # waiting below this share of a step, or this time, is noise
+MOST_NAMED = 4  # late ranks that the summary lists
 
 
 class ProgressLine:
@@ -132,19 +134,12 @@ class ProgressLine:
         return f"{timedelta(seconds=round(pace_s * num_left))} left"
 
 
-def end_summary(
-    job: Job,
-    run_dir: RunDir,
-    *,
-    status: Status,
-    metrics: Mapping[str, float | None],
-    waiting: str | None = None,
-) -> str:
+def end_summary(job: Job, run_dir: RunDir, record: Mapping[str, Any]) -> str:
     """Return the lines at the end of a run: status, last metrics, and how to resume and view it.
 
-    A sweep's job gets one line with status and metrics. A metric that was not finite is None.
-    `waiting` is the line about the slowest rank.
+    A sweep's job gets one line with status and metrics. `record` is the run's run.json.
     """
+    status, metrics = record["status"], record["metrics"]
     pairs = ((name, metrics[name]) for name in headlines(metrics))
     results = {name: math.nan if value is None else value for name, value in pairs}
     took = f"{status} in {time.time() - job.started_at:.1f} s"  # of this command
@@ -165,7 +160,8 @@ def end_summary(
                 lines[-1] += f"  {part}"
             else:
                 lines.append(f"  {part}")
-        lines += [waiting] if waiting else []
+        if waiting := waiting_line(record):
+            lines.append(waiting)
     if status == Status.PREEMPTED and not job.title:  # a sweep's command resumes its jobs
         # Under another launcher, only its agent knows whether it restarts the run.
         other = "resume, unless its launcher restarts it, with the same command and"
@@ -178,6 +174,27 @@ def end_summary(
         logdir = OUTPUTS if folder.is_relative_to(OUTPUTS) else folder.parent
         lines.append(f"tensorboard --logdir {shlex.quote(str(logdir))}")
     return "\n".join(lines)
+
+
+def waiting_line(record: Mapping[str, Any]) -> str | None:
+    """Return which ranks of run.json's `record` kept the others waiting, and for how long.
+
+    None if the wait is short. Of many late ranks, list the latest in rank order: on a busy machine
+    all are late at the same time or in turns.
+    """
+    if not (by_rank := record.get("skew_ms_by_rank")):
+        return None
+    step_ms = record["skew_step_ms"]
+    if max(by_rank) < max(LEAST_MS, LEAST_SHARE * step_ms):
+        return None
+    late = [rank for rank, ms in enumerate(by_rank) if ms >= max(by_rank) / 2]
+    latest = sorted(sorted(late, key=lambda rank: -by_rank[rank])[:MOST_NAMED])
+    more = ["…"] if len(late) > MOST_NAMED else []
+    ranks = ", ".join([*map(str, latest), *more])
+    times = ", ".join([*(_ms(by_rank[rank]) for rank in latest), *more])
+    late_ranks = f"rank{'s' if len(late) > 1 else ''} {ranks}"
+    waiting = "each other" if len(late) == len(by_rank) else "the others"
+    return f"{late_ranks} kept {waiting} waiting {times} of a step of {_ms(step_ms)}"
 
 
 def _counter(name: str, count: int, total: int) -> str:
@@ -208,3 +225,7 @@ def _named(metrics: Mapping[str, float]) -> list[str]:
 def _evaluated(metrics: Mapping[str, float]) -> list[str]:
     """Return the names of an evaluation's headline metrics, most important first."""
     return [name for name in headlines(metrics) if name.startswith("eval/")]
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,6 @@ from ddp_runner.tracking.run_record import (
 )
 
 DIVERGED_FACTOR = 10.0  # last loss over first loss; noise stays below
-LEAST_SHARE, LEAST_MS = 0.1, 2.0  # waiting below this share of a step, or this time, is noise
-MOST_NAMED = 4  # late ranks that the summary lists
 
 
 class NullLogger:
@@ -159,36 +157,7 @@ class RunLogger:
                 f"warning: the run diverged: train/loss began at {first:.4g} and ended at "
                 f"{last:.4g}; use a smaller optimizer.lr or train.clip_norm=1.0"
             )
-        waiting = waiting_line(record)
-        summary = end_summary(
-            self._job, self._run_dir, status=status, metrics=metrics, waiting=waiting
-        )
-        print(summary, flush=True)
+        print(end_summary(self._job, self._run_dir, record), flush=True)
 
 
 Logger = NullLogger | RunLogger
-
-
-def waiting_line(record: Mapping[str, Any]) -> str | None:
-    """Return which ranks of run.json's `record` kept the others waiting, and for how long.
-
-    None if the wait is short. Of many late ranks, list the latest in rank order: on a busy machine
-    all are late at the same time or in turns.
-    """
-    if not (by_rank := record.get("skew_ms_by_rank")):
-        return None
-    step_ms = record["skew_step_ms"]
-    if max(by_rank) < max(LEAST_MS, LEAST_SHARE * step_ms):
-        return None
-    late = [rank for rank, ms in enumerate(by_rank) if ms >= max(by_rank) / 2]
-    latest = sorted(sorted(late, key=lambda rank: -by_rank[rank])[:MOST_NAMED])
-    more = ["…"] if len(late) > MOST_NAMED else []
-    ranks = ", ".join([*map(str, latest), *more])
-    times = ", ".join([*(_ms(by_rank[rank]) for rank in latest), *more])
-    late_ranks = f"rank{'s' if len(late) > 1 else ''} {ranks}"
-    waiting = "each other" if len(late) == len(by_rank) else "the others"
-    return f"{late_ranks} kept {waiting} waiting {times} of a step of {_ms(step_ms)}"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"

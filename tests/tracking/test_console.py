@@ -14,9 +14,8 @@ from terminals import terminal
 
 from ddp_runner.job import Job
 from ddp_runner.metric_names import METRICS as LISTED
-from ddp_runner.tracking.console import ProgressLine, end_summary
+from ddp_runner.tracking.console import ProgressLine, end_summary, waiting_line
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_logger import waiting_line
 
 METRICS = {"train/loss": 0.12341, "perf/samples_per_s": 12345.4}
 EVALUATION = {"eval/loss": 0.2, "eval/accuracy": 0.97, "eval/f1": 0.96}
@@ -28,13 +27,14 @@ def summary(
     metrics: Mapping[str, Any],
     *,
     run_dir: Path = Path("run"),
-    waiting: str | None = None,
+    waits: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> str:
     """Return how a run ended 1.23 s after its start."""
     config = resolved("model=toy")[0]
     job = Job(config, started_at=time.time() - 1.23, provenance={}, **fields)
-    return end_summary(job, RunDir(run_dir), status=status, metrics=metrics, waiting=waiting)
+    record = {"status": status, "metrics": metrics, **(waits or {})}
+    return end_summary(job, RunDir(run_dir), record)
 
 
 def frames(shown: list[str]) -> list[str]:
@@ -180,9 +180,9 @@ def test_the_end_names_the_rank_that_the_others_waited_for(
     by_rank: object, step_ms: object, expected: str | None
 ) -> None:
     """In one line, and only if it matters."""
-    line = waiting_line({"skew_ms_by_rank": by_rank, "skew_step_ms": step_ms})
-    assert line == expected
-    text = summary("completed", {}, waiting=line)
+    waits = {"skew_ms_by_rank": by_rank, "skew_step_ms": step_ms}
+    assert waiting_line(waits) == expected
+    text = summary("completed", {}, waits=waits)
     assert [one for one in text.splitlines() if "waiting" in one] == (
         [expected] if expected else []
     )
