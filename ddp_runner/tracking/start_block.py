@@ -60,6 +60,8 @@ def training_facts(
         shares = f"{batch.per_rank} a group x {groups} of {model_ranks or env.world_size} ranks"
     if config.train.grad_accum_steps > 1:
         shares += f" x {config.train.grad_accum_steps} micro-steps"
+    whole = counted(config.train.epochs, "epoch") if max_steps is None else f"{max_steps} in all"
+    epoch = f"{steps_per_epoch} an epoch" if steps_per_epoch else "an epoch ends with the stream"
     trained = f" ({num_trained:,} trained)" if num_trained < num_parameters else ""
     return {
         "model": f"{config.model.get('name')}, {num_parameters:,} parameters{trained}, "
@@ -68,7 +70,7 @@ def training_facts(
         "samples",
         **placement(config, env, devices),
         "batch": f"{batch.global_size} a step = {shares}",
-        "steps": _steps(max_steps, steps_per_epoch, epochs=config.train.epochs),
+        "steps": f"{whole}, {epoch}",
     }
 
 
@@ -132,13 +134,6 @@ def shown_path(path: Path) -> Path:
 def count_of(samples: int | None) -> str:
     """Return a number of samples as text; None stands for a stream."""
     return "a stream of" if samples is None else f"{samples:,}"
-
-
-def _steps(max_steps: int | None, steps_per_epoch: int | None, *, epochs: int) -> str:
-    whole = counted(epochs, "epoch") if max_steps is None else f"{max_steps} in all"
-    if steps_per_epoch is None:
-        return f"{whole}, an epoch ends with the stream"
-    return f"{whole}, {steps_per_epoch} an epoch"
 
 
 def _numbers(count: int) -> str:
