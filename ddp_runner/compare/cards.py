@@ -148,8 +148,8 @@ def details(card: Card, *, is_single: bool) -> dict[str, Any]:
         "tags": [text_of(tag) for tag in _list(record.get("tags"))],
         "notes": text_of(record.get("notes") or ""),
         "remarks": [*remarks, *([f"stopped early: {stopped}"] if stopped else [])],
-        "command": shlex.join(words or ()),  # repeats the run
-        "last_keys": "" if words else "\n".join(overrides or ()),  # if no command repeats it
+        "command": shlex.join(words) if words else "\n".join(overrides or ()),
+        "is_whole": words is not None,  # else these are the keys of the last command
         "beside": [table for table in beside if table is not None],
         "facts": [*_facts(record)],
         "last_values": _values(run, last),

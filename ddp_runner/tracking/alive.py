@@ -185,22 +185,16 @@ def standing(run_dir: RunDir, *, server_time: Callable[[], float] = time.time) -
         # A resumed run keeps its old status until its state is restored.
         is_resuming = beat_at is not None and not is_of_session and now - beat_at < LOST_S
         if held_at <= recorded_at and (is_gone or not is_resuming):
-            return _ended(run_dir, record, holder)
+            if (status := record.get("status")) in tuple(Status):
+                return Standing(status, record, holder=holder)
+            fault = f"{run_dir.record} has an unknown status ({status!r:.40})"
+            return Standing(DAMAGED, record, fault=f"{fault}; restore or delete the file")
     seen_s = max(0.0, now - max(recorded_at, held_at, _mtime(run_dir.metrics), beat_at or 0.0))
     is_fresh = seen_s < (LOST_S if beat_at else STARTING_S)
     status = LOST
     if is_held or (is_fresh and not is_gone):
         status = str(beat.get("doing", STARTING)) if is_fresh or beat_at is None else SILENT
     return Standing(status, record, beat, beat_at, seen_s, holder)
-
-
-def _ended(run_dir: RunDir, record: Mapping[str, Any], holder: tuple[int, str] | None) -> Standing:
-    """Return the standing of a run without a process, from its run.json."""
-    status = record.get("status")
-    if isinstance(status, str) and status in set(Status):
-        return Standing(status, record, holder=holder)
-    fault = f"{run_dir.record} has an unknown status ({status!r:.40}); restore or delete the file"
-    return Standing(DAMAGED, record, fault=fault)
 
 
 def _mtime(path: Path) -> float:
