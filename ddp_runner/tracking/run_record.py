@@ -16,7 +16,7 @@ from typing import Any, TypedDict, Unpack
 
 from ddp_runner import __version__
 from ddp_runner.errors import UserError, any_error, os_errors, typed
-from ddp_runner.files import json_safe, locked, read_file, replace_file
+from ddp_runner.files import json_safe, locked, read_file, read_or_none, replace_file
 from ddp_runner.job import FailureKind, Status
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir
 
@@ -137,10 +137,7 @@ def read_run_record(run_dir: os.PathLike[str], *, missing_ok: bool = False) -> d
 
 def intact_record(run_dir: os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of run.json; {} if it is missing or damaged."""
-    try:
-        return read_run_record(run_dir, missing_ok=True)
-    except UserError:
-        return {}
+    return read_or_none(read_run_record, Path(run_dir)) or {}
 
 
 def write_run_record(run_dir: os.PathLike[str], **fields: Unpack[RunRecord]) -> None:

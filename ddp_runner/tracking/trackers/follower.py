@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.config.instantiate import make
-from ddp_runner.files import locked, read_yaml, replace_file
+from ddp_runner.files import locked, read_or_none, read_yaml, replace_file
 from ddp_runner.job import Status
 from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.tracking.run_dir import RunDir
@@ -55,7 +55,7 @@ class Follower:
         """
         self._run_dir.trackers.mkdir(exist_ok=True)
         with locked(self._run_dir.trackers / f".{self._name}.lock", wait_s=wait_s):
-            self._progress = _read_progress(self._progress_file)
+            self._progress = read_or_none(_read_progress, self._progress_file) or SentMetrics()
             yield
 
     def catch_up(self) -> None:
@@ -158,8 +158,4 @@ def files_to_keep(run_dir: RunDir, status: str) -> list[Path]:
 
 
 def _read_progress(path: Path) -> SentMetrics:
-    """Return the metrics sent by earlier sessions; none if the file is missing or damaged."""
-    try:
-        return SentMetrics(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return SentMetrics()
+    return SentMetrics(**json.loads(path.read_bytes()))

@@ -141,7 +141,6 @@ def _end(trackers: Mapping[str, subprocess.Popen[bytes]], job: Job, run_dir: Run
 
 def _exit_code(process: subprocess.Popen[bytes], wait_s: float) -> int | None:
     """Return the exit code; None if the process still runs after `wait_s` seconds."""
-    try:
+    with suppress(subprocess.TimeoutExpired):
         return process.wait(wait_s)
-    except subprocess.TimeoutExpired:
-        return None
+    return None
