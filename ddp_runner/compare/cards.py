@@ -249,10 +249,7 @@ def _end_of(path: Path) -> str:
 
 
 def repeating_command(record: Mapping[str, Any], overrides: Sequence[str]) -> list[str] | None:
-    """Return the words of the command that repeats a run; None if it is unknown.
-
-    `overrides` are those of its last command.
-    """
+    """Return the command that repeats a run; None if the `overrides` of its last one do not."""
     groups = record.get("own_groups")
     if not isinstance(groups, list) or not all(
         isinstance(text, str) and text.startswith(("--config-dir=", "hydra.searchpath="))

@@ -69,11 +69,8 @@ class RecordedRun:
 
     @property
     def busy_share(self) -> float | None:
-        """Share of the cores' time on rank 0's machine that other work used; None if unknown.
-
-        A plan computes its times.
-        """
-        if self.task == "plan":
+        """Share of the cores' time on rank 0's machine that other work used; None if unknown."""
+        if self.task == "plan":  # it computes its times
             return None
         names = ("busy_share_others", "steal_share")
         shares = [nested(self.record, "load", "end", name) for name in names]

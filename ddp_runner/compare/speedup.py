@@ -1,8 +1,6 @@
 """Speedups: measured over the fewest devices, and predicted from a measured all-reduce.
 
-The prediction starts from the baseline's step: computing grows with the samples per rank, optimizer
-and rest stay the same, and DDP all-reduces its gradients bucket by bucket after the backward, as
-fast as ``task=collectives`` measured with the same backend and world size.
+docs/comparing.md explains the prediction.
 """
 
 import math

@@ -1,9 +1,7 @@
 """Whether a run is alive: rank 0's heartbeat, and the standing of a run. Torch-free.
 
-A killed run cannot update run.json, so two signs show whether a process still runs it. The lock is
-exact, but other machines may not see it. Every machine sees `.heartbeat`, with a delay: rank 0
-rewrites it every few seconds, and the file system stamps it, so clocks may differ between machines.
-A killed run leaves the file behind; a run that ends deletes it.
+A killed run cannot update run.json, so its lock and its heartbeat tell whether a process still runs
+it: see "How `status` knows" in docs/observing.md.
 """
 
 import json
@@ -118,12 +116,7 @@ def read_heartbeat(path: Path) -> tuple[dict[str, Any], float | None]:
 
 @dataclass(frozen=True)
 class Standing:
-    """A run at one moment.
-
-    The `status` of a live run is starting, running, evaluating, ending, or silent: its process
-    exists but gives no sign. A lost run has no process although it should. A queued run has not
-    begun. Otherwise it is the ``Status`` at the end of the run, or damaged.
-    """
+    """A run at one moment. docs/observing.md explains the words of its status."""
 
     status: str
     record: Mapping[str, Any] = field(default_factory=dict)  # run.json, unchecked

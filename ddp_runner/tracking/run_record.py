@@ -1,8 +1,7 @@
 """run.json: its fields, the times of a run's sessions, and the versions of packages. Torch-free.
 
-A session lasts from a start of the run to its end. Before the ranks start, the process that claimed
-the folder writes the file; then rank 0; after the ranks, the launcher. On several machines all
-launchers may write at the end, so a lock on the folder keeps every field.
+A session lasts from a start of the run to its end. The launcher and rank 0 write the file in turns;
+on several machines all launchers may write at the end, so a lock on the folder keeps every field.
 """
 
 import json
