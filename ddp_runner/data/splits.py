@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ class MicroPlan:
     randoms: Tensor | None = None  # (batch, num_randoms), uniform in [0, 1), for the augmentation
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):  # a DataLoader pins the tensors of a tuple
     """The samples of one forward and backward, on the split's device."""
 
     data: Any  # a tree of tensors (batch, ...); a TensorSplit gives (inputs, targets)

@@ -1,7 +1,6 @@
 """The evaluation of whole splits, while training and afterwards: sums over batches and ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice, repeat
 from typing import NamedTuple
 
@@ -89,7 +88,7 @@ def together(batches: Iterable[MicroBatch], split: Split, work: Work) -> Iterato
             continue
         if placeholder is None:
             samples = split.first(seed=work.config.seed)
-            placeholder = replace(samples, num_samples=0, weight=0.0)
+            placeholder = samples._replace(num_samples=0, weight=0.0)
         yield placeholder
 
 
