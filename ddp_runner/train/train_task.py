@@ -26,7 +26,7 @@ from ddp_runner.train.build_state import build_session_state
 from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import build_engine, train
 from ddp_runner.train.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
-from ddp_runner.train.progress import early_stop_of, stop_reason
+from ddp_runner.train.progress import stop_reason
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 
@@ -102,8 +102,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         if status == Status.COMPLETED:
             end["weights_sha256"] = weights_sha256(state.module)
             export_best(state, run_dir, records, log=session.log)
-        early_stop = early_stop_of(config.early_stop, state.work.metrics)
-        reason = stop_reason(state.progress, early_stop)
+        reason = stop_reason(state.progress, state.early_stop)
         if reason is not None and session.env.is_rank_zero:
             session.log(reason)
         end["stopped_early"] = reason
