@@ -72,7 +72,8 @@ def train(
             progress.metrics |= reduce_step_metrics(state, sums, lr=lr)
             ensure_monitored(work.config, progress.metrics, part="train")
             logger.log(progress.metrics, step=progress.step, epoch=batches.epoch_number)
-        state.profiler.step_done(progress.step)
+        if state.profiler is not None:
+            state.profiler.step_done(progress.step)
         every = {"steps": config.eval_every_steps, "epochs": config.eval_every_epochs}
         progress.owes_evaluation = any(every.values()) if is_final else _is_due(state, **every)
         # After the final step only the evaluation remains, and stopping would delay it.

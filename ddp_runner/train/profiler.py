@@ -32,20 +32,6 @@ def dump_history(path: Path) -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-class NullProfiler:
-    """The profiler of a run without ``train.profile``: does nothing."""
-
-    is_slow = False
-
-    def step_done(self, *_: object) -> None:
-        """Do nothing."""
-
-    __exit__ = step_done
-
-    def __enter__(self) -> Self:
-        return self
-
-
 class Profiler:
     """Traces some steps of a rank.
 
@@ -171,9 +157,6 @@ class Profiler:
         if self._has_history:
             dump_history(folder / f"memory-{rank}.pickle")
             self._has_history = False
-
-
-AnyProfiler = NullProfiler | Profiler
 
 
 def has_steps_to_trace(

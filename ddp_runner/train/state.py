@@ -23,7 +23,7 @@ from ddp_runner.parallelism.mode import Engine, Layout, Mode
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
-from ddp_runner.train.profiler import AnyProfiler, NullProfiler
+from ddp_runner.train.profiler import Profiler
 from ddp_runner.train.progress import Progress, early_stop_of, stop_reason
 from ddp_runner.train.same_data import Samples
 from ddp_runner.train.schedules import Schedule
@@ -89,7 +89,7 @@ class TrainState:
     batches: Batches
     engine: "Engine[TrainState, StepBatch]"  # how this rank computes a step
     timer: StepTimer
-    profiler: AnyProfiler = field(default_factory=NullProfiler)
+    profiler: Profiler | None = None
     progress: Progress = field(default_factory=Progress)
     # Settings of the optimizer and the schedule when they were built: see ``settings_of``.
     settings: Mapping[str, Any] = field(default_factory=dict)

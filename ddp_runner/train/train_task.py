@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 from ddp_runner.checkpoint.between_ranks import weights_sha256
@@ -25,7 +25,7 @@ from ddp_runner.train.best_model import export_best
 from ddp_runner.train.build_state import build_session_state
 from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import build_engine, train
-from ddp_runner.train.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
+from ddp_runner.train.profiler import Profiler, has_steps_to_trace
 from ddp_runner.train.progress import stop_reason
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
@@ -92,7 +92,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             records.save(content, step=state.step, metrics=state.progress.metrics)
 
         # Build the profiler after the logger, so that their warnings are in this order.
-        with _profiler(session, state, run_dir) as state.profiler:
+        with _profiler(session, state, run_dir) or nullcontext() as state.profiler:
             logger = records.logger
             status = train(state, save=save, stop_requested=stop_requested, logger=logger)
             session.heartbeat.note(ENDING)  # the last checkpoint may take a while
@@ -149,8 +149,8 @@ def _changes(session: Session, state: TrainState) -> list[str]:
     return [f"{key}={in_yaml(new)} (was {in_yaml(old)})" for key, (old, new) in shown.items()]
 
 
-def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfiler:
-    """Return the profiler for ``train.profile``."""
+def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> Profiler | None:
+    """Return the profiler for ``train.profile``; None if it traces no step of this session."""
     setting, done, folder = session.config.train.profile, state.step, run_dir.path / "profile"
 
     def warn(text: str) -> None:
@@ -159,7 +159,7 @@ def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfil
             add_warning(run_dir, text)
 
     if not has_steps_to_trace(setting, done=done, folder=folder, warn=warn):
-        return NullProfiler()
+        return None
     return Profiler(
         setting,
         done=done,
