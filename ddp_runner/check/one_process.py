@@ -31,7 +31,8 @@ from ddp_runner.errors import UserError
 from ddp_runner.parallelism.shards import full_tensor, has_shards
 from ddp_runner.parallelism.stages import whole_parameters
 from ddp_runner.seeds import derive, seed_all
-from ddp_runner.train.build_model import one_process_model
+from ddp_runner.train.build_model import place_alone
+from ddp_runner.train.optimizers import freeze
 from ddp_runner.train.state import DTYPES, TrainState, Work, forward, restored_after
 from ddp_runner.train.step import StepOutput
 
@@ -52,7 +53,8 @@ def one_process(state: TrainState) -> nn.Module:
     work = state.work
     seed_all(work.config.seed)
     with as_only_rank():
-        model = one_process_model(work.config, work.dataset.model_arguments, work.devices[0])
+        model = place_alone(work.config, work.dataset.model_arguments, work.devices[0])
+    freeze(model, work.config.params.freeze)
     if any(isinstance(part, nn.SyncBatchNorm) for part in state.module.modules()):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     shapes, alone = (

@@ -173,18 +173,6 @@ class TensorSource(Protocol):
         """Return the dataset of the tensors of ``build``, which may come from the cache."""
 
 
-@runtime_checkable
-class NamedSamples(Protocol):
-    """A source whose samples have names, which predictions show beside their numbers."""
-
-    def sample_names(self, data_root: Path) -> Mapping[str, Sequence[str | int]]:
-        """Return each sample's file or line, in order, for train and eval.
-
-        Raises:
-            UserError: a file under ``data_root`` is unusable.
-        """
-
-
 def splits(tensors: Mapping[str, Tensor]) -> tuple[TensorSplit, TensorSplit]:
     """Return the training and the evaluation split of a source's tensors."""
     return (

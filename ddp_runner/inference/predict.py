@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_runner.data.dataset import NamedSamples
 from ddp_runner.data.load_dataset import build_source
 from ddp_runner.data.splits import EpochShare, Split
 from ddp_runner.distributed import StopVote, broadcast_buffers
@@ -87,7 +86,7 @@ def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
     """Return the names of the samples by split; empty if the dataset has no names."""
     config = model.work.config
     source = build_source(config)
-    names = source.sample_names(Path(config.data_root)) if isinstance(source, NamedSamples) else {}
+    names = source.sample_names(Path(config.data_root)) if hasattr(source, "sample_names") else {}
     counts = {name: split.num_samples for name, split in model.splits.items()}
     num_names = {name: len(names[name]) for name in counts if name in names}
     if names and num_names != counts:

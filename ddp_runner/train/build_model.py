@@ -89,15 +89,6 @@ def place_alone(config: Config, facts: Mapping[str, Any], device: torch.device) 
     return place_model(config, mode, facts, (device,) * num_devices)
 
 
-def one_process_model(
-    config: RunConfig, facts: Mapping[str, Any], device: torch.device
-) -> nn.Module:
-    """Return the whole model with its frozen parameters; see ``place_alone``."""
-    module = place_alone(config, facts, device)
-    freeze(module, config.params.freeze)
-    return module
-
-
 def place_model(
     config: Config,
     mode: Mode,
