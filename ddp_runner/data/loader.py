@@ -46,7 +46,6 @@ class LoaderSplit(NumberedSplit):
     pin_memory: bool | None = None  # for a GPU; None: yes
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.dataset)
 
     def near(self, device: torch.device) -> "LoaderSplit":

@@ -72,9 +72,6 @@ class Split(Protocol):
         may get different numbers of batches, or none, so never call a collective inside this loop.
         """
 
-    def notes(self, num_shares: int) -> Sequence[str]:
-        """Return sentences to log before a training on this number of shares."""
-
 
 class NumberedSplit(ABC):
     """Samples that are numbered from 0; a subclass has ``__len__`` and ``load``."""
@@ -125,10 +122,6 @@ class NumberedSplit(ABC):
         for numbers, data in zip(ranges, loaded, strict=True):
             yield MicroBatch(data, num_samples=len(numbers))
 
-    def notes(self, num_shares: int) -> Sequence[str]:
-        """See ``Split``."""
-        return ()
-
 
 @dataclass(frozen=True)
 class AbsentSplit(NumberedSplit):
@@ -160,7 +153,6 @@ class TensorSplit(NumberedSplit):
         return (self.inputs if self.ends is None else self.ends).device
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.inputs)
 
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -203,7 +195,6 @@ class TokenSplit(NumberedSplit):
         return self.tokens.device
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return max(0, len(self.tokens) - 1) // self.length
 
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

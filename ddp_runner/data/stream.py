@@ -37,10 +37,8 @@ class StreamSplit:
     num_samples = None
 
     def near(self, device: torch.device) -> "StreamSplit":
-        """Return the split with pinned memory for a GPU, unless the user decided."""
-        if self.pin_memory is not None:
-            return self
-        return replace(self, pin_memory=has_streams(device))
+        """See ``LoaderSplit``."""
+        return replace(self, pin_memory=has_streams(device) and self.pin_memory is not False)
 
     def open(self, part: EpochShare, *, state: Mapping[str, Any] | None = None) -> "OpenStream":
         """Start one share of an epoch, or continue it from a state."""
@@ -68,20 +66,21 @@ class StreamSplit:
         """See ``Split``."""
         return self.open(part)
 
-    def notes(self, num_shares: int) -> list[str]:
-        """See ``Split``."""
-        lines = [
+    def notes(self, num_shares: int) -> tuple[str, ...]:
+        """Return sentences to log before a training on this number of shares."""
+        order = (
             f"the {self.name} samples are a stream: which of them make a step depends on the "
             "number of ranks and workers, so runs that differ in these are outside parity"
-        ]
+        )
         readers = Readers(self, EpochShare(1, share=0, num_shares=num_shares, seed=0))
-        if not readers.are_sharded and readers.count > 1:
-            lines.append(
-                f"each of {readers.count} readers (ranks x workers) reads the whole {self.name} "
-                "stream and keeps its part; to read it once, give the dataset that number of "
-                "shards and a method shard(num_shards, index)"
-            )
-        return lines
+        if readers.are_sharded or readers.count == 1:
+            return (order,)
+        return (
+            order,
+            f"each of {readers.count} readers (ranks x workers) reads the whole {self.name} stream "
+            "and keeps its part; to read it once, give the dataset that number of shards and a "
+            "method shard(num_shards, index)",
+        )
 
 
 class OpenStream:

@@ -165,7 +165,9 @@ def build_state(work: Work, *, weights: Weights | None = None) -> TrainState:
     if isinstance(dataset.eval, AbsentSplit) and (evaluates or config.checkpoint.load_best):
         raise UserError(f"{dataset.eval.fix}, or never evaluate: train.eval_every_epochs=0")
     train, evaluation = (dataset.near(split, device) for split in (dataset.train, dataset.eval))
-    notes = (*dataset.notes, *train.notes(work.layout.num_shares))
+    notes = dataset.notes
+    if isinstance(train, StreamSplit):
+        notes += train.notes(work.layout.num_shares)
     work = replace(work, dataset=replace(dataset, train=train, eval=evaluation, notes=notes))
     timer = StepTimer(device)
     batches = build_batches(work, split=train, mark=timer.mark)
