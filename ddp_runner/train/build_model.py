@@ -66,10 +66,7 @@ def model_factory(
 ) -> Callable[..., nn.Module]:
     """Return a function that builds the config's model; its arguments are the stages' devices.
 
-    Args:
-        config: of the run.
-        facts: facts of the data; the model gets those that its constructor has a parameter for.
-        arguments: further arguments of the model.
+    The model gets the `arguments`, and the `facts` of the data that its constructor names.
 
     Raises:
         UserError: the model's target is not allowed, or does not exist.

@@ -102,12 +102,7 @@ class Packed(NamedTuple):
 
 
 class EvalTotals:
-    """Adds up a share of an evaluation set on the device of the outputs.
-
-    Args:
-        work: of this rank.
-        confusion: counts to add to; see ``new_confusion``.
-    """
+    """Adds up a share of an evaluation set on the device of the outputs."""
 
     def __init__(self, work: Work, confusion: Tensor) -> None:
         device, self._confusion = work.devices[-1], confusion

@@ -37,27 +37,18 @@ class Profiler:
 
     The loop calls ``step_done`` after each step. As a context manager it writes the trace of a run
     that ends early, and the GPU's memory history when a step runs out of memory.
-
-    Args:
-        setting: the value of ``train.profile``.
-        done: steps that the run took before this session.
-        device: this rank's first device.
-        folder: the run's folder for profiles; each profile is a folder in it.
-        restart_timer: makes the step timer forget the slow steps.
-        log: prints a line for the user.
-        warn: prints a warning and adds it to run.json.
     """
 
     def __init__(
         self,
-        setting: Any,
+        setting: Any,  # the value of train.profile
         *,
-        done: int,
-        device: torch.device,
-        folder: Path,
-        restart_timer: Callable[[], None],
+        done: int,  # steps that the run took before this session
+        device: torch.device,  # this rank's first
+        folder: Path,  # of the run; each profile is a folder in it
+        restart_timer: Callable[[], None],  # the step timer forgets the slow steps
         log: Callable[[str], None],
-        warn: Callable[[str], None],
+        warn: Callable[[str], None],  # prints a warning and adds it to run.json
     ) -> None:
         steps = traced_steps(setting, done=done)
         self._setting, self._folder = setting, folder

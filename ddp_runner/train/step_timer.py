@@ -157,11 +157,8 @@ class StepTimer:
 def lateness(work_ms: Tensor) -> Tensor:
     """Return how much each rank's work in each step exceeds the median rank's, at least 0.
 
-    At least half of the ranks wait that long for a late rank. torch takes the lower median, so with
-    two ranks the slower counts as late.
-
-    Args:
-        work_ms: (num_steps, world_size), like the result.
+    Argument and result are (num_steps, world_size). At least half of the ranks wait that long for a
+    late rank. torch takes the lower median, so with two ranks the slower counts as late.
     """
     return (work_ms - work_ms.median(dim=1, keepdim=True).values).clamp(min=0)
 
