@@ -86,11 +86,6 @@ class Dataset:
         facts = {"padding_id": self.padding_id, "vocab_size": self.vocab_size}
         return {name: value for name, value in facts.items() if value is not None}
 
-    @property
-    def num_randoms(self) -> int:
-        """Return the random numbers of a training sample."""
-        return 0 if self.augmentation is None else self.augmentation.num_randoms
-
     def normalize(self, inputs: Tensor) -> Tensor:
         """Return uint8 images as float32 ``(x / 255 - mean) / std``; other inputs unchanged.
 

@@ -114,7 +114,7 @@ def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None])
         split=split,
         shares_per_rank=layout.shares_per_rank,
         is_computed=layout.computes_batches,
-        num_randoms=dataset.num_randoms,
+        num_randoms=0 if dataset.augmentation is None else dataset.augmentation.num_randoms,
         shuffle=config.dataset.get("shuffle", True),
         lengths=dataset.lengths() if dataset.group_by_length else None,
         **common,

@@ -149,14 +149,6 @@ class TrainState:
             return self.batches.epoch >= config.epochs
         return self.step >= config.max_steps
 
-    @property
-    def is_longer_than_asked(self) -> bool:
-        """Whether the run has taken more steps than its config asks for, as a resume may find."""
-        config = self.work.config.train
-        if config.max_steps is None:
-            return (self.batches.epoch, self.batches.step) > (config.epochs, 0)
-        return self.step > config.max_steps
-
     @cached_property
     def early_stop(self) -> EarlyStopConfig:
         """The settings of early stopping, with the metric's best end as mode."""

@@ -9,7 +9,6 @@ from functools import partial
 from ddp_runner.checkpoint.between_ranks import weights_sha256
 from ddp_runner.config.identity import is_inside
 from ddp_runner.config.load import chosen_keys
-from ddp_runner.config.training import TrainConfig
 from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, counted, in_yaml, listed
 from ddp_runner.job import Status
@@ -53,7 +52,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     if changes:
         session.log(f"this resume changes {listed(changes)}")
     if resume_step is not None and state.is_done:
-        key, limit = _limit(config.train)
+        key, _, limit = _limit(state)
         done = f"{counted(resume_step, 'step')} and {counted(state.batches.epoch, 'epoch')}"
         session.log(f"nothing is left to train: {done} are done, and {key} is {limit}")
     if not session.env.is_rank_zero:  # rank 0 logs its process with the facts of the run
@@ -110,11 +109,12 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     return status
 
 
-def _limit(config: TrainConfig) -> tuple[str, int]:
-    """Return the key that ends the training, and its value."""
+def _limit(state: TrainState) -> tuple[str, int, int]:
+    """Return the key that ends the training, the steps or epochs so far, and the key's value."""
+    config = state.work.config.train
     if config.max_steps is None:
-        return "train.epochs", config.epochs
-    return "train.max_steps", config.max_steps
+        return "train.epochs", state.batches.epoch_number, config.epochs
+    return "train.max_steps", state.step, config.max_steps
 
 
 def _changes(session: Session, state: TrainState) -> list[str]:
@@ -139,8 +139,8 @@ def _changes(session: Session, state: TrainState) -> list[str]:
             f"{listed(unused)} would have no effect",
             "raise train.max_steps or train.epochs as well, or start a new run",
         )
-    if state.is_longer_than_asked and any(key in shown for key in LENGTH):
-        key, limit = _limit(session.config.train)
+    key, taken, limit = _limit(state)
+    if taken > limit and any(key in shown for key in LENGTH):
         raise UserError(
             f"{session.run_dir} has already taken {counted(state.step, 'step')}, more than "
             f"{key}={limit}",
