@@ -177,11 +177,7 @@ def splits(tensors: Mapping[str, Tensor]) -> tuple[TensorSplit, TensorSplit]:
 
 
 def validate_tensors(name: str, tensors: object) -> Mapping[str, Tensor]:
-    """Return the result of a ``build`` if it is a mapping with the four tensors.
-
-    Raises:
-        UserError: a key is missing, or its value is not a tensor.
-    """
+    """Return the result of a ``build``; a ``UserError`` unless it maps KEYS to tensors."""
     mapping: Mapping[str, Any] = tensors if isinstance(tensors, Mapping) else {}
     for key in KEYS:
         if not isinstance(value := mapping.get(key), Tensor):

@@ -218,11 +218,7 @@ class TokenSplit(NumberedSplit):
 
 
 def validate_classes(targets: Tensor, *, num_classes: int, subject: str = "targets") -> None:
-    """Reject targets that are neither classes nor IGNORED, such as 255 for ignored pixels.
-
-    Raises:
-        UserError: a target is not a class; the message names the `subject`.
-    """
+    """Raise a ``UserError`` if targets are neither classes nor IGNORED, such as 255 for pixels."""
     if not targets.numel():
         return
     lowest, highest = map(int, torch.stack(targets.aminmax()).tolist())  # one transfer from a GPU

@@ -142,11 +142,7 @@ class Perplexity(_Mean):
     """
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the cross-entropy of a batch.
-
-        Raises:
-            UserError: the outputs have no logits for each token.
-        """
+        """Add the cross-entropy of a batch; a ``UserError`` without logits for each token."""
         if outputs.shape[:-1] == targets.shape:
             outputs = outputs.movedim(-1, 1)
         validate_scores(outputs, targets)
@@ -163,11 +159,7 @@ class MAE(_Mean):
     """The mean absolute error over all values. Outputs and targets have the same shape."""
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the errors of a batch.
-
-        Raises:
-            UserError: the shapes differ.
-        """
+        """Add the errors of a batch; a ``UserError`` if the shapes differ."""
         if outputs.shape != targets.shape:  # torch would broadcast them
             raise UserError(
                 f"a regression metric needs outputs and targets of the same shape, not "

@@ -36,8 +36,8 @@ def evaluate(
 
     Args:
         work: of this rank.
-        module: the bare model: DDP's forward is a collective, and ranks may have different numbers
-            of batches.
+        module: the bare model: DDP's forward is a collective, and ranks may have different
+            numbers of batches.
         splits: by default the evaluation set.
         step: the optimizer steps behind the weights.
         most_batches: evaluate at most this many batches on each rank, as a trial.
@@ -112,11 +112,7 @@ class EvalTotals:
         self._num_classes = work.dataset.num_classes or 0
 
     def add(self, step: StepOutput) -> None:
-        """Add a batch's result of the training step.
-
-        Raises:
-            UserError: a metric does not accept the outputs.
-        """
+        """Add a batch's result of the training step."""
         self._loss += step.loss_sum
         self._count += step.count
         for name, value in step.scalars.items():

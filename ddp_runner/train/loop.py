@@ -161,9 +161,6 @@ def accumulate_gradients(state: TrainState, batch: StepBatch) -> Sums:
     """Accumulate the gradients of the micro-batches, and return the sums of their losses.
 
     If tokens are counted, gradients and sums have yet to be multiplied by ``token_factor``.
-
-    Raises:
-        UserError: the loss has no gradient.
     """
     work, timer, sums = state.work, state.timer, new_sums(state)
     for index, micro_batch in enumerate(batch.micro_batches, start=1):

@@ -115,11 +115,7 @@ class RunData:
         return self._facts
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Compare with the facts of a checkpoint.
-
-        Raises:
-            UserError: the samples changed.
-        """
+        """Raise a ``UserError`` if a checkpoint's facts are those of other samples."""
         now = self._facts
         changes = [
             f"{_count(saved[key])} {noun} then, {_count(now[key])} now"

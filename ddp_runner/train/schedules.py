@@ -82,11 +82,7 @@ def build_schedule(
 def _known_lengths(
     config: RunConfig, lengths: Mapping[str, int | None], accepted: Set[str]
 ) -> dict[str, int]:
-    """Return the lengths that a scheduler accepts; a stream's lengths are None.
-
-    Raises:
-        UserError: it needs the length of a stream.
-    """
+    """Return the lengths that a scheduler accepts; a stream's lengths are None."""
     known = {name: length for name, length in lengths.items() if length is not None}
     unknown = sorted(accepted & (lengths.keys() - known.keys()))
     if unknown and not accepted & known.keys():  # OneCycleLR needs only one of its two lengths

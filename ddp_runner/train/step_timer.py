@@ -64,18 +64,14 @@ class StepTimer:
 
     def mark(
         self,
-        part: StepPart | None,
+        part: StepPart | None,  # None drops the time
         *,
-        ends_on: torch.device | None = None,
-        restarts: bool = False,
+        ends_on: torch.device | None = None,  # the device that finishes the part; None: the first
+        restarts: bool = False,  # forget the parts so far
     ) -> None:
         """Add the time since the last mark to a part of the step.
 
-        Args:
-            part: None drops the time. COMM ends the exchange of a step; WAIT is the wait for other
-                ranks before it.
-            ends_on: the device that finishes the part; None for the rank's first.
-            restarts: forget the parts so far.
+        COMM ends the exchange of a step; WAIT is the wait for other ranks before it.
         """
         if self._on_gpu:
             # Autograd's threads may have another current device, and CUDA cannot measure the time
@@ -178,12 +174,9 @@ class Skew:
     def add(self, times: Tensor, *, step_time_ms: float) -> dict[str, float]:
         """Count the steps of a log line, and return its metrics.
 
-        The shortest time of a rank in a step's exchange counts as communication; the other ranks
-        spend the rest of their time waiting.
-
-        Args:
-            times: (2, num_steps, world_size), each rank's ``Exchange`` of each step.
-            step_time_ms: mean step time of the log line.
+        `times` are each rank's ``Exchange`` of each step, (2, num_steps, world_size). The shortest
+        time of a rank in a step's exchange counts as communication; the other ranks spend the rest
+        of their time waiting.
         """
         work_ms, comm_ms = times
         num_steps, world_size = work_ms.shape
