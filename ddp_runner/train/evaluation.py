@@ -52,7 +52,10 @@ def evaluate(
     own_shares, num_shares = work.layout.eval_shares
     broadcast_buffers(module, group=work.buffer_group)
     module.eval()
-    confusion, packed = new_confusion(work), list[Packed]()
+    # A row and a column for each class, and for what is not a class.
+    shape = 2 * ((work.dataset.num_classes or 0) + 1,)
+    confusion = torch.zeros(shape, dtype=torch.int64, device=work.devices[-1])
+    packed = list[Packed]()
     for share in own_shares:
         # One share at a time: a metric may hold a network.
         totals = EvalTotals(work, confusion)
@@ -125,12 +128,6 @@ class EvalTotals:
         """Return all sums but the confusion counts."""
         scalars = {name: value.item() for name, value in self._scalars.items()}
         return Packed(self._loss.item(), self._count.item(), scalars, self.metrics.packed())
-
-
-def new_confusion(work: Work) -> Tensor:
-    """Return confusion counts of zero, with a row and a column for what is not a class."""
-    size = (work.dataset.num_classes or 0) + 1
-    return torch.zeros(size, size, dtype=torch.int64, device=work.devices[-1])
 
 
 def _over_ranks(
