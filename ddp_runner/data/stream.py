@@ -1,7 +1,7 @@
 """A stream, such as an IterableDataset, as a split, and the steps of a training on it."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -10,35 +10,22 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.utils.data import default_collate
 
 from ddp_runner.data.batches import Batches, StepBatch
-from ddp_runner.data.loader import Collate, loader_options, start_loading
+from ddp_runner.data.loader import Collate, Loading, loader_options, start_loading
 from ddp_runner.data.reader import Readers
 from ddp_runner.data.splits import NUM_FIRST, EpochShare, MicroBatch
-from ddp_runner.device import has_streams
 from ddp_runner.distributed import add_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 
 
 @dataclass(frozen=True)
-class StreamSplit:
-    """The samples of an iterable dataset; a batch is the result of `collate_fn`."""
+class StreamSplit(Loading):
+    """The samples of an iterable dataset."""
 
-    name: str  # in messages: "train", "eval"
-    dataset: Iterable[Any]
-    collate_fn: Collate = default_collate
-    transform: Callable[[Any], Any] | None = None  # of a sample, before collate_fn
     shuffle_buffer: int = 0  # samples that a reader shuffles at a time; 0: in the stream's order
-    num_workers: int = 0  # processes that load; 0: the rank itself loads
-    prefetch_factor: int = 2  # batches that each worker loads ahead
-    pin_memory: bool | None = None  # None: on a GPU
     num_samples = None
-
-    def near(self, device: torch.device) -> "StreamSplit":
-        """See ``LoaderSplit``."""
-        return replace(self, pin_memory=has_streams(device) and self.pin_memory is not False)
 
     def open(self, part: EpochShare, *, state: Mapping[str, Any] | None = None) -> "OpenStream":
         """Start one share of an epoch, or continue it from a state."""
