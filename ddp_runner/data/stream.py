@@ -183,9 +183,7 @@ class StreamBatches(Batches):
         super().load_state_dict(saved)
         self._readers = saved["readers"]
 
-    def _load(
-        self, stream: OpenStream
-    ) -> tuple[tuple[MicroBatch, ...], int, Mapping[str, Any]]:
+    def _load(self, stream: OpenStream) -> tuple[tuple[MicroBatch, ...], int, Mapping[str, Any]]:
         """Load this rank's part of the next step, and exchange its size. Collective.
 
         Returns:
