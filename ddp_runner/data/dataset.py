@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import AbsentSplit, Split, TensorSplit, validate_classes
+from ddp_runner.data.splits import AbsentSplit, TensorSplit, validate_classes
+from ddp_runner.data.stream import Split
 from ddp_runner.data.trees import to_device
 from ddp_runner.device import upload
 from ddp_runner.errors import UserError
@@ -202,7 +203,7 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
             "return a ddp_runner.data.dataset.Dataset from its method dataset or open",
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
-        if not hasattr(split, "in_order"):
+        if not isinstance(split, Split):
             raise UserError(
                 f"the {kind} split of dataset={name} is a {type(split).__name__}",
                 "inherit from ddp_runner.data.splits.NumberedSplit",

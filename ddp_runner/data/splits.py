@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -47,32 +47,6 @@ class EpochShare:
     doubles_single: bool = False  # a stream repeats the sample of a batch of one
 
 
-class Split(Protocol):
-    """The training or the evaluation samples, in memory, in files or in a stream."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """Return the number of samples; None: a stream, where it is unknown."""
-
-    def near(self, device: torch.device) -> "Split":
-        """Return the split prepared for a device: moved to it if small, or with pinned memory."""
-
-    def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
-        """Return samples by their numbers; a number past the end gives the last sample.
-
-        Raises:
-            UserError: there is no sample.
-        """
-
-    def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
-        """Yield the batches of one share; each sample is in exactly one share.
-
-        A share of numbered samples is a contiguous part of the split. With `takes_turns` it is
-        every ``num_shares``-th batch, so the batches are the same for any number of shares. Shares
-        may get different numbers of batches, or none, so never call a collective inside this loop.
-        """
-
-
 class NumberedSplit(ABC):
     """Samples that are numbered from 0; a subclass has ``__len__`` and ``load``."""
 
@@ -101,17 +75,22 @@ class NumberedSplit(ABC):
         return len(self)
 
     def near(self, device: torch.device) -> Self:
-        """Return the split on a GPU if it has at most MOST_GPU_DATA, else unchanged."""
+        """Return the split prepared for a device; on a GPU if it has at most MOST_GPU_DATA."""
         return self
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
-        """See ``Split``."""
+        """Return samples by their numbers; a number past the end gives the last sample."""
         indices = torch.tensor(numbers, device=self.device).clamp(max=len(self) - 1)
         (data,) = self.load([MicroPlan(indices)], seed=seed)
         return MicroBatch(data, num_samples=len(numbers))
 
     def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
-        """See ``Split``."""
+        """Yield the batches of one share; each sample is in exactly one share.
+
+        A share is a contiguous part of the split. With `takes_turns` it is every ``num_shares``-th
+        batch, so the batches are the same for any number of shares. Shares may get different
+        numbers of batches, or none, so never call a collective inside this loop.
+        """
         size, share, count = part.batch_size, part.share, part.num_shares
         begin, end = (len(self) * number // count for number in (share, share + 1))
         starts = range(begin, end, size)

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from ddp_runner.data.batches import Batches, StepBatch
 from ddp_runner.data.loader import Collate, Loading, loader_options, start_loading
 from ddp_runner.data.reader import Readers
-from ddp_runner.data.splits import NUM_FIRST, EpochShare, MicroBatch
+from ddp_runner.data.splits import NUM_FIRST, EpochShare, MicroBatch, NumberedSplit
 from ddp_runner.distributed import add_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
@@ -50,7 +50,7 @@ class StreamSplit(Loading):
         return batch._replace(num_samples=len(numbers))
 
     def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
-        """See ``Split``."""
+        """See ``NumberedSplit``; a single reader keeps the stream's order."""
         return self.open(part)
 
     def notes(self, num_shares: int) -> tuple[str, ...]:
@@ -68,6 +68,9 @@ class StreamSplit(Loading):
             "and keeps its part; to read it once, give the dataset that number of shards and a "
             "method shard(num_shards, index)",
         )
+
+
+Split = NumberedSplit | StreamSplit
 
 
 class OpenStream:

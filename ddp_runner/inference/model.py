@@ -18,7 +18,7 @@ from ddp_runner.config.secrets import foreign_keys
 from ddp_runner.config.sections import Asked, validate_weights
 from ddp_runner.config.targets import validate_targets
 from ddp_runner.data.load_dataset import build_dataset
-from ddp_runner.data.splits import Split
+from ddp_runner.data.stream import Split
 from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
 from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.data.trees import inputs_of, shapes_on_failure

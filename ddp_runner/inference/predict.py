@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_runner.data.load_dataset import build_source
-from ddp_runner.data.splits import EpochShare, Split
+from ddp_runner.data.splits import EpochShare
+from ddp_runner.data.stream import Split
 from ddp_runner.distributed import StopVote, broadcast_buffers
 from ddp_runner.errors import UserError
 from ddp_runner.inference.model import TrainedModel, open_model

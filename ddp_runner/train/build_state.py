@@ -17,8 +17,8 @@ from ddp_runner.config.training import TrainConfig
 from ddp_runner.data.batches import Batches, NumberedBatches
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.load_dataset import build_dataset
-from ddp_runner.data.splits import AbsentSplit, NumberedSplit, Split
-from ddp_runner.data.stream import StreamBatches, StreamSplit
+from ddp_runner.data.splits import AbsentSplit, NumberedSplit
+from ddp_runner.data.stream import Split, StreamBatches, StreamSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
 from ddp_runner.errors import UserError

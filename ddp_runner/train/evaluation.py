@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.data.splits import EpochShare, MicroBatch, Split
+from ddp_runner.data.splits import EpochShare, MicroBatch
+from ddp_runner.data.stream import Split
 from ddp_runner.device import sum_dtype
 from ddp_runner.distributed import (
     add_over_ranks,

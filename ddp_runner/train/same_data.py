@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import MicroPlan, NumberedSplit, Split
+from ddp_runner.data.splits import MicroPlan, NumberedSplit
+from ddp_runner.data.stream import Split
 from ddp_runner.data.trees import inputs_of, shape_of, tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError

@@ -183,8 +183,9 @@ class TrainState:
         )
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST)) -> MicroBatch:
-        """Return training samples by their numbers; see ``Split``."""
-        return self.batches.split.first(numbers, seed=self.work.config.seed)
+        """Return training samples by their numbers; see ``NumberedSplit``."""
+        batch: MicroBatch = self.batches.split.first(numbers, seed=self.work.config.seed)
+        return batch
 
 
 @contextmanager

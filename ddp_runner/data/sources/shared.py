@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ddp_runner.data.dataset import Dataset, TensorSource, splits
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.splits import MicroPlan, Split
+from ddp_runner.data.splits import MicroPlan
+from ddp_runner.data.stream import Split
 from ddp_runner.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, os_errors
