@@ -169,7 +169,7 @@ class Skew:
 
     num_steps: int = 0
     step_ms: float = 0.0  # total over the steps
-    late_ms: list[float] = field(default_factory=list)  # by rank, total over the steps
+    late_ms: Tensor = field(default_factory=lambda: torch.zeros(()))  # by rank, total over steps
 
     def add(self, times: Tensor, *, step_time_ms: float) -> dict[str, float]:
         """Count the steps of a log line, and return its metrics.
@@ -182,27 +182,24 @@ class Skew:
         num_steps, world_size = work_ms.shape
         if not num_steps:
             return {}
-        late_ms = lateness(work_ms).sum(dim=0).tolist()
+        late_ms = lateness(work_ms).sum(dim=0)
         self.num_steps += num_steps
         self.step_ms += float(times.sum()) / world_size
-        self.late_ms = [
-            before + late
-            for before, late in zip(self.late_ms or [0.0] * world_size, late_ms, strict=True)
-        ]
+        self.late_ms = self.late_ms + late_ms
         exchange_ms = float(comm_ms.amin(dim=1).mean())
         return {
             StepPart.COMM.metric: exchange_ms,
             StepPart.WAIT.metric: float(comm_ms.mean()) - exchange_ms,
             "perf/comm_share": exchange_ms / step_time_ms,
-            "perf/skew_ms": max(late_ms) / num_steps,
-            "perf/skew_rank": float(late_ms.index(max(late_ms))),
+            "perf/skew_ms": float(late_ms.max()) / num_steps,
+            "perf/skew_rank": float(late_ms.argmax()),
         }
 
     def fields(self) -> RunFields:
         """Return the fields of run.json; None replaces an earlier session's values."""
         if self.num_steps < FEWEST_STEPS:
             return RunFields(skew_ms_by_rank=None, skew_step_ms=None)
-        by_rank = [round(ms / self.num_steps, 3) for ms in self.late_ms]
+        by_rank = [round(ms / self.num_steps, 3) for ms in self.late_ms.tolist()]
         return RunFields(
             skew_ms_by_rank=by_rank, skew_step_ms=round(self.step_ms / self.num_steps, 3)
         )
