@@ -1,8 +1,4 @@
-"""Which metric a config may monitor, and which of its values is best. Torch-free.
-
-The launcher knows the metrics of every run. A rank learns the others from two samples: those of the
-user's metrics and training step, and of datasets with classes.
-"""
+"""Which metric a config may monitor, and which of its values is best. Torch-free."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
