@@ -34,20 +34,16 @@ def restore_interpolations(frozen: DictConfig, run: Any, dataset: Mapping[str, A
         run: the same as plain containers.
         dataset: as this command composes it, unresolved.
     """
-    values = OmegaConf.create(mapped(lambda value: None if "${" in str(value) else value, run))
-    for path, text in walk_texts(dataset):
+    values = mapped(lambda value: None if "${" in str(value) else value, run)
+    for (*owners, key), text in walk_texts(dataset):
         if not re.search(r"\$\{(dataset\.|data_root\})", text):
             continue
+        trial = OmegaConf.create(values)
         with suppress(LookupError, TypeError, OmegaConfBaseException):  # another dataset
-            value = reduce(getitem, path, run["dataset"])
-            owner: Any = reduce(getitem, path[:-1], values.dataset)
-            before, owner[path[-1]] = owner[path[-1]], text
-            try:
-                is_equal = owner[path[-1]] == value
-            finally:
-                owner[path[-1]] = before
-            if is_equal:
-                reduce(getitem, path[:-1], cast(Any, frozen.dataset))[path[-1]] = text
+            before, owner = (reduce(getitem, owners, tree["dataset"]) for tree in (run, trial))
+            owner[key] = text
+            if owner[key] == before[key]:
+                reduce(getitem, owners, cast(Any, frozen.dataset))[key] = text
 
 
 def resume_arguments(
