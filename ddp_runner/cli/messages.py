@@ -19,7 +19,7 @@ from ddp_runner.cli.compose import OWN_GROUPS, group_options, yaml_of
 from ddp_runner.config.fields import KINDS, plain_kind
 from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, Config
 from ddp_runner.config.signatures import source_keywords
-from ddp_runner.errors import UserError, in_yaml, os_sentence
+from ddp_runner.errors import UserError, in_yaml, os_sentence, with_causes
 
 OURS = "ddp_runner"
 PACKAGE_LINE = "begin it with the line # @package _global_"
@@ -62,11 +62,7 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
 
     The `arguments`, the command line, are for hints about its keys.
     """
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        if cause in chain:
-            break  # in a debugger some errors of OmegaConf are their own cause
-        chain.append(cause)
+    chain = with_causes(error)
     if own := [link for link in chain if isinstance(link, UserError)]:
         return own[0]
     is_hydras = isinstance(error, HydraException | OmegaConfBaseException)

@@ -14,7 +14,8 @@ from itertools import takewhile
 from operator import getitem
 from typing import Any
 
-from ddp_runner.config.schema import Config, RunConfig
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.errors import with_causes
 
 # A URL or HOST:PORT; a range such as train[100:200] does not match.
 ADDRESS = re.compile(
@@ -55,8 +56,7 @@ class Secrets:
         try:
             yield
         except BaseException as error:  # sys.exit(TEXT) has a message too
-            link: BaseException | None = error if self.values else None
-            while link is not None:
+            for link in with_causes(error):
                 link.args = tuple(map(self._hidden, link.args))
                 if isinstance(getattr(link, "value", None), str):  # an OmegaConf error
                     vars(link)["value"] = self._hidden(vars(link)["value"])
@@ -64,7 +64,6 @@ class Secrets:
                     link.code = self._hidden(link.code)
                 if isinstance(link, OSError) and isinstance(link.filename, str):
                     link.filename = self.hide(link.filename)
-                link = link.__cause__ or link.__context__
             raise
 
     def _hidden(self, argument: Any) -> Any:
