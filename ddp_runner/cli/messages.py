@@ -14,7 +14,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
-from ddp_runner.cli.command import dotted_keys, nearest_key, with_known_config
+from ddp_runner.cli.command import nearest_key, with_known_config
 from ddp_runner.cli.compose import OWN_GROUPS, group_options, yaml_of
 from ddp_runner.config.fields import KINDS, plain_kind, walk
 from ddp_runner.config.identity import dotted_keys
@@ -162,8 +162,7 @@ def _unknown_key(error: BaseException, text: str, arguments: Sequence[str]) -> s
 def _key_hint(key: str, arguments: Sequence[str]) -> str:
     if key.startswith(("loop.", "user.")):  # Hydra adds the user's own keys only with a plus
         return f"{key} is a key of your own that no YAML gives; write +{key}=VALUE"
-    hint = with_known_config(arguments, lambda config: _hint_from(config, key))
-    return hint or f"{key} is not a key of the config; see --help for all keys"
+    return with_known_config(arguments, lambda config: _hint_from(config, key))
 
 
 def _hint_from(config: dict[str, Any], key: str) -> str:
@@ -191,10 +190,10 @@ def _wrong_value(chain: Sequence[BaseException]) -> str | None:
     """Explain a value of the wrong type for a key of the schema."""
     errors = [link for link in chain if isinstance(link, ValidationError | ConfigTypeError)]
     if not errors or not errors[0].full_key:
+        return None
     kinds: dict[str, Any] = dict.fromkeys((item.name for item in fields(Config)), dict)
     for item in walk(Config()):
         kinds[item.name] = get_origin(plain_kind(item.kind)) or plain_kind(item.kind)
-        return None
     key, value = errors[0].full_key, in_yaml(errors[0].value)
     kind = kinds.get(key)
     if str(chain[0]).startswith("Error merging override ~"):

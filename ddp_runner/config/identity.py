@@ -77,6 +77,14 @@ def leaves(
             yield prefix + str(key), value
 
 
+def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a plain config, groups included."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from dotted_keys(value, f"{prefix}{key}.")
+
+
 def only_used(keys: Mapping[str, Any], *, uses: Any) -> dict[str, Any]:
     """Return the dotted keys that describe the work of a run.
 

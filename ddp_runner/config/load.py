@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from ddp_runner.config.fields import walk
+from ddp_runner.config.identity import dotted_keys
 from ddp_runner.config.schema import RUNNER_KEYS, Config
 from ddp_runner.config.secrets import KeyPath, Secrets, set_value, walk_texts
 from ddp_runner.errors import UserError, any_error, nearest, os_errors
@@ -129,13 +130,9 @@ def forced_override(override: str, paths: Iterable[Path], *, chosen: Collection[
     if "." not in key or key.partition(".")[0] not in {"loop", "metrics", *RUNNER_KEYS} - {*chosen}:
         return override
     for path in paths:
-        if is_missing(path):  # with_resumed reports it
+        # with_resumed reports a missing file.
+        if is_missing(path) or key not in dotted_keys(OmegaConf.to_container(frozen_config(path))):
             return override
-        tree: Any = OmegaConf.to_container(frozen_config(path), resolve=False)
-        for part in key.split("."):
-            if not isinstance(tree, dict) or part not in tree:
-                return override
-            tree = tree[part]
     return f"++{override}"
 
 
