@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import get_overrides_dirname as get_overrides_dirname
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore

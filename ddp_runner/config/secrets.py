@@ -38,9 +38,9 @@ class Secrets:
         A run that is resumed from that file reads the environment again.
         """
         shown = deepcopy(config) if self.texts else config
-        for path, text in self.texts.items():
+        for (*owners, last), text in self.texts.items():
             with suppress(LookupError):  # task=sample and calibrations replace whole groups
-                set_value(shown, path, text)
+                _items(reduce(lambda owner, key: _items(owner)[key], owners, shown))[last] = text
         return shown
 
     def hide(self, text: str) -> str:
@@ -89,15 +89,8 @@ def foreign_keys(config: Mapping[str, Any], composed: Mapping[str, Any]) -> dict
     return keys
 
 
-def set_value(config: Config, path: KeyPath, value: Any) -> None:
-    """Set a value of a config in place; raise a LookupError if its owner does not exist."""
-    owner: Any = config
-    for key in path[:-1]:
-        owner = getattr(owner, str(key)) if is_dataclass(owner) else owner[key]
-    if is_dataclass(owner):
-        setattr(owner, str(path[-1]), value)
-    else:
-        owner[path[-1]] = value
+def _items(owner: Any) -> Any:
+    return vars(owner) if is_dataclass(owner) else owner
 
 
 def walk_texts(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
