@@ -2,13 +2,17 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, nullcontext
 from functools import partial
+
+from torch import nn
 
 from ddp_runner.checkpoint.between_ranks import weights_sha256
 from ddp_runner.config.identity import is_inside
 from ddp_runner.config.load import chosen_keys
+from ddp_runner.config.schema import mode_needs
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, counted, in_yaml, listed
 from ddp_runner.job import Status
@@ -19,7 +23,7 @@ from ddp_runner.tracking.alive import ENDING
 from ddp_runner.tracking.run_dir import RunDir, keep_files
 from ddp_runner.tracking.run_folder_claim import changed_values
 from ddp_runner.tracking.run_record import RunFields, add_changes, add_warning
-from ddp_runner.tracking.start_block import sizes, training_facts
+from ddp_runner.tracking.start_block import count_of, placement, sizes
 from ddp_runner.train.best_model import export_best
 from ddp_runner.train.build_state import build_session_state
 from ddp_runner.train.first_batch import try_run
@@ -62,10 +66,10 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     if status is not None:  # this rank has served the loop of another
         return status
     parameters = {*whole_parameters(state.module).values()}
-    model_sizes = sizes(parameters)
     if session.env.is_rank_zero:
-        num_trained = sum(value.numel() for value in parameters if value.requires_grad)
-        _log_facts(session, state, warnings, (model_sizes["num_parameters"], num_trained))
+        facts = training_facts(session.env, state, parameters)
+        notes = [*(f"warning: {text}" for text in warnings), *state.work.dataset.notes]
+        log_facts(session, facts, notes=notes, explains=True)
     fields = RunFields(
         warnings=[*session.job.warnings, *warnings],
         directions=metrics.directions,
@@ -75,7 +79,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     with ExitStack() as stack:
         records = Records(
             session,
-            fields=fields | model_sizes,
+            fields=fields | sizes(parameters),
             resume_step=resume_step,
             stack=stack,
             max_steps=state.final_step or 0,
@@ -171,23 +175,33 @@ def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> Profiler 
     )
 
 
-def _log_facts(
-    session: Session, state: TrainState, warnings: Sequence[str], counts: tuple[int, int]
-) -> None:
-    """Log the facts of the run, with the counts of all and of trained parameters. Rank 0 only."""
-    dataset, batches = state.work.dataset, state.batches
-    facts = training_facts(
-        session.config,
-        session.env,
-        num_parameters=counts[0],
-        num_trained=counts[1],
-        dataset=dataset.name,
-        num_train=dataset.train.num_samples,
-        num_eval=dataset.eval.num_samples,
-        num_shares=batches.num_shares,
-        max_steps=state.final_step,
-        steps_per_epoch=batches.steps_per_epoch,
-        devices=state.work.devices,
-    )
-    notes = [*(f"warning: {text}" for text in warnings), *dataset.notes]
-    log_facts(session, facts, notes=notes, explains=True)
+def training_facts(
+    env: DistEnv, state: TrainState, parameters: Collection[nn.Parameter]
+) -> dict[str, str]:
+    """Return the facts of a training by name; `env` is rank 0's, `parameters` the whole model's."""
+    config, dataset, batches = state.work.config, state.work.dataset, state.batches
+    batch, num_shares, num_micro_steps = config.batch, batches.num_shares, batches.grad_accum_steps
+    ranks = counted(num_shares, "rank" if num_shares == env.world_size else "trainer")
+    shares = f"{batch.per_rank} a rank x {ranks}"
+    if batch.virtual_ranks is not None:
+        shares = f"{batch.per_rank} a part x {num_shares} virtual ranks"
+    if (model_ranks := mode_needs(config.parallelism).model_ranks) != 1:
+        groups = counted(num_shares, "group")
+        shares = f"{batch.per_rank} a group x {groups} of {model_ranks or env.world_size} ranks"
+    if num_micro_steps > 1:
+        shares += f" x {num_micro_steps} micro-steps"
+    total = sum(parameter.numel() for parameter in parameters)
+    num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    trained = f" ({num_trained:,} trained)" if num_trained < total else ""
+    last, size = state.final_step, batches.steps_per_epoch
+    steps = counted(config.train.epochs, "epoch") if last is None else f"{last} in all"
+    period = "an epoch ends with the stream" if size is None else f"{size} an epoch"
+    counts = [count_of(split.num_samples) for split in (dataset.train, dataset.eval)]
+    return {
+        "model": f"{config.model.get('name')}, {total:,} parameters{trained}, "
+        f"{config.train.precision}",
+        "data": f"{dataset.name}, {' training and '.join(counts)} evaluation samples",
+        **placement(config, env, state.work.devices),
+        "batch": f"{batch.global_size} a step = {shares}",
+        "steps": f"{steps}, {period}",
+    }
