@@ -1,6 +1,5 @@
 """The start lines and the logger of a task, and the checkpoints of a run with a loop."""
 
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,7 +10,6 @@ from torch import Tensor
 from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.checkpoint.shard_notes import Shards
 from ddp_runner.checkpoint.writer import CheckpointWriter
-from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError, listed
 from ddp_runner.files import json_safe
 from ddp_runner.rank.rank_log import log_to_file
@@ -40,17 +38,6 @@ def log_facts(
         device, versions = session.devices[0], job.provenance["versions"]
         glossary = word_lines(config, session.env, device=device, versions=versions)
         (show if config.verbose else log_to_file)(glossary)
-
-
-def _validate_shared(session: Session) -> None:
-    """Reject a run folder that a machine does not see. Collective: every rank must call."""
-    machines = gather_objects((socket.gethostname(), session.run_dir.record.exists()))
-    if lacking := sorted({host for host, has_folder in machines if not has_folder}):
-        raise UserError(
-            f"checkpoint.format=sharded needs a run folder that every machine sees, and "
-            f"{listed(lacking)} does not see {session.run_dir}",
-            "put it on a shared disk, or write checkpoint.format=file",
-        )
 
 
 def task_logger(session: Session, **keywords: Any) -> Logger:
@@ -98,7 +85,12 @@ class Records:
         folder, settings, env = session.run_dir.checkpoints, session.config.checkpoint, session.env
         shards = None
         if settings.format == "sharded":
-            _validate_shared(session)
+            if session.hosts_without_folder:
+                raise UserError(
+                    f"checkpoint.format=sharded needs a run folder that every machine sees, and "
+                    f"{listed(session.hosts_without_folder)} does not see {session.run_dir}",
+                    "put it on a shared disk, or write checkpoint.format=file",
+                )
             shards = Shards(env.rank, env.world_size, wire)
         if env.is_rank_zero or shards is not None:
             writer = CheckpointWriter(folder, settings, wire=wire, log=session.log, shards=shards)
