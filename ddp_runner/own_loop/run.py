@@ -19,6 +19,7 @@ from ddp_runner.own_loop.loop_log import OwnRecords, number
 from ddp_runner.own_loop.rank_batches import Loader, open_loader
 from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, mark_replaced
 from ddp_runner.parallelism.shards import whole_state, whole_tensors
+from ddp_runner.rank.records import export_model
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.train.optimizers import optimizer_of
@@ -236,9 +237,9 @@ class Run:
         Raises:
             UserError: the file cannot be written.
         """
-        records = self._at()
-        model, metrics = bare(module), records.metrics_of(self._step)
-        records.export(whole_state(model), whole_tensors(model), step=self._step, metrics=metrics)
+        model, step, metrics = bare(module), self._step, self._at().metrics_of(self._step)
+        run_dir, specs, tensors = self._session.run_dir, whole_state(model), whole_tensors(model)
+        export_model(run_dir, specs, tensors, step=step, metrics=metrics)
 
     def _at(self, step: int | None = None) -> OwnRecords:
         """Return the records, and set the loop's step if given."""

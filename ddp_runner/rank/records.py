@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ddp_runner.checkpoint.model_file import export_weights
@@ -14,6 +15,7 @@ from ddp_runner.errors import UserError, listed
 from ddp_runner.files import json_safe
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger
 from ddp_runner.tracking.run_record import RunFields, write_run_record
@@ -47,6 +49,28 @@ def task_logger(session: Session, **keywords: Any) -> Logger:
     return RunLogger(session.run_dir, job=session.job, heartbeat=session.heartbeat, **keywords)
 
 
+def export_model(
+    run_dir: RunDir,
+    specs: Mapping[str, Tensor],
+    tensors: Iterable[Tensor],
+    *,
+    step: int,
+    metrics: Mapping[str, float | None],
+    is_average: bool = False,
+) -> None:
+    """Write rank 0's tensors to model.safetensors; see ``export_weights``.
+
+    Collective if they are gathered one by one, as by ``whole_tensors``.
+    """
+    try:
+        if dist.get_rank() == 0:
+            path, facts = run_dir.export, {"step": step, "metrics": json_safe(metrics)}
+            digest = export_weights(path, specs, tensors, is_average=is_average, **facts)
+            write_run_record(run_dir, export_sha256=digest)
+    finally:
+        deque(tensors, maxlen=0)  # the other ranks wait for the rest
+
+
 class Records:
     """The logger and the checkpoint writer of a run; ranks other than 0 write nothing.
 
@@ -72,7 +96,7 @@ class Records:
         stack: ExitStack,
         **keywords: Any,
     ) -> None:
-        self._run_dir, self._is_rank_zero = session.run_dir, session.env.is_rank_zero
+        self._is_rank_zero = session.env.is_rank_zero
         self._writer: CheckpointWriter | None = None
         wire = session.job.wire
         if session.env.is_rank_zero:
@@ -112,14 +136,13 @@ class Records:
         Raises:
             UserError: the state is not finite, or the previous save failed.
         """
-        metrics = dict(metrics)
         self.wait()  # keep a single state in memory
         if self._writer is not None:
             self._writer.begin(step)
         copies = set[int]()
         content = snapshot(copies=copies)
         if self._writer is not None:
-            self._writer.save(content, step=step, metrics=metrics, copies=copies)
+            self._writer.save(content, step=step, metrics=dict(metrics), copies=copies)
 
     def wait(self) -> None:
         """Wait for the last checkpoint.
@@ -129,24 +152,3 @@ class Records:
         """
         if self._writer is not None:
             self._writer.wait()
-
-    def export(
-        self,
-        specs: Mapping[str, Tensor],
-        tensors: Iterable[Tensor],
-        *,
-        step: int,
-        metrics: Mapping[str, float | None],
-        is_average: bool = False,
-    ) -> None:
-        """Write rank 0's tensors to model.safetensors; see ``export_weights``.
-
-        Collective if they are gathered one by one, as by ``whole_tensors``.
-        """
-        try:
-            if self._is_rank_zero:
-                path, facts = self._run_dir.export, {"step": step, "metrics": json_safe(metrics)}
-                digest = export_weights(path, specs, tensors, is_average=is_average, **facts)
-                write_run_record(self._run_dir, export_sha256=digest)
-        finally:
-            deque(tensors, maxlen=0)  # the other ranks wait for the rest
