@@ -20,7 +20,7 @@ from torch import nn
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
     StopVote,
-    broadcast_buffers,
+    broadcast_tensors,
     ensure_agreement,
     ensure_own_devices,
     from_rank_zero,
@@ -199,7 +199,7 @@ def buffers(env: DistEnv) -> list[float]:
     norm = nn.BatchNorm1d(2)
     norm.running_mean.fill_(env.rank + 1)
     norm.num_batches_tracked.fill_(env.rank + 7)
-    broadcast_buffers(norm)
+    broadcast_tensors([*norm.buffers()])
     return [*norm.running_mean.tolist(), int(norm.num_batches_tracked)]
 
 

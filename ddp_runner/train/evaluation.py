@@ -12,7 +12,7 @@ from ddp_runner.data.stream import Split
 from ddp_runner.device import sum_dtype
 from ddp_runner.distributed import (
     add_over_ranks,
-    broadcast_buffers,
+    broadcast_tensors,
     from_rank_zero,
     gather_objects,
     sum_over_ranks,
@@ -51,7 +51,7 @@ def evaluate(
     """
     seed, size = work.config.seed, work.config.batch.eval_size
     own_shares, num_shares = work.layout.eval_shares
-    broadcast_buffers(module, group=work.buffer_group)
+    broadcast_tensors([*module.buffers()], group=work.buffer_group)
     module.eval()
     # A row and a column for each class, and for what is not a class.
     shape = 2 * ((work.dataset.num_classes or 0) + 1,)
