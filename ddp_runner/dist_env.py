@@ -40,7 +40,6 @@ class DistEnv:
     # environment: variables set by hand
     launcher: Literal["torchrun", "srun", "mpirun", "environment"] = "environment"
     init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: unknown
-    launch_id: str | None = None  # see ``launch_id``
 
     @property
     def is_rank_zero(self) -> bool:
@@ -64,8 +63,7 @@ def dist_env(environ: Mapping[str, str] = os.environ) -> DistEnv | None:
         if (env := read(environ)) is not None:
             has_address = bool(environ.get("MASTER_ADDR"))
             _integer(environ, "MASTER_PORT", "0")  # torch would raise a bare ValueError
-            init_method = FROM_ENVIRONMENT if has_address else env.init_method
-            return replace(env, init_method=init_method, launch_id=launch_id(environ))
+            return replace(env, init_method=FROM_ENVIRONMENT) if has_address else env
     return None
 
 
