@@ -181,6 +181,7 @@ def test_mpich_and_intel_mpi_start_workers() -> None:
     env = read(MPICH)
     assert (env.rank, env.local_rank, env.node_rank, env.launcher) == (3, 1, 1, "mpirun")
     assert dist_env({**MPICH, "PMI_SIZE": "1"}) is None
+    assert read({**SLURM, **MPICH}).launcher == "mpirun"  # srun has started its helpers
 
 
 def test_ranks_that_know_no_address_are_reported_by_their_launchers_name() -> None:
