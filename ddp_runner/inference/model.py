@@ -136,7 +136,7 @@ def load_model(
     # A config from somebody else's run must not allow its own targets.
     frozen.allowed_targets = list(allowed_targets)
     if has_own_loop(frozen.task):  # the loop itself is not called here
-        frozen.task, frozen.loop = "train", {}
+        frozen.task = "train"
     config = _resolved(frozen)
     validate_targets(config)
     if config.task != "train":
@@ -150,18 +150,12 @@ def load_model(
 
 
 def _resolved(frozen: DictConfig) -> Config:
-    """Return a frozen config as the schema's object.
+    """Return a frozen config as the schema's object, without the groups in UNUSED.
 
-    A run may come from anybody, so no value may read the environment or name an address. Drop these
-    values from groups that the model does not need, and reject them in the others.
+    A run may come from anybody, so no value may read the environment or name an address.
     """
     plain: Any = OmegaConf.to_container(frozen)
-    for group in UNUSED:
-        plain[group] = {
-            key: value
-            for key, value in plain[group].items()
-            if not foreign_keys({group: {key: value}}, {})
-        }
+    plain |= {group: {} for group in UNUSED}
     for key, value in foreign_keys(plain, {}).items():
         raise UserError(
             f"{key} ({value}) of the run reads the environment or names an address, and whoever "
