@@ -23,7 +23,7 @@ from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
 from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.data.trees import inputs_of, shapes_on_failure
 from ddp_runner.distributed import from_rank_zero
-from ddp_runner.errors import UserError, any_error, os_errors
+from ddp_runner.errors import UserError, any_error
 from ddp_runner.files import is_missing, read_file
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.records import log_facts, task_logger
@@ -31,7 +31,7 @@ from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.tracking.run_record import RunFields, read_run_record, write_run_record
+from ddp_runner.tracking.run_record import read_run_record, write_run_record
 from ddp_runner.tracking.start_block import count_of, placement, shown_path
 from ddp_runner.train.build_model import place_alone, place_model
 from ddp_runner.train.build_state import build_work
@@ -55,8 +55,7 @@ class TrainedModel:
     @property
     def epoch(self) -> int:
         """Return the epoch of the weights' step; 0 if the run has not logged that step."""
-        epoch = self.logged.get("epoch")
-        return epoch if isinstance(epoch, int) else 0
+        return int(self.logged.get("epoch", 0))
 
     def open_logger(self, session: Session, *, num_rounds: int = 0) -> Logger:
         """Log the facts of the task, and return this rank's logger."""
@@ -168,11 +167,8 @@ def _resolved(frozen: DictConfig) -> Config:
 
 def logged_at(run_dir: RunDir, step: int) -> dict[str, float | None]:
     """Return the epoch and the metrics of a step in metrics.jsonl; empty if they are missing."""
-    logged: dict[str, float | None] = {}
-    for line in read_lines(run_dir.metrics)[0]:
-        if line["step"] == step:
-            logged |= line
-    return logged
+    lines = [line for line in read_lines(run_dir.metrics)[0] if line["step"] == step]
+    return {name: value for line in lines for name, value in line.items()}
 
 
 def model_arguments(run_dir: RunDir) -> dict[str, Any]:
@@ -181,17 +177,12 @@ def model_arguments(run_dir: RunDir) -> dict[str, Any]:
     Raises:
         UserError: run.json lacks them, or cannot be read.
     """
-    record = read_run_record(run_dir)
-    arguments = record.get("model_arguments")
+    arguments = read_run_record(run_dir).get("model_arguments")
     if not isinstance(arguments, dict):
-        if "uses" in record:  # a loop of the user's own
-            raise UserError(
-                f"the run of {run_dir.record} built its model in its own loop, so no other task "
-                "can build it",
-                "let the loop take it from run.model()",
-            )
         raise UserError(
-            f"{run_dir.record} lacks model_arguments, which task=train writes", "restore the file"
+            f"the run of {run_dir.record} built its model in its own loop, so no other task can "
+            "build it",
+            "let the loop take it from run.model()",
         )
     return arguments
 
@@ -211,11 +202,7 @@ def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset:
     """Raise a ``UserError`` if a dataset was not made with the run's tokenizer."""
     for name, content in files.items():
         path = run_dir.path / name
-        if is_missing(path):
-            continue
-        with os_errors(f"{path} cannot be read", fix="make it readable"):
-            kept = read_file(path)
-        if kept != content:
+        if not is_missing(path) and read_file(path) != content:
             raise UserError(
                 f"dataset={dataset} has another {name} than the run ({path}), so its tokens mean "
                 "something else to the model",
@@ -247,11 +234,6 @@ def open_logger(
             **placement(config, session.env, session.devices),
         }
         log_facts(session, facts, notes=notes)
-        fields = RunFields(
-            of_run=str(run_dir),
-            weights_step=weights.step,
-            split=config.inference.split,
-            warnings=list(session.job.warnings),
-        )
-        write_run_record(session.run_dir, **fields)
+        source_run, split = str(run_dir), config.inference.split
+        write_run_record(session.run_dir, of_run=source_run, weights_step=weights.step, split=split)
     return task_logger(session, max_steps=num_rounds)
