@@ -58,8 +58,7 @@ def rank_log(
 
 def log_to_file(text: str) -> None:
     """Log a text to this rank's file only."""
-    for line in text.splitlines():
-        LOGGER.info(line)
+    LOGGER.info(text)
 
 
 class _LogFile(logging.FileHandler):
