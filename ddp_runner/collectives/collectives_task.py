@@ -23,9 +23,7 @@ HEAD = ROW.format("operation", "dtype", "bytes", "median us", "p95 us", "alg GB/
 
 
 def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Measure the config's operations; return completed or preempted.
-
-    Collective: every rank must call.
+    """Measure the config's operations. Collective: every rank must call.
 
     Raises:
         WrongResultError: a rank's result was wrong; raised on every rank.

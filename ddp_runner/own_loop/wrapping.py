@@ -65,12 +65,7 @@ def mark_replaced(before: Sequence[nn.Parameter], module: nn.Module) -> None:
 
 
 def validate_objects(objects: Mapping[str, Any]) -> None:
-    """Reject objects without a state, and optimizers that would train nothing.
-
-    Raises:
-        UserError: an object lacks ``state_dict`` or ``load_state_dict`` and is not a dict, or an
-            optimizer was made before ``wrap``.
-    """
+    """Reject objects without a state, and optimizers that were made before ``wrap``."""
     for name, value in objects.items():
         has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
         if not has_state and not isinstance(value, dict):
