@@ -96,7 +96,6 @@ class Records:
         stack: ExitStack,
         **keywords: Any,
     ) -> None:
-        self._is_rank_zero = session.env.is_rank_zero
         self._writer: CheckpointWriter | None = None
         wire = session.job.wire
         if session.env.is_rank_zero:
