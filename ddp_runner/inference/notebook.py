@@ -42,7 +42,7 @@ def load(
         UserError: the folder is not a run of ``task=train``, its config names a target that is not
             allowed, or the weights are missing, damaged or of another model.
     """
-    from ddp_runner.seeds import generator_states, restore_generators
+    from ddp_runner.seeds import GENERATORS, generator_states
 
     packages = [allowed_targets] if isinstance(allowed_targets, str) else allowed_targets
     states = generator_states()
@@ -51,7 +51,8 @@ def load(
 
         return load_model(Path(run), weights=weights, device=device, allowed_targets=packages)[0]
     finally:
-        restore_generators(states)
+        for name, state in states.items():
+            GENERATORS[name].restore(state)
 
 
 def load_tokenizer(run: AnyPath) -> "TextTokenizer":
