@@ -8,21 +8,23 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.load_dataset import build_dataset
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.own_loop import wrapping
 from ddp_runner.own_loop.loop_log import LoopLog, number
 from ddp_runner.own_loop.rank_batches import Loader, open_loader
-from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, mark_replaced
+from ddp_runner.own_loop.wrapping import bare, build_saver, fix_bucket_order, mark_replaced
 from ddp_runner.parallelism.shards import whole_state, whole_tensors
+from ddp_runner.parallelism.single import Single
 from ddp_runner.rank.records import Records, export_model
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_record import RunFields
+from ddp_runner.train.build_model import place_model
 from ddp_runner.train.optimizers import optimizer_of
 
 PLAIN = (int, float, str, list, type(None))  # the types that run.json can hold
@@ -72,7 +74,15 @@ class Run:
             UserError: the keys or the weights do not fit the model.
         """
         self._uses["model"] = arguments
-        return wrapping.build_model(self._session, **arguments)
+        session, config, weights = self._session, self.config, None
+        # Only a model of several stages gets its mode's placement here; ``wrap`` places any other.
+        mode = session.mode if len(self.devices) > 1 else Single("single")
+        module = place_model(config, mode, {}, self.devices, **arguments)
+        if config.model.get("weights") is not None:
+            if self.is_rank_zero:
+                weights = starting_weights(config, session.run_dir.checkpoints, log=session.log)
+            load_weights(module, weights)
+        return module
 
     def dataset(self) -> Dataset:
         """Return the config's dataset; pass its splits ``train`` and ``eval`` to ``loader``.
@@ -163,7 +173,7 @@ class Run:
             loader.rewind()
         self._objects = {name: bare(value) for name, value in objects.items()}
         session, folder = self._session, self._session.run_dir.checkpoints
-        self._saver = wrapping.build_saver(session, self._objects)
+        self._saver = build_saver(session, self._objects)
         is_resumed = self.config.resume is not None
         checkpoint = self._saver.restore(folder, is_resumed=is_resumed, log=session.log)
         step = checkpoint and checkpoint.step
