@@ -83,8 +83,9 @@ def open_model(session: Session) -> TrainedModel | None:
     def read_run() -> tuple[Weights, dict[str, Any], dict[str, Any]]:
         weights = _weights(run_dir, config, config.inference.weights, log=session.log)
         on_rank_zero.append(weights)
-        facts = logged_at(run_dir, weights.step), model_arguments(run_dir)
-        return replace(weights, tensors={}), *facts
+        lines = [line for line in read_lines(run_dir.metrics)[0] if line["step"] == weights.step]
+        logged = {name: value for line in lines for name, value in line.items()}
+        return replace(weights, tensors={}), logged, model_arguments(run_dir)
 
     weights, logged, arguments = from_rank_zero(read_run)
     dataset = build_dataset(config, log=session.log)
@@ -163,12 +164,6 @@ def _resolved(frozen: DictConfig) -> Config:
         )
     with any_error("the run's config is damaged or of another version", "restore it"):
         return to_config(OmegaConf.create(plain))
-
-
-def logged_at(run_dir: RunDir, step: int) -> dict[str, float | None]:
-    """Return the epoch and the metrics of a step in metrics.jsonl; empty if they are missing."""
-    lines = [line for line in read_lines(run_dir.metrics)[0] if line["step"] == step]
-    return {name: value for line in lines for name, value in line.items()}
 
 
 def model_arguments(run_dir: RunDir) -> dict[str, Any]:
