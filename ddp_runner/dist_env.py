@@ -61,9 +61,8 @@ def dist_env(environ: Mapping[str, str] = os.environ) -> DistEnv | None:
     """
     for read in (_from_variables, _from_mpi, _from_slurm):
         if (env := read(environ)) is not None:
-            has_address = bool(environ.get("MASTER_ADDR"))
             _integer(environ, "MASTER_PORT", "0")  # torch would raise a bare ValueError
-            return replace(env, init_method=FROM_ENVIRONMENT) if has_address else env
+            return replace(env, init_method=FROM_ENVIRONMENT) if environ.get("MASTER_ADDR") else env
     return None
 
 
