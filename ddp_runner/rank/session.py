@@ -12,7 +12,7 @@ import torch
 
 from ddp_runner.config.identity import config_hash, digest, flatten, work_hash
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.schema import RunConfig, mode_needs
+from ddp_runner.config.schema import Config, RunConfig, mode_needs
 from ddp_runner.config.targets import validate_targets
 from ddp_runner.device import open_devices
 from ddp_runner.dist_env import DistEnv
@@ -128,6 +128,12 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
             yield session
 
 
+def make_mode(config: Config) -> Mode:
+    """Return the mode of parallelism that a config names."""
+    mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    return mode
+
+
 def _open_mode(config: RunConfig, env: DistEnv) -> tuple[Mode, tuple[torch.device, ...]]:
     """Return the config's mode and this rank's devices, ready to compute."""
     seed_all(config.seed)  # before any import or constructor that draws random numbers
@@ -135,8 +141,7 @@ def _open_mode(config: RunConfig, env: DistEnv) -> tuple[Mode, tuple[torch.devic
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
-    mode = with_virtual_ranks(mode, config.batch.virtual_ranks)
+    mode = with_virtual_ranks(make_mode(config), config.batch.virtual_ranks)
     per_rank = mode_needs(config.parallelism).devices_per_rank
     devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
     open_devices(devices, precision=config.train.precision)

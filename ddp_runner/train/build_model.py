@@ -17,6 +17,7 @@ from ddp_runner.parallelism.modules import blocks_of, build_by_modules
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.parallelism.single import Single
 from ddp_runner.parallelism.stages import whole_parameters
+from ddp_runner.rank.session import make_mode
 from ddp_runner.train.optimizers import freeze
 from ddp_runner.train.state import Work
 
@@ -80,9 +81,8 @@ def model_factory(
 
 def place_alone(config: Config, facts: Mapping[str, Any], device: torch.device) -> nn.Module:
     """Return the bare, whole model on a single device, for a process without other ranks."""
-    num_devices, mode = mode_needs(config.parallelism).devices_per_rank, Single("single")
-    if num_devices > 1:
-        mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    num_devices = mode_needs(config.parallelism).devices_per_rank
+    mode = make_mode(config) if num_devices > 1 else Single("single")
     return place_model(config, mode, facts, (device,) * num_devices)
 
 
