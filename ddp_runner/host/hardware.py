@@ -185,10 +185,15 @@ def binds_gpus(environ: Mapping[str, str]) -> bool:
 def quota_cores() -> int | None:
     """Return the CPU quota of this process's cgroups in cores, rounded down; None: no limit.
 
-    Every group up to the root sets a limit: cpu.max (version 2), cpu.cfs_quota_us (version 1).
+    Every group up to the root sets a limit: cpu.max (version 2), or cpu.cfs_quota_us of
+    cpu.cfs_period_us (version 1).
     """
-    quotas = [quota for group in own_cgroups("cpu") if (quota := _quota(group)) is not None]
-    return max(1, int(min(quotas))) if quotas else None
+    names, quotas = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"), list[int]()
+    for group in own_cgroups("cpu"):
+        fields = " ".join(kernel_text(group / name) for name in names).split()
+        if len(fields) == 2 and all(map(str.isdigit, fields)):  # neither "max" nor -1
+            quotas.append(int(fields[0]) // int(fields[1]))
+    return max(1, min(quotas)) if quotas else None
 
 
 def memory_bytes() -> int:
@@ -222,18 +227,9 @@ def own_cgroups(controller: str) -> Iterator[Path]:
                     yield group
 
 
-def _quota(group: Path) -> float | None:
-    """Return a cgroup's CPU quota as a number of cores; None: no limit."""
-    names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of version 2, and the two of 1
-    fields = " ".join(kernel_text(group / name) for name in names).split()
-    if len(fields) != 2 or not all(field.isdigit() for field in fields):  # "max" or -1: no limit
-        return None
-    return int(fields[0]) / int(fields[1])
-
-
 def core_shares(num_slots: int, *, num_cores: int) -> list[tuple[int, ...]]:
     """Return disjoint, equal parts of this process's cores, `num_cores` in all. Linux only."""
-    assert sys.platform == "linux"  # `validate_sweep` ensures it
+    assert sys.platform == "linux"  # ``Local.validate`` ensures it
     cores = sorted(os.sched_getaffinity(0), key=_topology)
     size, distance = num_cores // num_slots, len(cores) // num_slots
     return [tuple(sorted(cores[distance * i :][:size])) for i in range(num_slots)]
