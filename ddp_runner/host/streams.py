@@ -69,8 +69,9 @@ def wrap_lines(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def print_line(text: str, *, stream: TextIO) -> None:
-    """Print a line at once; on a terminal it replaces a live line."""
+def print_line(text: str, *, stream: TextIO | None = None) -> None:
+    """Print a line to a stream, by default to stdout; on a terminal it replaces a live line."""
+    stream = stream or sys.stdout
     print(f"{ERASE_LINE if line_width(stream) else ''}{text}", file=stream, flush=True)
 
 
