@@ -100,7 +100,7 @@ def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
 
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
     """Return the job of a composed config on this machine; see ``plan_at``."""
-    return plan_at(composed, lambda _: JobHardware(hardware, env=invocation.env), invocation)
+    return plan_at(composed, lambda _: (hardware, invocation.env), invocation)
 
 
 def plan_at(
@@ -132,14 +132,14 @@ class PreparedConfig:
     ) -> Job:
         """Return the job, resolved and validated; `overrides` are those that the user wrote."""
         invocation, choices, secrets = self.invocation, self.choices, find_secrets(self.raw)
-        env, own_groups = invocation.env, invocation.command.own_groups
+        own_groups = invocation.command.own_groups
         with secrets.hidden_in_errors():
             unresolved = to_config(self.raw)
-            here = hardware_for(unresolved)
+            hardware, env = hardware_for(unresolved)
             config, warnings = resolve(
-                unresolved, hardware=here.hardware, chosen=chosen_keys(overrides), env=here.env
+                unresolved, hardware=hardware, chosen=chosen_keys(overrides), env=env
             )
-            validate_files(config, env=here.env, is_here=here.env is env)
+            validate_files(config, env=env, is_here=env is invocation.env)
         written = secrets.written(config)
         return Job(
             config=config,
@@ -148,7 +148,7 @@ class PreparedConfig:
             provenance=invocation.provenance,
             uncommitted=invocation.uncommitted,
             overrides=overrides,
-            own_groups=own_groups if env is None else None,
+            own_groups=own_groups if invocation.env is None else None,
             resume_arguments=resume_arguments(
                 written, self.given, overrides, own_groups, choices=choices
             ),

@@ -32,27 +32,8 @@ from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
 POLL_S = 0.5  # between two checks, while other launchers run all remaining jobs
-
-
-@dataclass(frozen=True)
-class NodeLayout:
-    """The nodes of a job, each with the same number of ranks."""
-
-    num_nodes: int
-    ranks_per_node: int
-
-    @property
-    def num_ranks(self) -> int:
-        """The world size."""
-        return self.num_nodes * self.ranks_per_node
-
-
-@dataclass(frozen=True)
-class JobHardware:
-    """The hardware on which a job's config depends."""
-
-    hardware: Hardware  # of one node
-    env: DistEnv | None = None  # of rank 0, if srun starts the ranks
+# A job's config depends on one node, and on the environment of rank 0 if its ranks run already.
+JobHardware = tuple[Hardware, DistEnv | None]
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,12 @@ def run_sweep(command: SweepCommand) -> int:
     """
     common = command.common
     is_search, settings = _is_search(common), slurm_settings(common.hydra.launcher)
+    if is_search and settings is not None and not settings.submit:
+        raise UserError(
+            "hydra.launcher.submit=false leaves the jobs to you, and a search needs their results "
+            "to choose the next jobs",
+            "leave it out",
+        )
     with sweep_dir(common, command.words) as (folder, earlier):
         executor = Local() if settings is None else Slurm(folder, settings)
         planner = Planner(command, folder, executor, is_search=is_search, earlier=earlier)
@@ -101,7 +107,7 @@ def _finish(planner: Planner, outcomes: Sequence[Outcome]) -> int:
         print(f"the same command with sweep.retry=failed runs {jobs} again", flush=True)
     if planner.is_search:  # earlier starts of the search count
         outcomes = [*outcomes, *failed_jobs(planner.folder)]
-    elif not outcomes and planner.executor.starts_jobs:
+    elif not (outcomes or planner.queued):
         print_error("every job of the sweep is invalid and was skipped; see the reasons above")
         return EXIT_USER_ERROR
     return max((outcome.exit_code for outcome in outcomes), default=EXIT_COMPLETED)
@@ -159,13 +165,13 @@ def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
     planner.print_changes(before, planner.planned(drafts, before), jobs)
     rows = [DRY_COLUMNS]
     for job_id, job in jobs.items():
-        layout, config = planner.executor.layout(job.config), job.config
+        config, (num_nodes, per_node) = job.config, planner.executor.layout(job.config)
         planned = before.jobs.get(job_id)
         device = f"{config.backend.device}, {config.backend.name}"
         steps = str((config.task == "train" and known_steps(config)) or "-")
         if planned is not None and planned.standing(folder).status == Status.COMPLETED:
             steps += f"  {Status.COMPLETED} already"
-        rows.append((job.title, str(layout.num_nodes), str(layout.num_ranks), device, steps))
+        rows.append((job.title, str(num_nodes), str(num_nodes * per_node), device, steps))
     invalid = [
         (str(shown_path(Path(draft.planned.folder))), draft.planned)
         for draft in drafts
