@@ -147,7 +147,7 @@ class Planner:
             job = self.command.plan(composed, self.executor.hardware_of)
         except UserError as error:
             return self._invalid_draft(words, name, error)
-        job = replace(job, run_dir=self.folder / name, number=number + 1)
+        job = replace(job, number=number + 1)
         # A resume can change a run's config, so its job is identified by its command. Every id
         # contains the name: two jobs may differ only in how their ranks start.
         if resumes is not None:
@@ -249,7 +249,7 @@ class Planner:
                 name = str(shown_path(Path(draft.planned.folder)))
                 jobs.setdefault(draft.planned.job_id, replace(draft.job, title=name))
         if self.settings.calibrate:
-            return calibrations(jobs.values(), folder=self.folder) | jobs
+            return calibrations(jobs.values()) | jobs
         return jobs
 
 
@@ -265,7 +265,7 @@ def validate_resumed(drafts: Iterable[Draft], *, skip_invalid: bool) -> None:
                 pass
 
 
-def calibrations(jobs: Iterable[Job], *, folder: Path) -> dict[str, Job]:
+def calibrations(jobs: Iterable[Job]) -> dict[str, Job]:
     """Return a job that measures all_reduce for each way to start ranks; sweep.calibrate=true."""
     jobs_by_id = dict[str, Job]()
     for job in jobs:
@@ -278,7 +278,6 @@ def calibrations(jobs: Iterable[Job], *, folder: Path) -> dict[str, Job]:
         calibration = replace(
             job,
             config=replace(config, task="collectives", resume=None, collectives=ALL_REDUCE),
-            run_dir=folder / name,
             overrides=("task=collectives", *chosen),
             number=0,
             title=name,
