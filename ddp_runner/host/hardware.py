@@ -185,8 +185,7 @@ def binds_gpus(environ: Mapping[str, str]) -> bool:
 def quota_cores() -> int | None:
     """Return the CPU quota of this process's cgroups in cores, rounded down; None: no limit.
 
-    Every group up to the root sets a limit: cpu.max (version 2), or cpu.cfs_quota_us of
-    cpu.cfs_period_us (version 1).
+    Every group up to the root sets a limit, by cpu.max (version 2) or the other files (version 1).
     """
     names, quotas = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"), list[int]()
     for group in own_cgroups("cpu"):
@@ -197,14 +196,10 @@ def quota_cores() -> int | None:
 
 
 def memory_bytes() -> int:
-    """Return how many bytes of memory this process may use.
-
-    Its limits are memory.max (version 2) and memory.limit_in_bytes (version 1) of its cgroups, and
-    those of ulimit -v and -d.
-    """
+    """Return how many bytes of memory this process may use, by its cgroups and ``ulimit``."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for group in own_cgroups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # version 2, version 1
             text = kernel_text(group / name).strip()
             limits += [int(text)] if text.isdigit() else []  # not "max"
     soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
@@ -236,10 +231,7 @@ def core_shares(num_slots: int, *, num_cores: int) -> list[tuple[int, ...]]:
 
 
 def gpu_shares(num_slots: int, hardware: Hardware) -> list[dict[str, str]]:
-    """Return disjoint, equal parts of the visible GPUs, each as the variable that selects it.
-
-    Without GPUs no variable is set.
-    """
+    """Return disjoint, equal parts of the visible GPUs, each as the variable that selects it."""
     if hardware.num_gpus == 0 or hardware.kind not in VISIBLE:
         return [{}] * num_slots
     variable = VISIBLE[hardware.kind]
