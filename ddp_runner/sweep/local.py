@@ -22,7 +22,7 @@ from ddp_runner.config.schema import Config, RunConfig
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import VISIBLE, core_shares, detect, gpu_shares
 from ddp_runner.host.processes import (
-    die_with_launcher,
+    die_with_parent,
     ignore_stop_signals,
     start_fork_server,
     stop_signals_held,
@@ -199,7 +199,10 @@ def run_slot(slot: Slot, pipe: Connection) -> None:
         os.sched_setaffinity(0, slot.cores)
     tempfile.tempdir = str(slot.temp)
     os.environ.update(slot.gpus)
-    die_with_launcher()
+    die_with_parent()
+    launcher = multiprocessing.parent_process()
+    if launcher is None or not launcher.is_alive():  # it was killed before the line above
+        sys.exit(EXIT_FAILED)
     keep_streams(prefix=f"[slot {slot.number}] ")
     start_fork_server()
     headers = chain([slot.number == 1], repeat(False))  # one header for the whole sweep

@@ -28,11 +28,13 @@ from sweeps import POLL_S, both_train, needs_two_cores, only_sweep, statuses
 
 from ddp_runner.cli.compose import register
 from ddp_runner.config.load import to_config
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
 from ddp_runner.sweep import local
+from ddp_runner.sweep.jobs import JobBatch
 from ddp_runner.sweep.local import Local
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
@@ -105,6 +107,16 @@ def test_gpus_that_cannot_be_shown_to_some_jobs_alone_are_not_shared(
     monkeypatch.setattr(local, "detect", lambda: machine)
     with pytest.raises(UserError, match="can share cuda and xpu devices, not npu; leave it"):
         Local().validate(config)
+
+
+def test_slots_that_have_all_ended_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later batches of a search need them."""
+    started = list[int]()
+    monkeypatch.setattr(Local, "_start_slots", lambda _, num_slots: started.append(num_slots))
+    monkeypatch.setattr(Local, "_run_in_slots", lambda *_: {})
+    machine, batch = Local(), JobBatch({}, SweepConfig(parallel_jobs=2))
+    assert [machine.run(batch) for _ in range(2)] == [{}, {}]
+    assert started == [2, 2]
 
 
 @pytest.mark.full
