@@ -115,7 +115,7 @@ def run_ranks(
         job = replace(job, temp=Path(temp))
         while True:
             try:
-                group = machines.join(lambda: stop.is_asked)
+                group = machines.join(lambda: stop.received is not None)
             except UserError as error:  # after a failure, a machine did not come back
                 if not job.earlier:
                     raise

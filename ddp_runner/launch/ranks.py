@@ -176,7 +176,7 @@ class Ranks:
             self._pipes[rank].send(message)
 
     def _stop_if_asked(self) -> None:
-        if not self._stop.is_asked:
+        if self._stop.received is None:
             return
         if not self._has_sent_stop:
             self._has_sent_stop = True

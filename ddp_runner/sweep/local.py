@@ -157,7 +157,7 @@ class Local:
                     pipe.send(batch)
             working = set(self._slots)
             while working:
-                if stop.is_asked and not is_stopping:
+                if stop.received is not None and not is_stopping:
                     is_stopping = True
                     stop.announce(is_training=bool(self._running(batch)))
                     for pipe in working:
@@ -169,7 +169,7 @@ class Local:
                     except (EOFError, OSError):  # the slot has ended
                         process = self._slots.pop(pipe)
                         process.join()
-                        if not stop.is_asked:
+                        if stop.received is None:
                             print_error(
                                 f"a slot of the sweep ended with exit code {process.exitcode}; the "
                                 "other slots take its jobs; if any jobs remain, give the same "
