@@ -134,7 +134,8 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
         outcomes += ended.values()
         batch_failures = batch.num_failures(ended)
         num_failed += batch_failures
-        chooser.tell(_results(planner, drafts))
+        if isinstance(chooser, Search):
+            chooser.tell(_results(planner, drafts))
         if any(outcome.status == Status.PREEMPTED for outcome in ended.values()):
             return outcomes, None
         if batch.must_stop(batch_failures) and planner.is_search:
@@ -142,14 +143,12 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
     if is_first:
         print(NO_TRIALS, flush=True)
     change_plan(folder, lambda plan: replace(plan, is_open=False))
-    return outcomes, chooser.finish()
+    return outcomes, chooser.finish() if isinstance(chooser, Search) else None
 
 
 def _results(planner: Planner, drafts: Sequence[Draft]) -> list[float | str | None]:
     """Return each job's objective, or the reason why it is missing, or None if it has not ended."""
-    name, folder = planner.settings.objective, planner.folder
-    if name is None:
-        return [None] * len(drafts)
+    name, folder = planner.command.common.sweep.objective, planner.folder
     plan = read_plan(folder)
     jobs = [plan.jobs.get(draft.planned.job_id, draft.planned) for draft in drafts]
     return [

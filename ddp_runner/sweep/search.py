@@ -53,12 +53,6 @@ class Grid:
         """Return the words of each job of the next batch; an empty list at the end."""
         return self._batches.pop() if self._batches else []
 
-    def tell(self, results: Sequence[float | str | None]) -> None:
-        """Ignore the results: they do not change a grid."""
-
-    def finish(self) -> None:
-        """Do nothing: a grid has no best job."""
-
 
 class Search:
     """The trials of a study, as batches of jobs.
