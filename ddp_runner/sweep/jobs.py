@@ -32,7 +32,7 @@ from ddp_runner.tracking.run_folder_claim import freeze
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
 POLL_S = 0.5  # between two checks, while other launchers run all remaining jobs
-# A job's config depends on one node, and on the environment of rank 0 if its ranks run already.
+# What a config depends on: a node, and the facts of rank 0 if another launcher starts the ranks.
 JobHardware = tuple[Hardware, DistEnv | None]
 
 
