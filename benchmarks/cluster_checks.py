@@ -28,7 +28,7 @@ from commands import wait_for
 from run_folders import record
 from undisturbed import WrongError, assert_equal, assert_whole
 
-from ddp_runner.host.processes import SERVER_GRACE_S
+from ddp_runner.host.wire import SERVER_GRACE_S
 from ddp_runner.tracking.run_dir import RunDir
 
 TORCH_WARNING = re.compile(r"^\[W.*\n(Exception raised .*\n((frame #|<).*\n)*)?", re.MULTILINE)

@@ -70,8 +70,7 @@ class Runner:
 
     def __init__(self, num_bytes: int, *, device: torch.device) -> None:
         self._variant = Variant("all_reduce", "float32", "sum")
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self._call = prepare(self._variant, num_bytes=num_bytes, device=device, backend=backend)
+        self._call = prepare(self._variant, num_bytes=num_bytes, device=device)
         self._call.verify()
 
     def __call__(self, steps: int) -> float:

@@ -8,31 +8,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp_runner.dist_env import DistEnv
-    from ddp_runner.inference.notebook import load, load_tokenizer, read_runs
-    from ddp_runner.metrics.metric import summed
-    from ddp_runner.own_loop.run import Run
-    from ddp_runner.parallelism.ddp import DDP
-    from ddp_runner.parallelism.mode import Engine, Layout, Mode, local_engine, no_wrapper
-    from ddp_runner.train.step import StepOutput
+    from ddp_runner.dist_env import DistEnv as DistEnv
+    from ddp_runner.inference.notebook import load as load
+    from ddp_runner.inference.notebook import load_tokenizer as load_tokenizer
+    from ddp_runner.inference.notebook import read_runs as read_runs
+    from ddp_runner.metrics.metric import summed as summed
+    from ddp_runner.own_loop.run import Run as Run
+    from ddp_runner.parallelism.ddp import DDP as DDP
+    from ddp_runner.parallelism.mode import Engine as Engine
+    from ddp_runner.parallelism.mode import Layout as Layout
+    from ddp_runner.parallelism.mode import Mode as Mode
+    from ddp_runner.parallelism.mode import local_engine as local_engine
+    from ddp_runner.parallelism.mode import no_wrapper as no_wrapper
+    from ddp_runner.train.step import StepOutput as StepOutput
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DDP",
-    "DistEnv",
-    "Engine",
-    "Layout",
-    "Mode",
-    "Run",
-    "StepOutput",
-    "load",
-    "load_tokenizer",
-    "local_engine",
-    "no_wrapper",
-    "read_runs",
-    "summed",
-]
 _HOMES = {
     "dist_env": ("DistEnv",),
     "inference.notebook": ("load", "load_tokenizer", "read_runs"),

@@ -81,9 +81,7 @@ def synchronize(devices: Iterable[torch.device]) -> None:
             torch.accelerator.synchronize(device)
 
 
-@cache
-def _copy_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
+_copy_stream = cache(torch.Stream)  # one for each device
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ also say which of a machine's ranks prints a mistake that all of them meet.
 import os
 import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -40,7 +40,6 @@ class DistEnv:
     # environment: variables set by hand
     launcher: Literal["torchrun", "srun", "mpirun", "environment"] = "environment"
     init_method: str | None = FROM_ENVIRONMENT  # where the ranks meet; None: unknown
-    launch_id: str | None = None  # see ``launch_id``
 
     @property
     def is_rank_zero(self) -> bool:
@@ -60,12 +59,10 @@ def dist_env(environ: Mapping[str, str] = os.environ) -> DistEnv | None:
         UserError: a variable is missing or not a number, or the machines run different numbers of
             ranks.
     """
-    for read in (_from_variables, _from_open_mpi, _from_slurm, _from_mpich):
+    for read in (_from_variables, _from_mpi, _from_slurm):
         if (env := read(environ)) is not None:
-            has_address = bool(environ.get("MASTER_ADDR"))
             _integer(environ, "MASTER_PORT", "0")  # torch would raise a bare ValueError
-            init_method = FROM_ENVIRONMENT if has_address else env.init_method
-            return replace(env, init_method=init_method, launch_id=launch_id(environ))
+            return replace(env, init_method=FROM_ENVIRONMENT) if environ.get("MASTER_ADDR") else env
     return None
 
 
@@ -119,11 +116,7 @@ def prints_errors(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def validate_rendezvous(env: DistEnv, *, init_method: str | None, backend: str) -> None:
-    """Reject ranks without an address to meet at; backend=mpi needs no address.
-
-    Raises:
-        UserError: neither the launcher nor the config gives an address.
-    """
+    """Reject ranks if nothing says where they meet; backend=mpi needs no address."""
     if env.init_method is not None or init_method is not None or backend == "mpi":
         return
     hints = {
@@ -155,22 +148,17 @@ def _from_variables(environ: Mapping[str, str]) -> DistEnv | None:
     )
 
 
-def _from_open_mpi(environ: Mapping[str, str]) -> DistEnv | None:
-    return _from_mpi(environ, OPEN_MPI) if "OMPI_COMM_WORLD_RANK" in environ else None
+def _from_mpi(environ: Mapping[str, str]) -> DistEnv | None:
+    """Read the variables of mpirun: Open MPI's, or those of MPICH and Intel MPI.
 
-
-def _from_mpich(environ: Mapping[str, str]) -> DistEnv | None:
-    """Read the variables of MPICH's and Intel MPI's mpirun; None if it started a single rank.
-
-    Slurm's PMI has no MPI_LOCALRANKID.
+    A single process of MPICH is no worker group. Slurm's PMI has no MPI_LOCALRANKID.
     """
-    is_mpich = {"PMI_RANK", "MPI_LOCALRANKID"} <= environ.keys()
-    is_group = is_mpich and _integer(environ, "PMI_SIZE", "1") > 1
-    return _from_mpi(environ, MPICH) if is_group else None
-
-
-def _from_mpi(environ: Mapping[str, str], names: Sequence[str]) -> DistEnv:
+    names = next((names for names in (OPEN_MPI, MPICH) if {*names[:2]} <= environ.keys()), None)
+    if names is None:
+        return None
     rank, local_rank, world_size, local_world_size = (_integer(environ, name) for name in names)
+    if names is MPICH and world_size == 1:
+        return None
     namespace = environ.get("PMIX_NAMESPACE") if world_size == local_world_size else None
     return DistEnv(
         rank=rank,
@@ -189,8 +177,9 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
     A batch script and a shell of salloc have most of the variables but no step; a step of a single
     task is not a worker group.
     """
-    step = _slurm_step(environ)
-    if step is None or "SLURM_PROCID" not in environ:
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    is_step = step.isdigit() and int(step) < FIRST_SPECIAL_STEP
+    if not is_step or not {"SLURM_JOB_ID", "SLURM_PROCID"} <= environ.keys():
         return None
     world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
     if world_size == 1:
@@ -204,6 +193,7 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
         )
     nodes = environ.get("SLURM_STEP_NODELIST", "")
     host = "127.0.0.1" if len(tasks) == 1 else _first_host(nodes)
+    port = _port(f"slurm {environ['SLURM_JOB_ID']}.{step}")
     return DistEnv(
         rank=_integer(environ, "SLURM_PROCID"),
         local_rank=_integer(environ, "SLURM_LOCALID"),
@@ -211,16 +201,8 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv | None:
         local_world_size=tasks[0],
         node_rank=_integer(environ, "SLURM_NODEID", "0"),
         launcher="srun",
-        init_method=f"tcp://{host}:{_port(step)}" if host else None,
+        init_method=f"tcp://{host}:{port}" if host else None,
     )
-
-
-def _slurm_step(environ: Mapping[str, str]) -> str | None:
-    """Return the name of this process's srun step; None outside of a step."""
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    if not step.isdigit() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_JOB_ID" not in environ:
-        return None
-    return f"slurm {environ['SLURM_JOB_ID']}.{step}"
 
 
 def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
@@ -230,10 +212,8 @@ def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
         num_nodes = _integer(environ, "SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))
         fewest, rest = divmod(world_size, num_nodes)
         return [fewest + (node < rest) for node in range(num_nodes)]
-    part = r"(\d+)(?:\(x(\d+)\))?"
-    if not re.fullmatch(f"{part}(,{part})*", written):
-        raise UserError(f"SLURM_STEP_TASKS_PER_NODE ({written}) is not as Slurm writes it")
-    return [int(tasks) for tasks, num in re.findall(part, written) for _ in range(int(num or 1))]
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", written)
+    return [int(tasks) for tasks, num in parts for _ in range(int(num or 1))]
 
 
 def _first_host(nodes: str) -> str:

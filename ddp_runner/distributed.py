@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_runner.device import device_uuid
 from ddp_runner.errors import UserError
@@ -60,11 +60,6 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
     box: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(box, value, group=group)
     return box
-
-
-def broadcast_buffers(module: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Copy the first rank's buffers (BatchNorm statistics) to the group's ranks. Collective."""
-    broadcast_tensors([*module.buffers()], group=group)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ddp_runner.errors import counted, printable, typed
 from ddp_runner.host.hardware import detect, memory_bytes, usable_cores
+from ddp_runner.host.processes import kernel_text
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED
 from ddp_runner.tracking.outputs import OUTPUTS
 from ddp_runner.tracking.run_dir import MIN_FREE_MIB
@@ -124,8 +125,7 @@ def cores() -> Finding:
 def memory() -> Finding:
     """Return how much memory this process may use, and how much is free."""
     allowed = memory_bytes()
-    text = MEMINFO.read_text() if MEMINFO.exists() else ""
-    match = re.search(r"^MemAvailable: +(\d+) kB", text, re.MULTILINE)
+    match = re.search(r"^MemAvailable: +(\d+) kB", kernel_text(MEMINFO), re.MULTILINE)
     free = min(allowed, int(match[1]) * 1024) if match else allowed
     fix = "end other programs, or raise the container's limit" if free < MIN_MEMORY else ""
     return Finding(f"{_gib(free)} free of {_gib(allowed)}", warning=fix)

@@ -93,6 +93,15 @@ def typed(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def with_causes(error: BaseException) -> list[BaseException]:
+    """Return an error and what it was raised from or amid, the latest first."""
+    chain = [error]
+    # In a debugger some errors of OmegaConf are their own cause.
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+        chain.append(cause)
+    return chain
+
+
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether a collective failed because another rank is gone or late."""
     from_torch = type(error).__module__.startswith("torch.distributed")

@@ -115,8 +115,3 @@ def best_end(name: str, directions: Mapping[str, str] | None = None) -> str | No
     if matches:
         return (directions or {})[max(matches, key=len)]
     return "min" if name.endswith(_COSTS) else None
-
-
-def is_lower_better(name: str, directions: Mapping[str, str] | None = None) -> bool:
-    """Return whether a lower value is better; see ``best_end``."""
-    return best_end(name, directions) == "min"

@@ -86,9 +86,3 @@ def moved(before: Mapping[str, Any]) -> set[str]:
         for name, state in before.items()
         if not GENERATORS[name].is_same(GENERATORS[name].state(), state)
     }
-
-
-def restore_generators(before: Mapping[str, Any]) -> None:
-    """Restore the earlier states of generators, in a process that belongs to the user."""
-    for name, state in before.items():
-        GENERATORS[name].restore(state)

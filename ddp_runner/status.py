@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ddp_runner.errors import counted, duration, exit_with, printable
+from ddp_runner.errors import counted, duration, exit_with, listed, printable
 from ddp_runner.files import json_safe
 from ddp_runner.host.streams import line_width, wrap_lines
 from ddp_runner.job import EXIT_COMPLETED, EXIT_FAILED, Status
@@ -83,12 +83,9 @@ def _progress(run: RunStatus) -> Iterator[str]:
 
 
 def _facts(run: RunStatus) -> Iterator[str]:
-    hosts = ", ".join(run.hosts[:3])
-    if len(run.hosts) > 3:
-        hosts += f" and {len(run.hosts) - 3} more"
     ranks = counted(run.num_ranks, "rank") if run.num_ranks else ""
-    if ranks or hosts:
-        yield " on ".join(filter(None, [ranks, hosts]))
+    if ranks or run.hosts:
+        yield " on ".join(filter(None, [ranks, listed(run.hosts)]))
     if run.restarts:
         yield counted(run.restarts, "restart")
     if run.tags:

@@ -36,11 +36,7 @@ TASKS: dict[str, Callable[[Session, Callable[[], bool]], Status]] = {
 
 
 def run_task(job: Job, env: DistEnv | None = None) -> Outcome:
-    """Run the job's task as one rank; `env` is read from the environment if None. Collective.
-
-    Raises:
-        UserError: the input is invalid: the data, a checkpoint, a loss that became NaN.
-    """
+    """Run the job's task as one rank; `env` is read from the environment if None. Collective."""
     env = env or dist_env()
     assert env is not None
     stop_requested = StopRequest(job.wire)

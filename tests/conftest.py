@@ -20,7 +20,7 @@ import pytest
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_")
 OF_GPUS = ("gpu", "multi_gpu", "simgpu")  # marks
 MULTIPROCESSING = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
-LONG_TABLE, EVERY = 3, 16  # in a table of 3 `full` cases or more, every 16th stays `full`
+LONG_TABLE, EVERY = 3, 24  # in a table of 3 `full` cases or more, every 24th stays `full`
 GRACE_S = 60.0  # at most: a thread or process may take a while to end
 # Torch's threads wait for each other in a busy loop. Where more threads run than there are cores,
 # as here, that costs most of the time. OpenMP reads the variable when torch is imported.

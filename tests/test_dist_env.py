@@ -82,8 +82,8 @@ def test_a_job_that_is_queued_again_goes_on_with_its_own_runs() -> None:
     """Whatever its steps and launchers are, and once for each of its commands."""
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "h"}
     for launcher in (SLURM, {**torchrun, **SLURM}, {**SLURM, **OPEN_MPI}):
-        first = read(launcher).launch_id
-        again = read({**launcher, "SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "5"}).launch_id
+        first = launch_id(launcher)
+        again = launch_id({**launcher, "SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "5"})
         assert first is not None
         assert again is not None
         assert not continues(first, [])
@@ -132,10 +132,10 @@ def test_a_retry_of_torchx_keeps_the_name_of_its_job() -> None:
     """The name is of the ranks that TorchX's own torchrun started, not of all that a job starts."""
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "toy-x1", "MASTER_ADDR": "h"}
     job = {**torchrun, "TORCHX_JOB_ID": "kubernetes://torchx/toy-x1"}
-    assert read(job).launch_id == "torchx kubernetes://torchx/toy-x1"
-    assert read({**job, **SLURM}).launch_id == read(job).launch_id  # a requeue's step may differ
-    assert read({**job, "TORCHELASTIC_RUN_ID": "by-hand"}).launch_id is None
-    assert read(torchrun).launch_id is None
+    assert launch_id(job) == "torchx kubernetes://torchx/toy-x1"
+    assert launch_id({**job, **SLURM}) == launch_id(job)  # a requeue's step may differ
+    assert launch_id({**job, "TORCHELASTIC_RUN_ID": "by-hand"}) is None
+    assert launch_id(torchrun) is None
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,7 @@ def test_mpich_and_intel_mpi_start_workers() -> None:
     env = read(MPICH)
     assert (env.rank, env.local_rank, env.node_rank, env.launcher) == (3, 1, 1, "mpirun")
     assert dist_env({**MPICH, "PMI_SIZE": "1"}) is None
+    assert read({**SLURM, **MPICH}).launcher == "mpirun"  # srun has started its helpers
 
 
 def test_ranks_that_know_no_address_are_reported_by_their_launchers_name() -> None:

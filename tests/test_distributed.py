@@ -20,7 +20,7 @@ from torch import nn
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
     StopVote,
-    broadcast_buffers,
+    broadcast_tensors,
     ensure_agreement,
     ensure_own_devices,
     from_rank_zero,
@@ -31,6 +31,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.process_group import (
     HOST,
+    _open_store,
     fresh_store,
     loopback_store,
     process_group,
@@ -114,16 +115,12 @@ def test_what_rank_zero_cannot_do_every_rank_is_reported() -> None:
 
 def agents_store(env: DistEnv, port: int) -> tuple[list[bytes], bool]:
     """Meet at an agent's store twice, as a group and the one that takes its place."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    try:
-        first = fresh_store(env, timeout=timedelta(seconds=30))
-        first.set(f"address/{env.rank}", "of a rank that is gone")
-        second = fresh_store(env, timeout=timedelta(seconds=30))
-        is_clean = not second.check([f"address/{rank}" for rank in range(env.world_size)])
-        second.set(f"hello/{env.rank}", str(env.rank))
-        return [second.get(f"hello/{rank}") for rank in range(env.world_size)], is_clean
-    finally:
-        del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    first = fresh_store(env, HOST, port, timeout=timedelta(seconds=30))
+    first.set(f"address/{env.rank}", "of a rank that is gone")
+    second = fresh_store(env, HOST, port, timeout=timedelta(seconds=30))
+    is_clean = not second.check([f"address/{rank}" for rank in range(env.world_size)])
+    second.set(f"hello/{env.rank}", str(env.rank))
+    return [second.get(f"hello/{rank}") for rank in range(env.world_size)], is_clean
 
 
 def test_a_restarted_group_reads_none_of_the_keys_of_the_one_before() -> None:
@@ -199,7 +196,7 @@ def buffers(env: DistEnv) -> list[float]:
     norm = nn.BatchNorm1d(2)
     norm.running_mean.fill_(env.rank + 1)
     norm.num_batches_tracked.fill_(env.rank + 7)
-    broadcast_buffers(norm)
+    broadcast_tensors([*norm.buffers()])
     return [*norm.running_mean.tolist(), int(norm.num_batches_tracked)]
 
 
@@ -244,22 +241,6 @@ def test_group_is_destroyed_on_success_only(tmp_path: Any, fails: bool) -> None:
     assert run_ranks(group_life, 2, store, fails, backend=None) == [(True, fails)] * 2
 
 
-def group_without_address(env: DistEnv) -> str:
-    """Open a group as a worker whose launcher gave no address."""
-    try:
-        with process_group(replace(env, init_method=None), backend=GLOO):
-            return "opened"
-    except UserError as error:
-        return str(error)
-
-
-def test_missing_address_is_a_users_error() -> None:
-    """The message names the variables and the key to set."""
-    (message,) = run_ranks(group_without_address, 1, backend=None)
-    assert "MASTER_ADDR" in message
-    assert "launch.init_method" in message
-
-
 def listening_hosts(env: DistEnv) -> list[str]:
     """Return the addresses that this rank listens on while its group is in use."""
     # Where the host's name stands for 127.0.0.1 gloo would choose it by itself.
@@ -280,8 +261,7 @@ def test_single_machine_ranks_listen_on_loopback_only() -> None:
 
 def meet(env: DistEnv, port: int) -> float:
     """Meet at a port; return how long this rank would wait for the others."""
-    where, timeout = f"tcp://{HOST}:{port}", timedelta(seconds=77)
-    store = loopback_store(env, init_method=where, timeout=timeout)
+    store = loopback_store(env, port, timeout=timedelta(seconds=77))
     store.set(f"rank-{env.rank}", "here")
     store.wait(["rank-0", "rank-1"])
     if env.rank == 0:  # it serves the store, and rank 1 may still wait
@@ -314,11 +294,12 @@ def test_where_no_port_is_named_torch_has_the_last_word(
     init_method: str, port: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what is wrong with the address, or needs none."""
+    monkeypatch.setenv("MASTER_ADDR", HOST)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     if port is not None:
         monkeypatch.setenv("MASTER_PORT", port)
     env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    assert loopback_store(env, init_method=init_method, timeout=timedelta(seconds=1)) is None
+    assert _open_store(env, init_method, timedelta(seconds=1), is_local=True) is None
 
 
 PATIENT = replace(GLOO, timeout_s=36_000)  # longer than any test
@@ -349,26 +330,23 @@ def test_failing_rank_fails_the_test_at_once(how: str, message: str) -> None:
         run_ranks(misbehave, 3, how, backend=PATIENT, timeout_s=2 if how == "hang" else 300)
 
 
-def test_a_rank_waits_until_rank_0_answers_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_waits_until_rank_0_answers_and_says_where() -> None:
     """It does not use torch's client, which prints C++ frames or waits for ever."""
     env = DistEnv(rank=1, local_rank=0, world_size=2, local_world_size=1, launcher="own")
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         port = listener.getsockname()[1]
-        monkeypatch.setenv("MASTER_ADDR", HOST)
-        monkeypatch.setenv("MASTER_PORT", str(port))
         sentence = f"rank 0 does not answer at {HOST}:{port} .Connection refused"
         with pytest.raises(dist.DistNetworkError, match=sentence):
-            store_of_rank_zero(env, timeout_s=0.1)
+            store_of_rank_zero(env, HOST, port, timeout=timedelta(seconds=0.1))
         listener.listen()  # and no answer, as from a suspended rank
         with pytest.raises(dist.DistNetworkError, match="it may be suspended"):
-            store_of_rank_zero(env, timeout_s=0.5)
+            store_of_rank_zero(env, HOST, port, timeout=timedelta(seconds=0.5))
 
 
 def meeting_place(env: DistEnv, port: int) -> str:
-    """Meet at env:// and tell the others something."""
-    with patch.dict(os.environ, MASTER_ADDR=HOST, MASTER_PORT=str(port)):
-        store = store_of_rank_zero(env, timeout_s=600.0)
+    """Meet at rank 0's store and tell the others something."""
+    store = store_of_rank_zero(env, HOST, port, timeout=timedelta(seconds=600))
     store.set(f"rank {env.rank}", str(env.rank))
     told = [store.get(f"rank {rank}").decode() for rank in range(env.world_size)]
     store.set(f"done {env.rank}", "")

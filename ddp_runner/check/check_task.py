@@ -15,10 +15,10 @@ from ddp_runner.check.checks import (
     same_data,
     train_samples,
     unregistered_values,
+    wait_for_mean,
 )
 from ddp_runner.check.rank_differences import Verdict, differences
 from ddp_runner.check.step_check import StepCheck
-from ddp_runner.check.waiting import wait_for_mean
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status

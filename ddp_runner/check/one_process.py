@@ -10,7 +10,7 @@ constants follow the dtype.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ddp_runner.check.distances import Distance, Key, Stage, call_of, norm, wide
 from ddp_runner.check.only_rank import as_only_rank, communicates
@@ -31,7 +30,8 @@ from ddp_runner.errors import UserError
 from ddp_runner.parallelism.shards import full_tensor, has_shards
 from ddp_runner.parallelism.stages import whole_parameters
 from ddp_runner.seeds import derive, seed_all
-from ddp_runner.train.build_model import one_process_model
+from ddp_runner.train.build_model import place_alone
+from ddp_runner.train.optimizers import freeze
 from ddp_runner.train.state import DTYPES, TrainState, Work, forward, restored_after
 from ddp_runner.train.step import StepOutput
 
@@ -52,14 +52,15 @@ def one_process(state: TrainState) -> nn.Module:
     work = state.work
     seed_all(work.config.seed)
     with as_only_rank():
-        model = one_process_model(work.config, work.dataset.model_arguments, work.devices[0])
+        model = place_alone(work.config, work.dataset.model_arguments, work.devices[0])
+    freeze(model, work.config.params.freeze)
     if any(isinstance(part, nn.SyncBatchNorm) for part in state.module.modules()):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     shapes, alone = (
         {name: tuple(value.shape) for name, value in whole_parameters(one).items()}
         for one in (state.module, model)
     )
-    for name in (shapes | alone) if shapes != alone else ():
+    for name in shapes | alone:
         if (here := shapes.get(name)) != (there := alone.get(name)):
             raise UserError(
                 f"{name} of the model has shape {here} here, and {there} in one process",
@@ -114,17 +115,12 @@ def watched(
         show((Stage.OUTPUT, name), result)
         return result
 
-    hooks = list[RemovableHandle]()
-    try:
+    with ExitStack() as hooks:
         for path, part in module.named_modules():
-            hooks += [
-                part.register_forward_pre_hook(partial(before, name=path), with_kwargs=True),
-                part.register_forward_hook(partial(after, name=path)),
-            ]
+            show_inputs, show_outputs = partial(before, name=path), partial(after, name=path)
+            hooks.enter_context(part.register_forward_pre_hook(show_inputs, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(show_outputs))
         yield replace(work, step_fn=step_fn)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -1,10 +1,11 @@
 """What the user's code is told of the other ranks while one process takes its step."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import nn
@@ -28,21 +29,11 @@ def as_only_rank() -> Iterator[None]:
     def answer(real: Callable[[Any], int], number: int, group: Any = None) -> int:
         return number if group is None else real(group)
 
-    asked = {name: getattr(dist, name) for name in ANSWERS}
-    variables = {name: os.environ.get(name) for name in VARIABLES}
-    try:
-        for name, number in ANSWERS.items():
-            setattr(dist, name, partial(answer, asked[name], number))
-        os.environ.update(VARIABLES)
+    answers: dict[str, Any] = {
+        name: partial(answer, getattr(dist, name), number) for name, number in ANSWERS.items()
+    }
+    with patch.multiple(dist, **answers), patch.dict(os.environ, VARIABLES):
         yield
-    finally:
-        for name, real in asked.items():
-            setattr(dist, name, real)
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 class _Collectives(TorchDispatchMode):
@@ -50,13 +41,7 @@ class _Collectives(TorchDispatchMode):
 
     found = False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found |= func.namespace in ("c10d", "_c10d_functional")
         return func(*args, **(kwargs or {}))
 

@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +31,9 @@ from ddp_runner.check.distances import (
 )
 from ddp_runner.check.one_process import FACTOR, Noise, OneProcess, rounding, watched
 from ddp_runner.check.rank_differences import Verdict, split_everywhere, with_other_stages
-from ddp_runner.data.batches import StepBatch
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import counted, listed
-from ddp_runner.parallelism.mode import Engine, Sums
+from ddp_runner.parallelism.mode import Sums
 from ddp_runner.parallelism.shards import full_tensor, has_shards, own_part
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.train.loop import build_engine, take_step
@@ -43,19 +44,6 @@ from ddp_runner.train.step import StepOutput
 from ddp_runner.train.step_metrics import global_loss
 
 NAME = "a step is one process's, within rounding"
-
-
-class _Watched(Engine[TrainState, StepBatch]):
-    """Shows the gradients after an engine's backward."""
-
-    def __init__(self, engine: Engine[TrainState, StepBatch], show: Callable[[], None]) -> None:
-        self._engine, self._show = engine, show
-
-    def backward(self, state: TrainState, batch: StepBatch) -> Sums:
-        """See ``Engine``."""
-        sums = self._engine.backward(state, batch)
-        self._show()
-        return sums
 
 
 class _EndlessError(Exception):
@@ -94,9 +82,9 @@ class StepCheck:
         hook = state.optimizer.register_step_pre_hook(self._before_update)
         state.module.train(work.layout.model_ranks == 1)
         try:
-            engine = build_engine(state)
-            state.engine = _Watched(engine, self._after_backward)
-            with watching as work_watched:
+            state.engine = engine = build_engine(state)
+            backward = partial(self._backward, engine.backward)
+            with hook, patch.object(engine, "backward", backward), watching as work_watched:
                 state.work = self._ending(work_watched, last=len(batch.micro_batches))
                 sums = take_step(state, batch)
         except _EndlessError as error:
@@ -104,8 +92,6 @@ class StepCheck:
             return
         finally:
             state.work = work
-            hook.remove()
-        state.engine = engine
         self._compare_update()
         for name, buffer in state.module.named_buffers():
             self._add((Stage.BUFFER, name), full_tensor(buffer))
@@ -183,8 +169,9 @@ class StepCheck:
                 whole = full_tensor(tensor) if tensor is not None and name in split else tensor
                 yield name, whole, parameter
 
-    def _after_backward(self) -> None:
+    def _backward(self, backward: Callable[..., Sums], *arguments: Any) -> Sums:
         """Compare the gradients, and let one process scale and clip these very gradients."""
+        sums = backward(*arguments)
         config, expected = self._state.work.config.train, self.expected
         for name, found, parameter in self._whole(gradients=True):
             total = expected.results[Stage.GRADIENT, name][0]
@@ -200,6 +187,7 @@ class StepCheck:
             self._norm_error = abs(self._norm / (exact or 1.0) - 1)
         if config.clip_value is not None:
             nn.utils.clip_grad_value_(parameters, config.clip_value)
+        return sums
 
     def _before_update(self, *_: Any) -> None:
         """Compare the scaled gradients, and give one process these very gradients and weights."""

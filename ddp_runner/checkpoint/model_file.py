@@ -68,15 +68,8 @@ def export_weights(
     """Write a state_dict atomically as safetensors, and return its SHA-256. Rank 0 only.
 
     Tied tensors are written once per name. The file's metadata has step and metrics (without
-    ``perf/``) as strings, and ``weights: ema`` for averaged weights.
-
-    Args:
-        path: of the file.
-        specs: tensors with the state_dict's names, dtypes and shapes.
-        tensors: its values in this order, on any device; one at a time is in use.
-        step: optimizer steps behind the weights.
-        metrics: of this step.
-        is_average: the weights are averaged.
+    ``perf/``) as strings, and ``weights: ema`` for averaged weights. For `specs` and `tensors` see
+    ``write_tensors``.
 
     Raises:
         UserError: the file could not be written.

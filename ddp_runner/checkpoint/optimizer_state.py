@@ -85,11 +85,8 @@ def load_optimizer(
 ) -> None:
     """Load a state of ``by_names`` with whole tensors; keep settings that it never changed.
 
-    Args:
-        optimizer: the new optimizer.
-        saved: the state, with the saved run's groups before its first step as ``settings``.
-        settings: the groups of `optimizer` before its first step.
-        names: parameter names by id; see ``parameter_names``.
+    `saved` has the saved run's groups before its first step as ``settings``, and `settings` are
+    those of the new optimizer. For `names` see ``parameter_names``.
 
     Raises:
         UserError: the state belongs to another class, or has groups that `optimizer` lacks.

@@ -135,14 +135,8 @@ class Saver:
     ) -> "Restored | None":
         """Load a folder's newest valid checkpoint into the objects; update a dict in place.
 
-        Args:
-            folder: the run's checkpoints; it need not exist.
-            is_resumed: the user asked to resume a run.
-            log: receives sentences for the user.
-            before: called before anything is loaded from an existing checkpoint.
-
-        Returns:
-            The step and metrics of the checkpoint; None without a checkpoint.
+        The folder need not exist; then the result is None. `is_resumed`: the user asked to resume a
+        run. `before` is called before anything is loaded from a checkpoint.
 
         Raises:
             UserError: the checkpoint does not fit, or every checkpoint is damaged. All ranks raise.

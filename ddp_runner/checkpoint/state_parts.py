@@ -57,12 +57,6 @@ def _merged(trees: Sequence[Any]) -> Any:
         return first
     if all(isinstance(name, str) for tree in trees for name in tree):
         return [*dict.fromkeys(name for tree in trees for name in tree)]
-    if len({*map(len, trees)}) > 1:
-        raise UserError(
-            f"the ranks of a pipeline have {' and '.join(str(len(tree)) for tree in trees)} items "
-            "in a list of a state, such as an optimizer's groups",
-            "make as many groups on every rank, or write parallelism=fsdp",
-        )
     return type(first)(map(_merged, zip(*trees, strict=True)))
 
 

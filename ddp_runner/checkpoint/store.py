@@ -47,16 +47,10 @@ def save_checkpoint(
     log: Callable[[str], None],
     more_files: Callable[[Path], Mapping[str, FileFacts]] | None = None,
 ) -> Path:
-    """Save a checkpoint, delete old checkpoints, and return the new folder. Rank 0 only.
+    """Save a checkpoint, delete those that `config` does not keep, and return the new folder.
 
-    Args:
-        folder: the run's checkpoints folder.
-        state: tensors, numbers, strings, and lists and dicts of them.
-        step: optimizer steps taken.
-        metrics: metrics of this step, with `config.monitor` if set.
-        config: decides which checkpoints to keep.
-        log: receives a sentence if an old checkpoint cannot be deleted.
-        more_files: adds files to the temporary folder, which exists, and returns their facts.
+    Rank 0 only. The state has tensors, numbers, strings, and lists and dicts of them. `more_files`
+    adds files to the temporary folder, which then exists already, and returns their facts.
 
     Raises:
         UserError: the checkpoint could not be written; earlier checkpoints are untouched.

@@ -50,11 +50,8 @@ def write_tensors(
 ) -> FileFacts:
     """Write a file with one tensor in memory at a time, flush it to disk, and return its facts.
 
-    Args:
-        path: of the file.
-        specs: tensors with the dtypes and shapes to write, by name; their values are not used.
-        tensors: the values, on any device, in the order of the specs.
-        facts: the file's metadata.
+    The specs, by name, have the dtypes and shapes to write. The tensors have the values in this
+    order, on any device. `facts` become the file's metadata.
 
     Raises:
         UserError: the format lacks a dtype.

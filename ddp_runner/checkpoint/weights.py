@@ -56,15 +56,11 @@ def find_weights(
     instead: str = "inference.weights=last",
     log: Callable[[str], None],
 ) -> Weights:
-    """Return the weights of a run.
+    """Return the weights of a run: best, last, or those of a step; see ``InferenceConfig``.
 
-    Args:
-        run_dir: the run's folder.
-        asked: best, last, or the step of a checkpoint; see ``InferenceConfig``.
-        settings: decides which checkpoint is best.
-        is_average: return the averaged weights of ``ema``; a user's own loop has none.
-        instead: an alternative argument, for error messages.
-        log: receives a sentence about each damaged checkpoint.
+    With `is_average` they are the averages of ``ema``, which a user's own loop lacks. `instead` is
+    an alternative argument for error messages. `log` receives a sentence about each damaged
+    checkpoint.
 
     Raises:
         UserError: the weights do not exist, are damaged or cannot be read.

@@ -34,23 +34,16 @@ class CheckpointWriter:
     """Writes one checkpoint at a time, in the order of the calls; on rank 0, or on every rank.
 
     The end of the `with` block waits for the last save, also after an error.
-
-    Args:
-        folder: the run's checkpoints folder.
-        config: decides which checkpoints to keep.
-        wire: tells our launcher to let a save finish; None under another launcher.
-        shards: this rank's part of sharded checkpoints; None: rank 0 writes all.
-        log: receives sentences for the user, also from the thread.
     """
 
     def __init__(
         self,
         folder: Path,
-        config: CheckpointConfig,
+        config: CheckpointConfig,  # decides which checkpoints to keep
         *,
-        wire: Wire | None,
-        log: Callable[[str], None],
-        shards: Shards | None = None,
+        wire: Wire | None,  # lets our launcher wait for a save; None: another launcher
+        log: Callable[[str], None],  # also called in the thread
+        shards: Shards | None = None,  # this rank's part; None: rank 0 writes all
     ) -> None:
         self._folder, self._wire, self._log, self._shards = folder, wire, log, shards
         self._save = partial(save_checkpoint, folder, config=config, log=log)

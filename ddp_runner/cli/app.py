@@ -1,8 +1,4 @@
-"""The command ``python -m ddp_runner``, alone or as a rank of torchrun, srun or mpirun.
-
-It composes the config with Hydra, resolves and validates it without torch, and claims the run
-folder. Then ``launch`` starts the ranks; in a process that is a rank, ``worker`` runs it.
-"""
+"""The command ``python -m ddp_runner``, alone or as a rank of torchrun, srun or mpirun."""
 
 import os
 import signal

@@ -2,11 +2,11 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -21,10 +21,12 @@ from ddp_runner.cli.compose import (
     quoted,
 )
 from ddp_runner.cli.resume import resumed_overrides
+from ddp_runner.config.identity import dotted_keys
 from ddp_runner.config.schema import RUNNER_KEYS
 from ddp_runner.config.signatures import CLOSE
 from ddp_runner.errors import UserError, nearest
 
+T = TypeVar("T")
 # Words of other programs for the last part of a key.
 SAME_MEANING = (
     {"path", "folder", "file", "dir", "directory", "root"},
@@ -47,7 +49,8 @@ class CommandLine:
     overrides: tuple[Override, ...]  # every key=value, parsed
     implied: tuple[str, ...] = ()  # the overrides that a resumed run adds: its groups
     folders: tuple[str, ...] = ()  # URLs of the user's own groups
-    config_dir: Path | None = None  # the absolute folder of --config-dir
+    # The words by which Hydra finds the user's own groups; a job's overrides lack them.
+    own_groups: tuple[str, ...] = ()
     is_multirun: bool = False  # -m; a YAML may ask for a sweep too
     asks_help: bool = False  # --help
     only_shows: bool = False  # Hydra answers: --cfg, --info, --shell-completion, --hydra-help
@@ -58,13 +61,6 @@ class CommandLine:
         The options come last: an override after --info would be taken for its value.
         """
         return [*(str(item.input_line) for item in self.overrides), *added, *self.options]
-
-    @property
-    def own_groups(self) -> tuple[str, ...]:
-        """The words by which Hydra finds the user's own groups; a job's overrides lack them."""
-        folder = () if self.config_dir is None else (f"--config-dir={self.config_dir}",)
-        paths = [item for item in self.overrides if item.key_or_group == "hydra.searchpath"]
-        return (*folder, *(str(item.input_line) for item in paths))
 
 
 def parse(arguments: Sequence[str]) -> CommandLine:
@@ -79,14 +75,17 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         return CommandLine(tuple(arguments), (*options, *parsed.overrides), (), only_shows=True)
     read = OverridesParser.create().parse_overrides
     folders = own_folders(parsed.config_dir, read(parsed.overrides))
-    overrides, implied = resumed_overrides(parsed.overrides, folders=group_folders(folders))
+    words, implied = resumed_overrides(parsed.overrides, folders=group_folders(folders))
+    overrides, folder = read(words), parsed.config_dir
+    own_groups = [f"--config-dir={Path(folder).absolute()}"] if folder else []
+    own_groups += [str(o.input_line) for o in overrides if o.key_or_group == "hydra.searchpath"]
     return CommandLine(
         written=tuple(arguments),
         options=tuple(options),
-        overrides=tuple(read(overrides)),
+        overrides=tuple(overrides),
         implied=tuple(implied),
         folders=tuple(folders),
-        config_dir=Path(parsed.config_dir).absolute() if parsed.config_dir else None,
+        own_groups=tuple(own_groups),
         is_multirun=parsed.multirun,
         asks_help=parsed.help,
         only_shows=bool(parsed.hydra_help or parsed.cfg or parsed.info),
@@ -179,9 +178,7 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
         raise UserError(f"{option} is not an option", hint)
 
 
-def with_known_config(
-    arguments: Sequence[str], hint: Callable[[dict[str, Any]], str | None]
-) -> str | None:
+def with_known_config(arguments: Sequence[str], hint: Callable[[dict[str, Any]], T]) -> T:
     """Return a hint made from the plain config of a command line's groups.
 
     If they do not compose, make it from the default groups; if those fail too, from {}.
@@ -231,11 +228,3 @@ def _compose_groups(arguments: Sequence[str]) -> DictConfig:
         elif is_group and not override.is_sweep_override():
             chosen.append(str(override.input_line))
     return compose_config(chosen, folders=folders)
-
-
-def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a plain config, groups included."""
-    for key, value in tree.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from dotted_keys(value, f"{prefix}{key}.")

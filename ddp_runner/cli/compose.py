@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import get_overrides_dirname as get_overrides_dirname
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
@@ -86,14 +87,13 @@ def compose_config(overrides: Sequence[str], *, folders: Sequence[str] = ()) -> 
     """Return the config of one job with its ``hydra`` node; the overrides have no sweeps.
 
     The `folders` are URLs of the user's own groups, including those of a hydra.searchpath among the
-    overrides: Hydra reads only the first hydra.searchpath.
+    overrides.
     """
     register()  # a hint about an unknown option composes before the command does
-    path = [f"hydra.searchpath=[{','.join(map(quoted, folders))}]"] if folders else []
     GlobalHydra.instance().clear()
     OWN_GROUPS[:] = folders
     with initialize_config_dir(str(CONFIG_DIR), job_name="ddp_runner", version_base="1.3"):
-        return compose(ROOT_CONFIG, [*path, *overrides], return_hydra_config=True)
+        return compose(ROOT_CONFIG, list(overrides), return_hydra_config=True)
 
 
 def own_folders(config_dir: str | None, overrides: Sequence[Override]) -> list[str]:

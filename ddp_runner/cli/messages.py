@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -14,12 +14,13 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
-from ddp_runner.cli.command import dotted_keys, nearest_key, with_known_config
+from ddp_runner.cli.command import nearest_key, with_known_config
 from ddp_runner.cli.compose import OWN_GROUPS, group_options, yaml_of
-from ddp_runner.config.fields import KINDS, plain_kind
+from ddp_runner.config.fields import KINDS, plain_kind, walk
+from ddp_runner.config.identity import dotted_keys
 from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, Config
 from ddp_runner.config.signatures import source_keywords
-from ddp_runner.errors import UserError, in_yaml, os_sentence
+from ddp_runner.errors import UserError, in_yaml, os_sentence, with_causes
 
 OURS = "ddp_runner"
 PACKAGE_LINE = "begin it with the line # @package _global_"
@@ -62,11 +63,7 @@ def user_error(error: BaseException, arguments: Sequence[str] = ()) -> UserError
 
     The `arguments`, the command line, are for hints about its keys.
     """
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        if cause in chain:
-            break  # in a debugger some errors of OmegaConf are their own cause
-        chain.append(cause)
+    chain = with_causes(error)
     if own := [link for link in chain if isinstance(link, UserError)]:
         return own[0]
     is_hydras = isinstance(error, HydraException | OmegaConfBaseException)
@@ -165,8 +162,7 @@ def _unknown_key(error: BaseException, text: str, arguments: Sequence[str]) -> s
 def _key_hint(key: str, arguments: Sequence[str]) -> str:
     if key.startswith(("loop.", "user.")):  # Hydra adds the user's own keys only with a plus
         return f"{key} is a key of your own that no YAML gives; write +{key}=VALUE"
-    hint = with_known_config(arguments, lambda config: _hint_from(config, key))
-    return hint or f"{key} is not a key of the config; see --help for all keys"
+    return with_known_config(arguments, lambda config: _hint_from(config, key))
 
 
 def _hint_from(config: dict[str, Any], key: str) -> str:
@@ -195,29 +191,23 @@ def _wrong_value(chain: Sequence[BaseException]) -> str | None:
     errors = [link for link in chain if isinstance(link, ValidationError | ConfigTypeError)]
     if not errors or not errors[0].full_key:
         return None
+    kinds: dict[str, Any] = dict.fromkeys((item.name for item in fields(Config)), dict)
+    for item in walk(Config()):
+        kinds[item.name] = get_origin(plain_kind(item.kind)) or plain_kind(item.kind)
     key, value = errors[0].full_key, in_yaml(errors[0].value)
-    kind = _schema_type(key)
+    kind = kinds.get(key)
     if str(chain[0]).startswith("Error merging override ~"):
         return f"{key} cannot be removed; every run needs it: write {key}=VALUE"
-    if is_dataclass(kind) or kind is dict:
+    if kind is dict:
         return f"{key} is a group of keys; write {key}.KEY=VALUE"
     if kind is list:
         return f"{key} must be a list; write {key}=[ONE,OTHER]"
     whole = key.partition("[")[0]
     if whole == "params.groups":
         return f"{key} must be a mapping; write {GROUP_EXAMPLE}"
-    if whole != key and _schema_type(whole) is list:
+    if whole != key and kinds.get(whole) is list:
         return f"{key} ({value}) must be a text; write {whole}=[ONE,OTHER]"
     return f"{key} ({value}) must be {KINDS[kind]}" if kind in KINDS else None
-
-
-def _schema_type(key: str) -> Any:
-    """Return the type of a key in the schema, without its ``| None``; None for an unknown key."""
-    kind: Any = Config
-    for part in key.split("."):
-        kinds = {item.name: item.type for item in fields(kind)} if is_dataclass(kind) else {}
-        kind = plain_kind(kinds.get(part))
-    return get_origin(kind) or kind
 
 
 def _group_value(error: BaseException, arguments: Sequence[str]) -> str | None:

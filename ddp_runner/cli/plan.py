@@ -21,12 +21,11 @@ from ddp_runner.cli.command import CommandLine
 from ddp_runner.cli.compose import UNNAMED, compose_config, opened, opened_node
 from ddp_runner.cli.resume import dropped_trackers, lacks_run, with_resumed
 from ddp_runner.cli.resume_arguments import resume_arguments
-from ddp_runner.config.load import chosen_keys, interpolations, resolved_texts, to_config
+from ddp_runner.config.load import chosen_keys, find_secrets, to_config
 from ddp_runner.config.requires import validate_requires
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.rules import OFFLINE, validate_trackers
 from ddp_runner.config.schema import LIST_GROUPS, Config, has_own_loop
-from ddp_runner.config.secrets import KeyPath, Secrets
 from ddp_runner.config.sections import AUTO, INFERENCE, SAMPLE
 from ddp_runner.config.task_rules import unused_note
 from ddp_runner.data.tokenizer import tokenizer_file
@@ -101,7 +100,7 @@ def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
 
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
     """Return the job of a composed config on this machine; see ``plan_at``."""
-    return plan_at(composed, lambda _: JobHardware(hardware, env=invocation.env), invocation)
+    return plan_at(composed, lambda _: (hardware, invocation.env), invocation)
 
 
 def plan_at(
@@ -113,11 +112,8 @@ def plan_at(
         UserError: the config is invalid, or a file that it names does not exist.
     """
     with opened(composed) as (given, node):
-        prepared = prepare(given, node, invocation)
-        _, secrets = resolved_texts(prepared.raw, prepared.interpolations)
-        with secrets.hidden_in_errors():
-            config = to_config(prepared.raw)
-            return prepared.finish(config, hardware_for, secrets, prepared.overrides)
+        words = written_words(node, invocation.command)
+        return prepare(given, node, invocation).finish(hardware_for, words)
 
 
 @dataclass(frozen=True)
@@ -126,28 +122,25 @@ class PreparedConfig:
 
     given: DictConfig  # without its ``hydra`` node
     raw: DictConfig  # `given`, or a resumed run's config with this command's keys
-    interpolations: Mapping[KeyPath, str]
-    overrides: tuple[str, ...]  # as the user wrote them
     choices: Mapping[str, str]  # the option of each group
     lacks_run: bool  # the run to resume is not on this machine
     notes: Sequence[str]
     invocation: Invocation
 
     def finish(
-        self,
-        unresolved: Config,
-        hardware_for: Callable[[Config], JobHardware],
-        secrets: Secrets,
-        overrides: tuple[str, ...],
+        self, hardware_for: Callable[[Config], JobHardware], overrides: tuple[str, ...]
     ) -> Job:
-        """Return the job: resolved and validated."""
-        invocation, here = self.invocation, hardware_for(unresolved)
-        env, own_groups = invocation.env, invocation.command.own_groups
-        config, warnings = resolve(
-            unresolved, hardware=here.hardware, chosen=chosen_keys(overrides), env=here.env
-        )
-        validate_files(config, env=here.env, is_here=here.env is env)
-        written, choices = secrets.written(config), self.choices
+        """Return the job, resolved and validated; `overrides` are those that the user wrote."""
+        invocation, choices, secrets = self.invocation, self.choices, find_secrets(self.raw)
+        own_groups = invocation.command.own_groups
+        with secrets.hidden_in_errors():
+            unresolved = to_config(self.raw)
+            hardware, env = hardware_for(unresolved)
+            config, warnings = resolve(
+                unresolved, hardware=hardware, chosen=chosen_keys(overrides), env=env
+            )
+            validate_files(config, env=env, is_here=env is invocation.env)
+        written = secrets.written(config)
         return Job(
             config=config,
             started_at=invocation.started_at,
@@ -155,7 +148,7 @@ class PreparedConfig:
             provenance=invocation.provenance,
             uncommitted=invocation.uncommitted,
             overrides=overrides,
-            own_groups=own_groups if env is None else None,
+            own_groups=own_groups if invocation.env is None else None,
             resume_arguments=resume_arguments(
                 written, self.given, overrides, own_groups, choices=choices
             ),
@@ -168,7 +161,7 @@ class PreparedConfig:
 def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> PreparedConfig:
     """Apply the effects of a command's choices to its composed config, in place."""
     command, env = invocation.command, invocation.env
-    overrides = _written(node, command)
+    overrides = written_words(node, command)
     keys = chosen_keys(overrides)
     notes = _keep_options(given, node, command)
     # On several machines only rank 0 must have the run to resume.
@@ -189,8 +182,7 @@ def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> Prepa
     for group in LIST_GROUPS:  # Hydra leaves out groups with a list of options
         if raw[group]:
             choices[group] = f"[{','.join(map(str, raw[group]))}]"
-    texts = interpolations(raw)
-    return PreparedConfig(given, raw, texts, overrides, choices, is_elsewhere, notes, invocation)
+    return PreparedConfig(given, raw, choices, is_elsewhere, notes, invocation)
 
 
 def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
@@ -202,7 +194,7 @@ def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
 
 def _keep_options(raw: DictConfig, node: HydraConf, command: CommandLine) -> list[str]:
     """Restore the keys of chosen options and targets, in place; return notes about it."""
-    words, choices = _written(node, command), node.runtime.choices
+    words, choices = written_words(node, command), node.runtime.choices
     notes = list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
     replace_targets(raw, words, folders=command.folders)
     return notes
@@ -226,12 +218,12 @@ def job_folder(composed: DictConfig, command: CommandLine) -> str:
             return safe_name(str(node.sweep.subdir))  # directly in the sweep's folder
         swept = {item.key_or_group for item in command.overrides if item.is_sweep_override()}
         fixed = {item.key_or_group for item in command.overrides} - swept
-        words = sweep_command(_written(node, command))
+        words = sweep_command(written_words(node, command))
         varied = [word for word in words if word.partition("=")[0].lstrip("+~") not in fixed]
         return job_name([word.removeprefix("++") for word in varied or words])
 
 
-def _written(node: HydraConf, command: CommandLine) -> tuple[str, ...]:
+def written_words(node: HydraConf, command: CommandLine) -> tuple[str, ...]:
     """Return the overrides as the user wrote them, without those of a resumed run."""
     words: Any = OmegaConf.to_container(node.overrides.task, resolve=False)  # may hold secrets
     return tuple(word for word in map(str, words) if word not in command.implied)

@@ -156,10 +156,8 @@ def _set_chosen(
 def dropped_trackers(raw: DictConfig, overrides: Sequence[str]) -> list[str]:
     """Return a note if the resumed run had trackers and this command does not mention any."""
     is_given = any(key.partition(".")[0] == "trackers" for key in chosen_keys(overrides))
-    if is_given or raw.resume in (None, AUTO):
-        return []
     frozen: Any = OmegaConf.to_container(_read_config(Path(raw.resume)))  # unresolved
-    if not (names := list(frozen["trackers"])):
+    if is_given or not (names := list(frozen["trackers"])):
         return []
     return [
         f"the run was sent to {', '.join(names)}, and a resumed run is sent only if its command "

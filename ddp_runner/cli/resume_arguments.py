@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import reduce
 from operator import getitem
 from typing import Any, cast
@@ -12,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.cli.compose import literal
-from ddp_runner.config.fields import plain
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.secrets import foreign_keys, walk_texts
 from ddp_runner.config.targets import given_packages
@@ -34,20 +34,16 @@ def restore_interpolations(frozen: DictConfig, run: Any, dataset: Mapping[str, A
         run: the same as plain containers.
         dataset: as this command composes it, unresolved.
     """
-    values = OmegaConf.create(mapped(lambda value: None if "${" in str(value) else value, run))
-    for path, text in walk_texts(dataset):
+    values = mapped(lambda value: None if "${" in str(value) else value, run)
+    for (*owners, key), text in walk_texts(dataset):
         if not re.search(r"\$\{(dataset\.|data_root\})", text):
             continue
+        trial = OmegaConf.create(values)
         with suppress(LookupError, TypeError, OmegaConfBaseException):  # another dataset
-            value = reduce(getitem, path, run["dataset"])
-            owner: Any = reduce(getitem, path[:-1], values.dataset)
-            before, owner[path[-1]] = owner[path[-1]], text
-            try:
-                is_equal = owner[path[-1]] == value
-            finally:
-                owner[path[-1]] = before
-            if is_equal:
-                reduce(getitem, path[:-1], cast(Any, frozen.dataset))[path[-1]] = text
+            before, owner = (reduce(getitem, owners, tree["dataset"]) for tree in (run, trial))
+            owner[key] = text
+            if owner[key] == before[key]:
+                reduce(getitem, owners, cast(Any, frozen.dataset))[key] = text
 
 
 def resume_arguments(
@@ -68,7 +64,7 @@ def resume_arguments(
     if own_groups and "experiment" in choices:
         tree: Any = OmegaConf.to_container(given.trackers, resolve=False)
         trackers = [f"+trackers.{name}={literal(keys)}" for name, keys in tree.items()]
-    kept = {key: value for key, value in plain(config).items() if key not in COMMAND_GROUPS}
+    kept = {key: value for key, value in asdict(config).items() if key not in COMMAND_GROUPS}
     words = _words(foreign_keys(kept, {}))
     return (*([f"allowed_targets=[{allowed}]"] if allowed else []), *own_groups, *trackers, *words)
 

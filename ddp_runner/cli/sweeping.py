@@ -1,6 +1,5 @@
 """Composes and plans the jobs of a sweep. Torch-free."""
 
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +12,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ddp_runner.cli.compose import compose_config, group_folders, opened, opened_node
+from ddp_runner.cli.compose import (
+    compose_config,
+    get_overrides_dirname,
+    group_folders,
+    opened,
+    opened_node,
+)
 from ddp_runner.cli.messages import user_error
-from ddp_runner.cli.plan import Invocation, PreparedConfig, plan_at, prepare
+from ddp_runner.cli.plan import Invocation, PreparedConfig, prepare, written_words
 from ddp_runner.cli.resume import resumed_overrides
-from ddp_runner.config.load import resolved_texts, to_config, value_at, with_values
 from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import AUTO
 from ddp_runner.job import Job
@@ -36,8 +40,7 @@ class PreparedJobs:
 
     composed: DictConfig  # the latest job's, with its ``hydra`` node
     values: Mapping[str, Any] = field(default_factory=dict)  # of the latest job's plain keys
-    words: tuple[str, ...] = ()
-    planned: tuple[PreparedConfig, bytes] | None = None  # of the first job; bytes: pickled config
+    prepared: PreparedConfig | None = None  # the first job's, then the latest job's
 
 
 class Jobs:
@@ -80,38 +83,33 @@ class Jobs:
                 if len(self._shapes) == MAX_SHAPES:
                     self._shapes.clear()
                 shape = self._shapes[name] = PreparedJobs(composed)
-        shape.values, shape.words = values, tuple(word for word in whole if word not in implied)
+        shape.values = values
         self._latest, job = shape, shape.composed
         OmegaConf.copy_cache(from_config=self._common, to_config=job)  # such as ${now:...}
         with open_dict(job):
             node = job.hydra
-            node.overrides.task = list(shape.words)
+            node.overrides.task = [word for word in whole if word not in implied]
             node.job.id = node.job.num = number
-            node.job.override_dirname = _override_dirname(node, overrides)
+            rules = node.job.config.override_dirname
+            node.job.override_dirname = get_overrides_dirname(overrides, **rules)
         return job
 
     def plan(self, composed: DictConfig, hardware_for: Callable[[Config], JobHardware]) -> Job:
         """Return the job that was composed last; see ``plan_at``."""
-        shape, invocation = self._latest, self._invocation
+        shape = self._latest
         assert shape is not None
         assert shape.composed is composed
         with self._explained_errors():
-            if shape.planned is None:
-                job = plan_at(composed, hardware_for, invocation)
+            if (prepared := shape.prepared) is None:
+                with opened(composed) as (given, node):
+                    prepared = prepare(given, node, self._invocation)
                 if composed.resume in (None, AUTO):
-                    shape.planned = _reusable_plan(shape, invocation)
-                return job
-            prepared, config = shape.planned
-            with opened_node(composed):
+                    shape.prepared = prepared
+            else:
                 _set(prepared.raw, shape.values)
-                texts, secrets = resolved_texts(prepared.raw, prepared.interpolations)
-                with secrets.hidden_in_errors():
-                    if texts.keys() != prepared.interpolations.keys():
-                        return plan_at(composed, hardware_for, invocation)  # raises the error
-                    paths = [tuple(key.split(".")) for key in shape.values]
-                    values = {path: value_at(prepared.raw, path) for path in paths}
-                    unresolved = with_values(pickle.loads(config), values | texts)
-                    return prepared.finish(unresolved, hardware_for, secrets, shape.words)
+            with opened_node(composed) as node:
+                words = written_words(node, self._invocation.command)
+                return prepared.finish(hardware_for, words)
 
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:
@@ -123,20 +121,6 @@ class Jobs:
             if explained is None or explained is error:
                 raise
             raise explained from error
-
-
-def _reusable_plan(
-    shape: PreparedJobs, invocation: Invocation
-) -> tuple[PreparedConfig, bytes] | None:
-    """Return the plan for the next jobs of a shape; None if setting values alone is not enough."""
-    with opened(shape.composed) as (given, node):
-        prepared = prepare(given, node, invocation)
-        config = to_config(prepared.raw)
-        pickled = pickle.dumps(config)
-        paths = [*(tuple(key.split(".")) for key in shape.values), *prepared.interpolations]
-        values = {path: value_at(prepared.raw, path) for path in paths}
-        rebuilt = with_values(pickle.loads(pickled), values)
-    return (prepared, pickled) if rebuilt == config else None
 
 
 def _set(config: DictConfig, values: Mapping[str, Any]) -> None:
@@ -163,11 +147,3 @@ def _is_plain(override: Override, folders: Sequence[Path]) -> bool:
         and not DECIDING.match(key)
         and not any((folder / key).is_dir() for folder in folders)
     )
-
-
-def _override_dirname(node: DictConfig, overrides: Sequence[Override]) -> str:
-    """Return ``hydra.job.override_dirname`` of a job, which a folder's name may use."""
-    rules = node.job.config.override_dirname
-    shown = [item for item in overrides if item.key_or_group not in rules.exclude_keys]
-    text = rules.item_sep.join(sorted(str(item.input_line) for item in shown))
-    return re.sub("=", rules.kv_sep, text)

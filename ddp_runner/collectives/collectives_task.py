@@ -18,15 +18,12 @@ from ddp_runner.rank.records import log_facts, task_logger
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.tracking.start_block import gpu_names, ranks_on_nodes
 
-DEFAULT_REDUCE_OPS = ("sum", "mean", "max")
 ROW = "{:<19} {:<8} {:>11} {:>9} {:>9} {:>8} {:>8}"
 HEAD = ROW.format("operation", "dtype", "bytes", "median us", "p95 us", "alg GB/s", "bus GB/s")
 
 
 def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Measure the config's operations; return completed or preempted.
-
-    Collective: every rank must call.
+    """Measure the config's operations. Collective: every rank must call.
 
     Raises:
         WrongResultError: a rank's result was wrong; raised on every rank.
@@ -44,7 +41,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
     log_facts(session, facts, explains=True)
     absent, messages = dict[Variant, str](), list[tuple[Variant, int]]()
     for variant in variants(config):
-        reason = unsupported_reason(variant, device=device, backend=backend)
+        reason = unsupported_reason(variant, device=device)
         if reason is None:
             messages += [(variant, size) for size in (sizes if variant.dtype else [0])]
         else:
@@ -57,7 +54,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
     session.log(HEAD)
     with logger:
         for variant, num_bytes in messages:
-            prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
+            prepared = prepare(variant, num_bytes=num_bytes, device=device)
             prepared.verify()
             latencies = time_calls(prepared, config, stop_requested=stop_requested)
             if latencies is None:
@@ -86,7 +83,7 @@ def variants(config: CollectivesConfig) -> Iterator[Variant]:
         if op == "barrier":
             yield Variant(op)
             continue
-        reductions = config.reduce_ops or DEFAULT_REDUCE_OPS
+        reductions = config.reduce_ops or ("sum", "mean", "max")
         for dtype in config.dtypes:
             for reduce_op in reductions if OPERATIONS[op].reduces else (None,):
                 yield Variant(op, dtype, reduce_op)

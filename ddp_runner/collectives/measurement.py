@@ -121,14 +121,14 @@ def summarize(variant: Variant, num_bytes: int, by_rank: Sequence[Sequence[float
     )
 
 
-def unsupported_reason(variant: Variant, *, device: torch.device, backend: str) -> str | None:
+def unsupported_reason(variant: Variant, *, device: torch.device) -> str | None:
     """Return why the backend does not support a variant, the same on every rank; None if it does.
 
     Collective: every rank must call.
     """
     reason = None
     try:
-        prepared = prepare(variant, num_bytes=1, device=device, backend=backend)
+        prepared = prepare(variant, num_bytes=1, device=device)
         prepared.reset()
         prepared.run()
     except (RuntimeError, TypeError, ValueError) as error:
@@ -137,12 +137,10 @@ def unsupported_reason(variant: Variant, *, device: torch.device, backend: str) 
     return next((reason for reason in gather_objects(reason) if reason is not None), None)
 
 
-def prepare(
-    variant: Variant, *, num_bytes: int, device: torch.device, backend: str
-) -> PreparedCall:
-    """Return this rank's part in an operation on a message; `backend` is the process group's."""
+def prepare(variant: Variant, *, num_bytes: int, device: torch.device) -> PreparedCall:
+    """Return this rank's part in an operation on a message."""
     if variant.dtype is None:
-        return _prepare_barrier(variant, device, backend)
+        return _prepare_barrier(variant, device)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     operation, dtype = OPERATIONS[variant.op], getattr(torch, variant.dtype)
     parts, reduce_op = num_ranks if operation.is_split else 1, variant.reduce_op or "sum"
@@ -182,7 +180,7 @@ def prepare(
     return PreparedCall(variant, device, length * parts * dtype.itemsize, reset, call, fault)
 
 
-def _prepare_barrier(variant: Variant, device: torch.device, backend: str) -> PreparedCall:
+def _prepare_barrier(variant: Variant, device: torch.device) -> PreparedCall:
     """Return a barrier, with a check that no rank leaves it before all have entered."""
     rank, num_ranks, store = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert store is not None

@@ -26,7 +26,7 @@ from ddp_runner.compare.speedup import (
     speedups,
 )
 from ddp_runner.errors import UserError, counted, listed, nearest
-from ddp_runner.metric_names import LINE_FIELDS, METRICS, is_lower_better
+from ddp_runner.metric_names import LINE_FIELDS, METRICS, best_end
 from ddp_runner.tracking.git import code_version
 
 TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
@@ -222,7 +222,7 @@ def _stats(runs: Sequence[RecordedRun], target: Target | None) -> dict[str, Stat
 def _best(rows: Sequence[ComparisonRow], metric: str, *, mode: str | None) -> Best:
     """Return the best row by a metric, the first of equal rows; see ``compare``."""
     _ensure_logged("--best", metric, {name for row in rows for name in row.stats} - NO_METRICS)
-    is_lower = any(is_lower_better(metric, run.directions) for row in rows for run in row.runs)
+    is_lower = any(best_end(metric, run.directions) == "min" for row in rows for run in row.runs)
     mode = mode or ("min" if is_lower else "max")
     sign = 1 if mode == "max" else -1
     measured = [row for row in rows if metric in row.stats]

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from ddp_runner.compare.settings import Setting
 from ddp_runner.config.identity import affects_results, is_inside, only_used
-from ddp_runner.metric_names import is_lower_better
+from ddp_runner.metric_names import best_end
 
 # No measurement is larger, and sums and squares of smaller numbers stay finite.
 MAX_NUMBER = 1e150
@@ -151,7 +151,7 @@ class Target:
 
     def time_s(self, run: RecordedRun) -> float | None:
         """Return when a run first reached the value, without its start-up; None if it never did."""
-        sign = -1 if is_lower_better(self.metric, run.directions) else 1
+        sign = -1 if best_end(self.metric, run.directions) == "min" else 1
         for line in run.lines:
             value = line.get(self.metric)
             if value is not None and sign * value >= sign * self.value:

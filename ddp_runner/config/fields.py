@@ -65,13 +65,6 @@ def walk(owner: Any, prefix: str = "") -> Iterator[Key]:
             yield Key(name, item.type, item.metadata["rule"], value)
 
 
-def plain(owner: Any) -> dict[str, Any]:
-    """Return a config as nested dicts, to read only: unlike asdict it does not copy the values."""
-    return {
-        name: plain(value) if is_dataclass(value) else value for name, value in vars(owner).items()
-    }
-
-
 def plain_kind(kind: Any) -> Any:
     """Return a type without its ``| None``."""
     return get_args(kind)[0] if isinstance(kind, UnionType) else kind

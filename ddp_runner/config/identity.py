@@ -8,7 +8,6 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
-from ddp_runner.config.fields import plain
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, RunConfig, has_own_loop
 from ddp_runner.config.training import TrainConfig
 
@@ -56,7 +55,7 @@ def digest(values: Any) -> str:
 
 def flatten(config: RunConfig) -> dict[str, Any]:
     """Return the dotted keys that affect the results, with their values."""
-    return {key: value for key, value in leaves(plain(config)) if affects_results(key)}
+    return {key: value for key, value in leaves(asdict(config)) if affects_results(key)}
 
 
 def leaves(
@@ -75,6 +74,14 @@ def leaves(
             yield from leaves(dict(enumerate(value)), f"{prefix}{key}.")
         else:
             yield prefix + str(key), value
+
+
+def dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a plain config, groups included."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from dotted_keys(value, f"{prefix}{key}.")
 
 
 def only_used(keys: Mapping[str, Any], *, uses: Any) -> dict[str, Any]:

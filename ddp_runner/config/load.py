@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache, reduce
@@ -15,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from ddp_runner.config.fields import walk
+from ddp_runner.config.identity import dotted_keys
 from ddp_runner.config.schema import RUNNER_KEYS, Config
-from ddp_runner.config.secrets import KeyPath, Secrets, set_value, walk_texts
+from ddp_runner.config.secrets import KeyPath, Secrets, walk_texts
 from ddp_runner.errors import UserError, any_error, nearest, os_errors
 from ddp_runner.files import is_missing, yaml_text
 
@@ -35,7 +36,6 @@ def to_config(raw: DictConfig) -> Config:
             fix = "begin its YAML with the line # @package _global_"
             raise UserError(f"{group}.{group} has the keys of {group}", fix)
     if not _is_typed(raw, Config):
-        _validate_keys(raw, Config)
         raw = cast(DictConfig, OmegaConf.merge(_schema(), raw))
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
@@ -43,22 +43,33 @@ def to_config(raw: DictConfig) -> Config:
     return config
 
 
-def _validate_keys(raw: DictConfig, kind: type[Any], prefix: str = "") -> None:
-    """Reject a key that the schema lacks: OmegaConf silently drops it inside a section."""
-    types = {item.name: item.type for item in fields(kind)}
-    for key in map(str, raw):
+def _is_typed(node: DictConfig, kind: type[Any], prefix: str = "") -> bool:
+    """Return whether a node and its sections have exactly the keys of their classes.
+
+    Hydra composes such nodes unless the command adds a key. Merging them into the schema again
+    would take ten times as long as the rest of ``to_config``.
+
+    Raises:
+        UserError: a key is not in the schema; OmegaConf would silently drop it inside a section.
+    """
+    types: dict[str, Any] = {item.name: item.type for item in fields(kind)}
+    is_typed = OmegaConf.get_type(node) is kind and set(node) == types.keys()
+    for key in map(str, node):
         if key not in types:
             hint = f"see --help for all keys, and put your own under user, as in user.{key}"
             if match := nearest(key, types):
                 hint = f"did you mean {prefix}{match}?"
             raise UserError(f"{prefix}{key} is not a key of the config", hint)
-        if is_dataclass(types[key]) and OmegaConf.is_interpolation(raw, key):
+        if not is_dataclass(types[key]):
+            continue
+        if OmegaConf.is_interpolation(node, key):
             raise UserError(
                 f"{prefix}{key} is a section, and an interpolation cannot replace all its keys",
                 "write an interpolation for each key",
             )
-        if is_dataclass(types[key]) and OmegaConf.is_dict(raw[key]):
-            _validate_keys(raw[key], cast(type[Any], types[key]), f"{prefix}{key}.")
+        is_section = OmegaConf.is_dict(node[key])
+        is_typed &= is_section and _is_typed(node[key], types[key], f"{prefix}{key}.")
+    return is_typed
 
 
 def _validate_texts(config: Config) -> None:
@@ -71,33 +82,6 @@ def _validate_texts(config: Config) -> None:
                 raise UserError(
                     f"{key.name}[{index}] ({shown}) must be a text", f"write {key.name}=[ONE,OTHER]"
                 )
-
-
-def with_values(config: Config, values: Mapping[KeyPath, Any]) -> Config:
-    """Set values of a config in place, and return it."""
-    for path, value in values.items():
-        set_value(config, path, value)
-    if any(isinstance(value, list) for value in values.values()):
-        _validate_texts(config)
-    return config
-
-
-def value_at(raw: DictConfig, path: KeyPath) -> Any:
-    """Return a value of a composed config, its interpolations resolved."""
-    value = reduce(getitem, path, cast(Any, raw))
-    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
-
-
-def _is_typed(node: Any, kind: type[Any]) -> bool:
-    """Return whether a node and its sections have exactly the keys of their classes.
-
-    Hydra composes such nodes unless the command adds a key. Merging them into the schema again
-    would take ten times as long as the rest of ``to_config``.
-    """
-    if OmegaConf.get_type(node) is not kind or set(node) != {item.name for item in fields(kind)}:
-        return False
-    sections = [item for item in fields(kind) if is_dataclass(item.type)]
-    return all(_is_typed(node[item.name], cast(type[Any], item.type)) for item in sections)
 
 
 def frozen_config(path: Path) -> DictConfig:
@@ -129,13 +113,9 @@ def forced_override(override: str, paths: Iterable[Path], *, chosen: Collection[
     if "." not in key or key.partition(".")[0] not in {"loop", "metrics", *RUNNER_KEYS} - {*chosen}:
         return override
     for path in paths:
-        if is_missing(path):  # with_resumed reports it
+        # with_resumed reports a missing file.
+        if is_missing(path) or key not in dotted_keys(OmegaConf.to_container(frozen_config(path))):
             return override
-        tree: Any = OmegaConf.to_container(frozen_config(path), resolve=False)
-        for part in key.split("."):
-            if not isinstance(tree, dict) or part not in tree:
-                return override
-            tree = tree[part]
     return f"++{override}"
 
 
@@ -150,29 +130,13 @@ def chosen_keys(overrides: Sequence[str]) -> list[str]:
     return [override.partition("=")[0].lstrip("+~") for override in overrides]
 
 
-def interpolations(raw: DictConfig) -> dict[KeyPath, str]:
-    """Return the texts with interpolations in a composed config, by their paths."""
-    tree = OmegaConf.to_container(raw, resolve=False)
-    return {path: text for path, text in walk_texts(tree) if "${" in text}
-
-
 def find_secrets(raw: DictConfig) -> Secrets:
-    """Return the values that a composed config and its ``hydra`` node read from the environment."""
-    unresolved = interpolations(raw)
-    reads = any("oc.env" in text for text in unresolved.values())
-    return resolved_texts(raw, unresolved)[1] if reads else Secrets()
+    """Return the values that a composed config reads from the environment.
 
-
-def resolved_texts(
-    raw: DictConfig, unresolved: Mapping[KeyPath, str]
-) -> tuple[dict[KeyPath, Any], Secrets]:
-    """Return the values of a composed config's interpolations, and those from the environment.
-
-    ``oc.env`` is watched while each is resolved: a value may come through other keys, in a longer
-    text, in a list, or through other resolvers. Interpolations that fail are left out.
+    ``oc.env`` is watched while each interpolation is resolved: a value may come through other keys,
+    in a longer text, in a list, or through other resolvers.
     """
     read, from_environ, written = list[str](), dict[str, str](), dict[KeyPath, str]()
-    values = dict[KeyPath, Any]()
 
     def watched(name: str, *default: Any) -> str | None:
         read.append(name)
@@ -183,13 +147,17 @@ def resolved_texts(
 
     OmegaConf.register_new_resolver("oc.env", watched, replace=True)
     try:
-        for path, text in unresolved.items():
+        for path, text in walk_texts(OmegaConf.to_container(raw, resolve=False)):
+            if "${" not in text:
+                continue
             read.clear()
             with suppress(Exception):  # to_config reports a failed interpolation
-                values[path] = value_at(raw, path)
+                value = reduce(getitem, path, cast(Any, raw))
+                if OmegaConf.is_config(value):
+                    OmegaConf.to_object(value)
             if read:
                 written[path] = text
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     longest_first = sorted(from_environ, key=len, reverse=True)
-    return values, Secrets(written, {value: from_environ[value] for value in longest_first})
+    return Secrets(written, {value: from_environ[value] for value in longest_first})

@@ -1,8 +1,4 @@
-"""Which metric a config may monitor, and which of its values is best. Torch-free.
-
-The launcher knows the metrics of every run. A rank learns the others from two samples: those of the
-user's metrics and training step, and of datasets with classes.
-"""
+"""Which metric a config may monitor, and which of its values is best. Torch-free."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,8 +30,12 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
     """
     if config.task in INFERENCE:
         return  # they monitor nothing, and may evaluate other data
-    own_loop, train = has_own_loop(config.task), config.train
-    if config.checkpoint.load_best and config.checkpoint.monitor is None and not own_loop:
+    saving, train = config.checkpoint, config.train
+    if has_own_loop(config.task):  # monitors a metric of any name, for its checkpoints alone
+        if saving.monitor is not None:
+            _validate_mode("checkpoint", saving.monitor, saving.mode, best_end(saving.monitor))
+        return
+    if saving.load_best and saving.monitor is None:
         raise UserError(
             "checkpoint.load_best=true needs checkpoint.monitor, the metric that tells which is "
             "best",
@@ -48,20 +48,16 @@ def validate_monitors(config: Config, known: KnownMetrics | None = None) -> None
         _validate_objective(config.sweep.objective, names, unknown)
         _validate_evaluated("sweep.objective", config.sweep.objective or "", train)
     for group, monitor, mode in _monitored(config):
-        if own_loop and group != "checkpoint":
-            continue  # the user's own loop does not use them
         parts = ("eval/",) if group in READ_EVALUATIONS else ("eval/", "train/", "perf/")
         choices = [name for name in names if name.startswith(parts)]
         is_unknown = any(f"{monitor}_".startswith(f"eval/{name}_") for name in unknown)
         is_unknown |= own_step and monitor.startswith(parts)
         best = best_end(monitor, known.directions if known else None)
-        if monitor in choices or own_loop or (known and is_unknown):
+        if monitor in choices or (known and is_unknown):
             _validate_mode(group, monitor, mode, best)
         elif not is_unknown:
             choices += [f"eval/{name}" for name in unknown]
             validate_value(f"{group}.monitor", monitor, Rule(choices=tuple(choices)))
-        if own_loop:
-            continue
         _validate_evaluated(f"{group}.monitor", monitor, train)
         if known and group == "early_stop" and mode is None and best is None:
             raise UserError(

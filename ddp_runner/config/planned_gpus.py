@@ -22,8 +22,8 @@ FIGURES: Mapping[str, Mapping[str, float]] = {
 }
 
 
-def _validate_gpu(name: str | None) -> None:
-    if name is not None and name not in FIGURES:
+def _validate_gpu(name: str) -> None:
+    if name not in FIGURES:
         raise UserError(
             f"plan.gpu ({name}) must be {', '.join(FIGURES)} or null",
             "for another GPU leave it out, and write plan.tflops=N plan.memory_gib=N "

@@ -3,8 +3,6 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-import yaml
-
 from ddp_runner.config.plan_rules import on_planned_machine
 from ddp_runner.config.rules import validate_config, validate_ranks, validate_steps
 from ddp_runner.config.schema import CONFIG_DIR, Config, RunConfig, mode_needs, num_shares
@@ -14,6 +12,7 @@ from ddp_runner.config.training import ResolvedBatch
 from ddp_runner.config.validate import validate_values
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
+from ddp_runner.files import read_yaml
 from ddp_runner.host.hardware import BACKENDS, CUDA, FOR_CPU, Hardware
 
 ON_CPU = "backend=gloo backend.device=cpu"
@@ -76,8 +75,8 @@ def _fit_to_machine(
     stay. Sampling takes one rank, however many ranks trained the model.
     """
     if config.task == SAMPLE:
-        single = (CONFIG_DIR / "parallelism" / "single.yaml").read_text(encoding="utf-8")
-        config = replace(config, parallelism=yaml.safe_load(single), world_size=1)
+        single = read_yaml(CONFIG_DIR / "parallelism" / "single.yaml")
+        config = replace(config, parallelism=single, world_size=1)
     backend, ranks = config.backend, config.world_size
     gpus = 0 if hardware.unusable else hardware.num_gpus
     per_rank = mode_needs(config.parallelism).devices_per_rank

@@ -14,7 +14,8 @@ from itertools import takewhile
 from operator import getitem
 from typing import Any
 
-from ddp_runner.config.schema import Config, RunConfig
+from ddp_runner.config.schema import RunConfig
+from ddp_runner.errors import with_causes
 
 # A URL or HOST:PORT; a range such as train[100:200] does not match.
 ADDRESS = re.compile(
@@ -37,9 +38,9 @@ class Secrets:
         A run that is resumed from that file reads the environment again.
         """
         shown = deepcopy(config) if self.texts else config
-        for path, text in self.texts.items():
+        for (*owners, last), text in self.texts.items():
             with suppress(LookupError):  # task=sample and calibrations replace whole groups
-                set_value(shown, path, text)
+                _items(reduce(lambda owner, key: _items(owner)[key], owners, shown))[last] = text
         return shown
 
     def hide(self, text: str) -> str:
@@ -55,8 +56,7 @@ class Secrets:
         try:
             yield
         except BaseException as error:  # sys.exit(TEXT) has a message too
-            link: BaseException | None = error if self.values else None
-            while link is not None:
+            for link in with_causes(error):
                 link.args = tuple(map(self._hidden, link.args))
                 if isinstance(getattr(link, "value", None), str):  # an OmegaConf error
                     vars(link)["value"] = self._hidden(vars(link)["value"])
@@ -64,7 +64,6 @@ class Secrets:
                     link.code = self._hidden(link.code)
                 if isinstance(link, OSError) and isinstance(link.filename, str):
                     link.filename = self.hide(link.filename)
-                link = link.__cause__ or link.__context__
             raise
 
     def _hidden(self, argument: Any) -> Any:
@@ -90,15 +89,8 @@ def foreign_keys(config: Mapping[str, Any], composed: Mapping[str, Any]) -> dict
     return keys
 
 
-def set_value(config: Config, path: KeyPath, value: Any) -> None:
-    """Set a value of a config in place; raise a LookupError if its owner does not exist."""
-    owner: Any = config
-    for key in path[:-1]:
-        owner = getattr(owner, str(key)) if is_dataclass(owner) else owner[key]
-    if is_dataclass(owner):
-        setattr(owner, str(path[-1]), value)
-    else:
-        owner[path[-1]] = value
+def _items(owner: Any) -> Any:
+    return vars(owner) if is_dataclass(owner) else owner
 
 
 def walk_texts(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:

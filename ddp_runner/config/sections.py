@@ -13,7 +13,6 @@ WITHOUT_MODEL = (*INFERENCE, "collectives", "check", PLAN)  # tasks that write n
 WITHOUT_METRICS = ("check", "predict", "export", SAMPLE)
 WITHOUT_STEPS = (*WITHOUT_METRICS, "collectives", PLAN)
 TASKS = ("train", *WITHOUT_MODEL)
-SAMPLE_KEYS = ("prompt", "num_tokens", "temperature", "top_k")  # only task=sample reads them
 AUTO = "auto"  # resume: the newest unfinished run of this config; numbers: the runner decides
 Asked = str | int  # inference.weights: best, last, or the step of a checkpoint
 

@@ -8,7 +8,7 @@ import ast
 import builtins
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -89,15 +89,12 @@ def _find_module(name: str, path: tuple[str, ...]) -> tuple[Path | None, list[st
     return Path(spec.origin) if spec.has_location and spec.origin else None, rest
 
 
-def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
     """Yield a module's statements, also those inside its if and try blocks."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If | ast.Try):
-            yield from _statements([*node.body, *node.orelse])
-        if isinstance(node, ast.Try):
-            for handler in node.handlers:
-                yield from _statements(handler.body)
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if isinstance(child, ast.If | ast.Try | ast.ExceptHandler):
+            yield from _statements(child)
 
 
 @cache  # the jobs of a sweep repeat their names
@@ -106,9 +103,9 @@ def _module_keywords(source: Path, word: str, name: str) -> Keywords | None:
 
     The word of a base class may be dotted, as in torch.optim.SGD.
     """
-    first, *rest = word.split(".")
-    defined = set[str]()
-    for node in _statements(ast.parse(source.read_bytes()).body):
+    module, (first, *rest) = name.removesuffix(f".{word}"), word.split(".")
+    path, defined = module.split("."), set[str]()
+    for node in _statements(ast.parse(source.read_bytes())):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             defined.add(node.name)
             if node.name == word:
@@ -116,33 +113,25 @@ def _module_keywords(source: Path, word: str, name: str) -> Keywords | None:
                     return _function_keywords(node)
                 return _class_keywords(source, node, name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            is_from, module = False, ""
+            is_from, parents = isinstance(node, ast.ImportFrom), list[str]()
             if isinstance(node, ast.ImportFrom):
-                is_from, module = True, f"{_imported_module(node, source, name)}."
+                up = node.level - (source.name == "__init__.py")  # such a file is its package
+                parents = path[: len(path) - up] if node.level else []
+                parents += filter(None, [node.module])
             for alias in node.names:
                 bound = alias.asname or (alias.name if is_from else alias.name.split(".")[0])
                 defined.add(bound)
                 if bound == first and (is_from or rest):
                     origin = alias.name if is_from or alias.asname else bound
-                    return _name_keywords(".".join([f"{module}{origin}", *rest]))
+                    return _name_keywords(".".join([*parents, origin, *rest]))
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 defined |= {item.id for item in ast.walk(target) if isinstance(item, ast.Name)}
     if first in defined or defined & {"*", "__getattr__"}:
         raise _UnknownError  # it is computed
     match = nearest(word, defined)
-    module = name.rpartition(".")[0]
     hint = f"did you mean {module}.{match}?" if match else "name another"
     raise ImportError(f"{module} has no {word}; {hint}")
-
-
-def _imported_module(node: ast.ImportFrom, source: Path, name: str) -> str:
-    """Return the absolute module of an import statement in the module that `name` is in."""
-    if node.level == 0:
-        return node.module or ""
-    package = name.split(".")[:-1]
-    up = node.level - (source.name == "__init__.py")
-    return ".".join([*package[: len(package) - up], *filter(None, [node.module])])
 
 
 def _class_keywords(source: Path, node: ast.ClassDef, name: str) -> Keywords | None:
@@ -161,7 +150,7 @@ def _class_keywords(source: Path, node: ast.ClassDef, name: str) -> Keywords | N
     inherited = []
     for base in bases:
         if base.rpartition(".")[2] not in ("Protocol", "ABC", "Generic", "object"):
-            of_base = _module_keywords(source, base, f"{name.rpartition('.')[0]}.{base}")
+            of_base = _module_keywords(source, base, f"{name.removesuffix(node.name)}{base}")
             inherited += [] if of_base is None else [of_base]
     if not is_dataclass and len(inherited) > 1:  # the MRO may choose another base's constructor
         return {key: Keyword(item.kind) for key, item in inherited[0].items()}

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from ddp_runner.config.identity import is_inside
 from ddp_runner.config.plan_rules import validate_plan
 from ddp_runner.config.schema import Config, has_own_loop
-from ddp_runner.config.sections import AUTO, INFERENCE, PLAN, SAMPLE, SAMPLE_KEYS
+from ddp_runner.config.sections import AUTO, INFERENCE, PLAN, SAMPLE
 from ddp_runner.config.training import EXPORTS
 from ddp_runner.errors import UserError, listed
 
@@ -23,7 +23,7 @@ _STEP = (
     *("optimizer", "params"),
 )
 _BATCHES = ("train.step", "batch", "metrics")
-_TEXT = tuple(f"inference.{key}" for key in SAMPLE_KEYS)
+_TEXT = tuple(f"inference.{key}" for key in ("prompt", "num_tokens", "temperature", "top_k"))
 _OTHERS = ("loop", "collectives", "plan")
 _UNUSED: Mapping[str, tuple[str, ...]] = {
     "train": ("inference", *_OTHERS),

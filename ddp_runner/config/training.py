@@ -51,8 +51,8 @@ def _validate_step(step: object) -> None:
         )
 
 
-def _validate_virtual_ranks(count: int | None) -> None:
-    if count is not None and (count < 1 or count & (count - 1)):
+def _validate_virtual_ranks(count: int) -> None:
+    if count < 1 or count & (count - 1):
         raise UserError(
             f"batch.virtual_ranks ({count}) must be a power of two", "write batch.virtual_ranks=8"
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import MicroBatch, MicroPlan, NumberedSplit, Split
+from ddp_runner.data.splits import MicroBatch, MicroPlan, NumberedSplit
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
 
@@ -39,7 +39,7 @@ class Batches(ABC):
     In most modes each rank has one share. The position can be saved and restored.
     """
 
-    split: Split
+    split: Any  # a Split
     global_size: int  # most samples of an optimizer step, over all shares
     grad_accum_steps: int  # most micro-batches of a step
     share: int  # the first that this rank computes

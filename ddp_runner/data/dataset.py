@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_runner.data.splits import AbsentSplit, Split, TensorSplit, validate_classes
+from ddp_runner.data.splits import AbsentSplit, TensorSplit, validate_classes
+from ddp_runner.data.stream import Split
 from ddp_runner.data.trees import to_device
 from ddp_runner.device import upload
 from ddp_runner.errors import UserError
@@ -85,11 +86,6 @@ class Dataset:
         """Return the keyword arguments that a model's constructor may take from the data."""
         facts = {"padding_id": self.padding_id, "vocab_size": self.vocab_size}
         return {name: value for name, value in facts.items() if value is not None}
-
-    @property
-    def num_randoms(self) -> int:
-        """Return the random numbers of a training sample."""
-        return 0 if self.augmentation is None else self.augmentation.num_randoms
 
     def normalize(self, inputs: Tensor) -> Tensor:
         """Return uint8 images as float32 ``(x / 255 - mean) / std``; other inputs unchanged.
@@ -173,18 +169,6 @@ class TensorSource(Protocol):
         """Return the dataset of the tensors of ``build``, which may come from the cache."""
 
 
-@runtime_checkable
-class NamedSamples(Protocol):
-    """A source whose samples have names, which predictions show beside their numbers."""
-
-    def sample_names(self, data_root: Path) -> Mapping[str, Sequence[str | int]]:
-        """Return each sample's file or line, in order, for train and eval.
-
-        Raises:
-            UserError: a file under ``data_root`` is unusable.
-        """
-
-
 def splits(tensors: Mapping[str, Tensor]) -> tuple[TensorSplit, TensorSplit]:
     """Return the training and the evaluation split of a source's tensors."""
     return (
@@ -194,11 +178,7 @@ def splits(tensors: Mapping[str, Tensor]) -> tuple[TensorSplit, TensorSplit]:
 
 
 def validate_tensors(name: str, tensors: object) -> Mapping[str, Tensor]:
-    """Return the result of a ``build`` if it is a mapping with the four tensors.
-
-    Raises:
-        UserError: a key is missing, or its value is not a tensor.
-    """
+    """Return the result of a ``build``; a ``UserError`` unless it maps KEYS to tensors."""
     mapping: Mapping[str, Any] = tensors if isinstance(tensors, Mapping) else {}
     for key in KEYS:
         if not isinstance(value := mapping.get(key), Tensor):
@@ -223,7 +203,7 @@ def validate_dataset(name: str, dataset: object) -> Dataset:
             "return a ddp_runner.data.dataset.Dataset from its method dataset or open",
         )
     for kind, split in (("train", dataset.train), ("eval", dataset.eval)):
-        if not hasattr(split, "in_order"):
+        if not isinstance(split, Split):
             raise UserError(
                 f"the {kind} split of dataset={name} is a {type(split).__name__}",
                 "inherit from ddp_runner.data.splits.NumberedSplit",

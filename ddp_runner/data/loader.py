@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -33,25 +33,30 @@ CALM_S = 0.02  # wait between the last collective and the start of workers
 
 
 @dataclass(frozen=True)
-class LoaderSplit(NumberedSplit):
-    """The samples of a map-style dataset; a batch is the result of `collate_fn`."""
+class Loading:
+    """How the samples of a split are loaded; a batch is the result of `collate_fn`."""
 
     name: str  # in messages: "train", "eval"
-    dataset: Any  # with __len__ and __getitem__, as torch.utils.data.Dataset describes it
+    dataset: Any  # map-style, as torch.utils.data.Dataset describes it, or an iterable
     collate_fn: Collate = default_collate
     transform: Callable[[Any], Any] | None = None  # of a sample, before collate_fn
     num_workers: int = 0  # processes that load; 0: the rank itself loads
     prefetch_factor: int = 2  # batches that each worker loads ahead
-    persistent_workers: bool = True  # keep the workers from one epoch to the next
     pin_memory: bool | None = None  # for a GPU; None: yes
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.dataset)
-
-    def near(self, device: torch.device) -> "LoaderSplit":
+    def near(self, device: torch.device) -> Self:
         """Return the split with pinned memory if it is for a GPU, unless the user turned it off."""
         return replace(self, pin_memory=has_streams(device) and self.pin_memory is not False)
+
+
+@dataclass(frozen=True)
+class LoaderSplit(Loading, NumberedSplit):
+    """The samples of a map-style dataset."""
+
+    persistent_workers: bool = True  # keep the workers from one epoch to the next
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[Any]:
         """Yield the batch of each plan; the workers load some batches ahead.
@@ -229,7 +234,7 @@ def _checked(batches: Iterator[Any], *, name: str, num_workers: int) -> Iterator
         ) from error
 
 
-def loader_options(split: Any) -> dict[str, Any]:
+def loader_options(split: Loading) -> dict[str, Any]:
     """Return the keywords of a DataLoader that gets whole batches from its dataset."""
     has_workers = split.num_workers > 0
     return {

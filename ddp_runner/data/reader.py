@@ -4,13 +4,13 @@ import copy
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_runner.data.loader import LoadFailure, load_safely
-from ddp_runner.data.splits import EpochShare
+from ddp_runner.data.splits import EpochShare, MicroBatch
 from ddp_runner.errors import UserError, any_error
 from ddp_runner.files import leaves
 from ddp_runner.seeds import derive, seed_generators
@@ -19,15 +19,7 @@ STATES = ("of_dataset", "of_iterator")  # keys of the user's states in a saved p
 PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)  # types that checkpoints hold
 
 
-class Loaded(NamedTuple):
-    """A batch of a stream."""
-
-    data: Any  # the result of collate_fn
-    num_samples: int  # samples of the stream
-    copies: int = 1  # times that each sample is in the data
-
-
-class Readers(IterableDataset[Loaded | LoadFailure]):
+class Readers(IterableDataset[MicroBatch | LoadFailure]):
     """The readers of one rank, for a ``StreamSplit``; iterating starts this process's reader."""
 
     def __init__(self, split: Any, part: EpochShare) -> None:
@@ -83,7 +75,7 @@ class _Reader:
     def __iter__(self) -> "_Reader":
         return self
 
-    def __next__(self) -> Loaded | LoadFailure:
+    def __next__(self) -> MicroBatch | LoadFailure:
         batch = load_safely(
             self._next_batch,
             lambda fault: (
@@ -103,7 +95,7 @@ class _Reader:
         """Continue from a position at the next batch, where an error can be reported."""
         self._restored = state
 
-    def _next_batch(self) -> Loaded | None:
+    def _next_batch(self) -> MicroBatch | None:
         if self._restored is not None:
             self._restore(self._restored)
             self._restored = None
@@ -118,7 +110,8 @@ class _Reader:
         if transform is not None:
             samples = [transform(sample) for sample in samples]
         copies = 2 if part.doubles_single and len(samples) == 1 < part.batch_size else 1
-        return Loaded(self._readers.collate_fn(samples * copies), len(samples), copies)
+        samples *= copies
+        return MicroBatch(self._readers.collate_fn(samples), len(samples), 1 / copies)
 
     def _restore(self, position: Mapping[str, Any]) -> None:
         self._states = {key: position[key] for key in STATES if position.get(key) is not None}

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ class MicroPlan:
     randoms: Tensor | None = None  # (batch, num_randoms), uniform in [0, 1), for the augmentation
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):  # a DataLoader pins the tensors of a tuple
     """The samples of one forward and backward, on the split's device."""
 
     data: Any  # a tree of tensors (batch, ...); a TensorSplit gives (inputs, targets)
@@ -46,35 +45,6 @@ class EpochShare:
     seed: int
     epoch: int = 0
     doubles_single: bool = False  # a stream repeats the sample of a batch of one
-
-
-class Split(Protocol):
-    """The training or the evaluation samples, in memory, in files or in a stream."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """Return the number of samples; None: a stream, where it is unknown."""
-
-    def near(self, device: torch.device) -> "Split":
-        """Return the split prepared for a device: moved to it if small, or with pinned memory."""
-
-    def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
-        """Return samples by their numbers; a number past the end gives the last sample.
-
-        Raises:
-            UserError: there is no sample.
-        """
-
-    def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
-        """Yield the batches of one share; each sample is in exactly one share.
-
-        A share of numbered samples is a contiguous part of the split. With `takes_turns` it is
-        every ``num_shares``-th batch, so the batches are the same for any number of shares. Shares
-        may get different numbers of batches, or none, so never call a collective inside this loop.
-        """
-
-    def notes(self, num_shares: int) -> Sequence[str]:
-        """Return sentences to log before a training on this number of shares."""
 
 
 class NumberedSplit(ABC):
@@ -105,17 +75,22 @@ class NumberedSplit(ABC):
         return len(self)
 
     def near(self, device: torch.device) -> Self:
-        """Return the split on a GPU if it has at most MOST_GPU_DATA, else unchanged."""
+        """Return the split prepared for a device; on a GPU if it has at most MOST_GPU_DATA."""
         return self
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
-        """See ``Split``."""
+        """Return samples by their numbers; a number past the end gives the last sample."""
         indices = torch.tensor(numbers, device=self.device).clamp(max=len(self) - 1)
         (data,) = self.load([MicroPlan(indices)], seed=seed)
         return MicroBatch(data, num_samples=len(numbers))
 
     def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
-        """See ``Split``."""
+        """Yield the batches of one share; each sample is in exactly one share.
+
+        A share is a contiguous part of the split. With `takes_turns` it is every ``num_shares``-th
+        batch, so the batches are the same for any number of shares. Shares may get different
+        numbers of batches, or none, so never call a collective inside this loop.
+        """
         size, share, count = part.batch_size, part.share, part.num_shares
         begin, end = (len(self) * number // count for number in (share, share + 1))
         starts = range(begin, end, size)
@@ -125,10 +100,6 @@ class NumberedSplit(ABC):
         loaded = self.load(map(MicroPlan, ranges), seed=part.seed)
         for numbers, data in zip(ranges, loaded, strict=True):
             yield MicroBatch(data, num_samples=len(numbers))
-
-    def notes(self, num_shares: int) -> Sequence[str]:
-        """See ``Split``."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -161,7 +132,6 @@ class TensorSplit(NumberedSplit):
         return (self.inputs if self.ends is None else self.ends).device
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.inputs)
 
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -204,7 +174,6 @@ class TokenSplit(NumberedSplit):
         return self.tokens.device
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return max(0, len(self.tokens) - 1) // self.length
 
     def load(self, plans: Iterable[MicroPlan], *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -228,11 +197,7 @@ class TokenSplit(NumberedSplit):
 
 
 def validate_classes(targets: Tensor, *, num_classes: int, subject: str = "targets") -> None:
-    """Reject targets that are neither classes nor IGNORED, such as 255 for ignored pixels.
-
-    Raises:
-        UserError: a target is not a class; the message names the `subject`.
-    """
+    """Raise a ``UserError`` if targets are neither classes nor IGNORED, such as 255 for pixels."""
     if not targets.numel():
         return
     lowest, highest = map(int, torch.stack(targets.aminmax()).tolist())  # one transfer from a GPU

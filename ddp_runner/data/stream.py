@@ -1,7 +1,7 @@
 """A stream, such as an IterableDataset, as a split, and the steps of a training on it."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -9,39 +9,23 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.data import default_collate
 
 from ddp_runner.data.batches import Batches, StepBatch
-from ddp_runner.data.loader import Collate, loader_options, start_loading
-from ddp_runner.data.reader import Loaded, Readers
-from ddp_runner.data.splits import NUM_FIRST, EpochShare, MicroBatch
-from ddp_runner.device import has_streams
+from ddp_runner.data.loader import Collate, Loading, loader_options, start_loading
+from ddp_runner.data.reader import Readers
+from ddp_runner.data.splits import NUM_FIRST, EpochShare, MicroBatch, NumberedSplit
 from ddp_runner.distributed import add_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 
 
 @dataclass(frozen=True)
-class StreamSplit:
-    """The samples of an iterable dataset; a batch is the result of `collate_fn`."""
+class StreamSplit(Loading):
+    """The samples of an iterable dataset."""
 
-    name: str  # in messages: "train", "eval"
-    dataset: Iterable[Any]
-    collate_fn: Collate = default_collate
-    transform: Callable[[Any], Any] | None = None  # of a sample, before collate_fn
     shuffle_buffer: int = 0  # samples that a reader shuffles at a time; 0: in the stream's order
-    num_workers: int = 0  # processes that load; 0: the rank itself loads
-    prefetch_factor: int = 2  # batches that each worker loads ahead
-    pin_memory: bool | None = None  # None: on a GPU
     num_samples = None
-
-    def near(self, device: torch.device) -> "StreamSplit":
-        """Return the split with pinned memory for a GPU, unless the user decided."""
-        if self.pin_memory is not None:
-            return self
-        return replace(self, pin_memory=has_streams(device))
 
     def open(self, part: EpochShare, *, state: Mapping[str, Any] | None = None) -> "OpenStream":
         """Start one share of an epoch, or continue it from a state."""
@@ -63,27 +47,30 @@ class StreamSplit:
         batch = next(alone.open(EpochShare(max(numbers) + 1, share=0, num_shares=1, seed=0)), None)
         if batch is None:
             raise UserError(f"the {self.name} stream has no sample", "give at least 1")
-        return MicroBatch(batch.data, num_samples=len(numbers))
+        return batch._replace(num_samples=len(numbers))
 
     def in_order(self, part: EpochShare, *, takes_turns: bool = False) -> Iterator[MicroBatch]:
-        """See ``Split``."""
-        for batch in self.open(part):
-            yield MicroBatch(batch.data, batch.num_samples)
+        """See ``NumberedSplit``; a single reader keeps the stream's order."""
+        return self.open(part)
 
-    def notes(self, num_shares: int) -> list[str]:
-        """See ``Split``."""
-        lines = [
+    def notes(self, num_shares: int) -> tuple[str, ...]:
+        """Return sentences to log before a training on this number of shares."""
+        order = (
             f"the {self.name} samples are a stream: which of them make a step depends on the "
             "number of ranks and workers, so runs that differ in these are outside parity"
-        ]
+        )
         readers = Readers(self, EpochShare(1, share=0, num_shares=num_shares, seed=0))
-        if not readers.are_sharded and readers.count > 1:
-            lines.append(
-                f"each of {readers.count} readers (ranks x workers) reads the whole {self.name} "
-                "stream and keeps its part; to read it once, give the dataset that number of "
-                "shards and a method shard(num_shards, index)"
-            )
-        return lines
+        if readers.are_sharded or readers.count == 1:
+            return (order,)
+        return (
+            order,
+            f"each of {readers.count} readers (ranks x workers) reads the whole {self.name} stream "
+            "and keeps its part; to read it once, give the dataset that number of shards and a "
+            "method shard(num_shards, index)",
+        )
+
+
+Split = NumberedSplit | StreamSplit
 
 
 class OpenStream:
@@ -93,7 +80,7 @@ class OpenStream:
         self, split: StreamSplit, part: EpochShare, state: Mapping[str, Any] | None
     ) -> None:
         self._loader: Any = None  # None: the share has ended
-        self._batches: Iterator[Loaded] = iter(())
+        self._batches: Iterator[MicroBatch] = iter(())
         if state is not None and state["loader"] is None:
             return
         self._loader = _stateful_loader(split, Readers(split, part))
@@ -101,10 +88,10 @@ class OpenStream:
             self._loader.load_state_dict(state["loader"])
         self._batches = start_loading(self._loader, name=split.name)
 
-    def __iter__(self) -> Iterator[Loaded]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
-    def __next__(self) -> Loaded:
+    def __next__(self) -> MicroBatch:
         batch = next(self._batches, None)
         if batch is None:
             self._loader = None  # its state would be that of a new epoch
@@ -162,19 +149,19 @@ class StreamBatches(Batches):
                 doubles_single=True,
             )
             stream = self.split.open(part, state=self._readers)
-            step = self._load(stream)
-            if not step.global_count:
+            parts, count, readers = self._load(stream)
+            if not count:
                 where, fix = f"epoch {self.epoch + 1}", "let its __iter__ start again each time"
                 if self.step:
                     where, fix = f"{where} after step {self.step}", "give the samples of the save"
                 raise UserError(f"the {self.split.name} stream has no sample in {where}", fix)
-            while step.global_count:
+            while count:
                 following = self._load(stream)  # one step ahead, to know is_last
-                is_last, number = not following.global_count, self.step
-                self._advance(is_last=is_last)
-                self._readers = None if is_last else step.readers
-                yield StepBatch(self._padded(step), step.global_count, number, is_last)
-                step = following
+                step = StepBatch(parts, count, number=self.step, is_last=not following[1])
+                self._advance(is_last=step.is_last)
+                self._readers = None if step.is_last else readers
+                yield step
+                parts, count, readers = following
 
     @property
     def steps_per_epoch(self) -> None:
@@ -199,38 +186,24 @@ class StreamBatches(Batches):
         super().load_state_dict(saved)
         self._readers = saved["readers"]
 
-    def _load(self, stream: OpenStream) -> "_StreamStep":
-        """Load this rank's part of the next step, and exchange its size. Collective."""
-        batches = tuple(islice(stream, self.grad_accum_steps))
-        parts = tuple(
-            MicroBatch(batch.data, batch.num_samples * batch.copies, 1 / batch.copies)
-            for batch in batches
-        )
-        sizes = torch.zeros(self.num_shares, 2, dtype=torch.int64)
-        sizes[self.share] = torch.tensor([sum(b.num_samples for b in batches), len(batches)])
-        self.mark(StepPart.DATA)
-        all_sizes = add_over_ranks(sizes, self.group)
-        self.mark(StepPart.WAIT)  # for a slower rank
-        return _StreamStep(parts, all_sizes, stream.state())
+    def _load(self, stream: OpenStream) -> tuple[tuple[MicroBatch, ...], int, Mapping[str, Any]]:
+        """Load this rank's part of the next step, and exchange its size. Collective.
 
-    def _padded(self, step: "_StreamStep") -> tuple[MicroBatch, ...]:
-        """Return the same number of micro-batches on all ranks: collectives match."""
-        num_missing = int(step.sizes[:, 1].max()) - len(step.parts)
-        return step.parts + num_missing * (self._placeholder,) if num_missing else step.parts
+        Returns:
+            The micro-batches, as many on each rank; the samples over all ranks; and the state of
+            this rank's readers after them.
+        """
+        parts = tuple(islice(stream, self.grad_accum_steps))
+        sizes = torch.zeros(self.num_shares, 2, dtype=torch.int64)
+        sizes[self.share] = torch.tensor([sum(p.num_samples * p.weight for p in parts), len(parts)])
+        self.mark(StepPart.DATA)
+        counts, lengths = add_over_ranks(sizes, self.group).unbind(dim=1)
+        self.mark(StepPart.WAIT)  # for a slower rank
+        if num_missing := int(lengths.max()) - len(parts):
+            parts += num_missing * (self._placeholder,)
+        return parts, int(counts.sum()), stream.state()
 
     @cached_property
     def _placeholder(self) -> MicroBatch:
         """Two samples with weight 0; a single sample if micro-batches have one sample."""
-        return replace(self.split.first(range(min(2, self.micro_size))), weight=0.0)
-
-
-@dataclass(frozen=True)
-class _StreamStep:
-    parts: tuple[MicroBatch, ...]  # of this rank
-    sizes: Tensor  # samples and micro-batches of each share, int64 (num_shares, 2)
-    readers: Mapping[str, Any]  # their state after it
-
-    @property
-    def global_count(self) -> int:
-        """Return the samples over all shares."""
-        return int(self.sizes[:, 0].sum())
+        return self.split.first(range(min(2, self.micro_size)))._replace(weight=0.0)

@@ -31,11 +31,7 @@ def validate_installed(key: str = "dataset=csv_text") -> None:
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Return the tokenizer.json of a folder, or its vocab.txt.
-
-    Raises:
-        UserError: the folder has neither.
-    """
+    """Return a folder's tokenizer.json, or its vocab.txt; a ``UserError`` if it has neither."""
     for name in (TOKENIZER_FILE, VOCABULARY_FILE):
         if (folder / name).is_file():
             return folder / name
@@ -102,11 +98,7 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
 
 
 def padding_id(tokenizer: "Tokenizer", *, folder: str | None) -> int:
-    """Return the id of the token that pads short texts.
-
-    Raises:
-        UserError: the tokenizer lacks this token.
-    """
+    """Return the id of the token that pads short texts; a ``UserError`` if there is none."""
     for token in PADDING_TOKENS:
         index: int | None = tokenizer.token_to_id(token)
         if index is not None:

@@ -185,21 +185,21 @@ def binds_gpus(environ: Mapping[str, str]) -> bool:
 def quota_cores() -> int | None:
     """Return the CPU quota of this process's cgroups in cores, rounded down; None: no limit.
 
-    Every group up to the root sets a limit: cpu.max (version 2), cpu.cfs_quota_us (version 1).
+    Every group up to the root sets a limit, by cpu.max (version 2) or the other files (version 1).
     """
-    quotas = [quota for group in own_cgroups("cpu") if (quota := _quota(group)) is not None]
-    return max(1, int(min(quotas))) if quotas else None
+    names, quotas = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"), list[int]()
+    for group in own_cgroups("cpu"):
+        fields = " ".join(kernel_text(group / name) for name in names).split()
+        if len(fields) == 2 and all(map(str.isdigit, fields)):  # neither "max" nor -1
+            quotas.append(int(fields[0]) // int(fields[1]))
+    return max(1, min(quotas)) if quotas else None
 
 
 def memory_bytes() -> int:
-    """Return how many bytes of memory this process may use.
-
-    Its limits are memory.max (version 2) and memory.limit_in_bytes (version 1) of its cgroups, and
-    those of ulimit -v and -d.
-    """
+    """Return how many bytes of memory this process may use, by its cgroups and ``ulimit``."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for group in own_cgroups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # version 2, version 1
             text = kernel_text(group / name).strip()
             limits += [int(text)] if text.isdigit() else []  # not "max"
     soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
@@ -222,28 +222,16 @@ def own_cgroups(controller: str) -> Iterator[Path]:
                     yield group
 
 
-def _quota(group: Path) -> float | None:
-    """Return a cgroup's CPU quota as a number of cores; None: no limit."""
-    names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of version 2, and the two of 1
-    fields = " ".join(kernel_text(group / name) for name in names).split()
-    if len(fields) != 2 or not all(field.isdigit() for field in fields):  # "max" or -1: no limit
-        return None
-    return int(fields[0]) / int(fields[1])
-
-
 def core_shares(num_slots: int, *, num_cores: int) -> list[tuple[int, ...]]:
     """Return disjoint, equal parts of this process's cores, `num_cores` in all. Linux only."""
-    assert sys.platform == "linux"  # `validate_sweep` ensures it
+    assert sys.platform == "linux"  # ``Local.validate`` ensures it
     cores = sorted(os.sched_getaffinity(0), key=_topology)
     size, distance = num_cores // num_slots, len(cores) // num_slots
     return [tuple(sorted(cores[distance * i :][:size])) for i in range(num_slots)]
 
 
 def gpu_shares(num_slots: int, hardware: Hardware) -> list[dict[str, str]]:
-    """Return disjoint, equal parts of the visible GPUs, each as the variable that selects it.
-
-    Without GPUs no variable is set.
-    """
+    """Return disjoint, equal parts of the visible GPUs, each as the variable that selects it."""
     if hardware.num_gpus == 0 or hardware.kind not in VISIBLE:
         return [{}] * num_slots
     variable = VISIBLE[hardware.kind]

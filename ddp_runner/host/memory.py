@@ -24,11 +24,10 @@ def address_limit() -> str:
 def oom_kills() -> int:
     """Return how often the kernel has killed a process of this cgroup for memory; 0: unknown.
 
-    The nearest group that has a counter decides: memory.events (version 2), memory.oom_control
-    (version 1).
+    The nearest group that has a counter decides.
     """
     for group in own_cgroups("memory"):
-        for name in ("memory.events", "memory.oom_control"):
+        for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
             if match := re.search(r"^oom_kill (\d+)", kernel_text(group / name), re.MULTILINE):
                 return int(match[1])
     return 0

@@ -12,14 +12,13 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from ddp_runner.host.temp_folder import temp_folder
 
@@ -41,9 +40,6 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TRACKER = "ddp_runner.tracking.track"  # a command that sends what remains after a run, then ends
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
 KILL_S = 5.0  # for killed processes to end; a process in uninterruptible sleep may not
-# A rank exits this long after its launcher, unless the fork server kills it first. The server can
-# find the rank's children only while the rank lives.
-SERVER_GRACE_S = 5.0
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
@@ -66,27 +62,6 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
     """Let the kernel signal this process when its parent ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
-
-
-def die_with_launcher() -> None:
-    """Make a slot of a sweep end when its launcher does, even by SIGKILL."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-
-    def wait() -> None:
-        launcher.join()
-        end_after_launcher()
-
-    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
-    if sys.platform == "linux":
-        die_with_parent()
-        release_fork_server()
-
-
-def end_after_launcher() -> NoReturn:
-    """End this process, whose launcher is gone, unless the fork server does so first."""
-    time.sleep(SERVER_GRACE_S if sys.platform == "linux" else 0.0)
-    os._exit(128 + signal.SIGKILL)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
-STREAMS = {"stdout": 1, "stderr": 2}
 PATIENCE_S = 2.0  # from the start of a wait until a line tells the user
 MOST_LETTERS = 24  # of a key in a shortened name
 ERASE_LINE = "\r\x1b[2K"  # on a terminal: the next text replaces the line
@@ -69,8 +68,9 @@ def wrap_lines(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def print_line(text: str, *, stream: TextIO) -> None:
-    """Print a line at once; on a terminal it replaces a live line."""
+def print_line(text: str, *, stream: TextIO | None = None) -> None:
+    """Print a line to a stream, by default to stdout; on a terminal it replaces a live line."""
+    stream = stream or sys.stdout
     print(f"{ERASE_LINE if line_width(stream) else ''}{text}", file=stream, flush=True)
 
 
@@ -81,7 +81,7 @@ def keep_streams(
 
     With a `prefix`, each line begins with it, empty lines are left out, and no line is redrawn.
     """
-    for name, number in STREAMS.items():
+    for name, number in ("stdout", 1), ("stderr", 2):
         try:
             os.fstat(number)
         except OSError:  # closed: the next file to be opened would get its number

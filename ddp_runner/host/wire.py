@@ -6,6 +6,7 @@ training loop begins, ``saving, flag`` around each checkpoint, and last ``result
 ``stack, time_ns, text``. A thread receives, so that a rank answers even during a collective.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -16,11 +17,14 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ddp_runner.host.processes import end_after_launcher, handled_signals
+from ddp_runner.host.processes import handled_signals
 
 # A message of up to 16 kB leaves in one write. Between two writes, a rank may be stopped or killed,
 # and the launcher would wait for the rest.
 MOST_BYTES = 12_000  # of text in a message
+# A rank exits this long after its launcher, unless the fork server kills it first. The server can
+# find the rank's children only while the rank lives.
+SERVER_GRACE_S = 5.0
 
 
 class Wire:
@@ -51,7 +55,8 @@ class Wire:
             try:
                 (word,) = self._pipe.recv()
             except (EOFError, OSError):  # the launcher has ended
-                end_after_launcher()
+                time.sleep(SERVER_GRACE_S if sys.platform == "linux" else 0.0)
+                os._exit(128 + signal.SIGKILL)
             if word == "stop":
                 self.stop = True
             elif word == "stack":

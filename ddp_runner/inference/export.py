@@ -1,12 +1,11 @@
 """``task=export``: write a run's model as safetensors, and as ``checkpoint.export`` says."""
 
-from collections import deque
 from collections.abc import Callable
 
-from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.inference.model import model_arguments, open_model
 from ddp_runner.job import Status
 from ddp_runner.parallelism.shards import whole_state, whole_tensors
+from ddp_runner.rank.records import export_model
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.start_block import shown_path
 from ddp_runner.train.best_model import export_programs
@@ -22,23 +21,20 @@ def run_export(session: Session, stop_requested: Callable[[], bool]) -> Status:
         return Status.COMPLETED
     with model.open_logger(session) as logger:
         logger.step_done(step=0, epoch=0)  # ends the start-up time
-        work, run_dir = model.work, session.run_dir
-        specs, tensors = whole_state(model.module), whole_tensors(model.module)
-        if session.env.is_rank_zero:
-            export_weights(
-                run_dir.export,
-                specs,
-                tensors,
-                step=model.weights.step,
-                metrics={name: value for name, value in model.logged.items() if "/" in name},
-                is_average=model.weights.is_average,
-            )
-        deque(tensors, maxlen=0)  # the other ranks only help to gather
+        work, run_dir, weights = model.work, session.run_dir, model.weights
+        export_model(
+            run_dir,
+            whole_state(model.module),
+            whole_tensors(model.module),
+            step=weights.step,
+            metrics={name: value for name, value in model.logged.items() if "/" in name},
+            is_average=weights.is_average,
+        )
         if session.env.is_rank_zero:
             samples = next(iter(model.splits.values())).first(seed=work.config.seed).data
             arguments = model_arguments(model.run_dir)
             files = export_programs(work, run_dir, arguments=arguments, samples=samples)
             for path in (run_dir.export, *files):
                 session.log(f"wrote {shown_path(path)}")
-        logger.finish(Status.COMPLETED, step=model.weights.step, epoch=model.epoch)
+        logger.finish(Status.COMPLETED, step=weights.step, epoch=model.epoch)
     return Status.COMPLETED

@@ -18,12 +18,12 @@ from ddp_runner.config.secrets import foreign_keys
 from ddp_runner.config.sections import Asked, validate_weights
 from ddp_runner.config.targets import validate_targets
 from ddp_runner.data.load_dataset import build_dataset
-from ddp_runner.data.splits import Split
+from ddp_runner.data.stream import Split
 from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
 from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.data.trees import inputs_of, shapes_on_failure
 from ddp_runner.distributed import from_rank_zero
-from ddp_runner.errors import UserError, any_error, os_errors
+from ddp_runner.errors import UserError, any_error
 from ddp_runner.files import is_missing, read_file
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.records import log_facts, task_logger
@@ -31,7 +31,7 @@ from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger
-from ddp_runner.tracking.run_record import RunFields, read_run_record, write_run_record
+from ddp_runner.tracking.run_record import read_run_record, write_run_record
 from ddp_runner.tracking.start_block import count_of, placement, shown_path
 from ddp_runner.train.build_model import place_alone, place_model
 from ddp_runner.train.build_state import build_work
@@ -55,8 +55,7 @@ class TrainedModel:
     @property
     def epoch(self) -> int:
         """Return the epoch of the weights' step; 0 if the run has not logged that step."""
-        epoch = self.logged.get("epoch")
-        return epoch if isinstance(epoch, int) else 0
+        return int(self.logged.get("epoch", 0))
 
     def open_logger(self, session: Session, *, num_rounds: int = 0) -> Logger:
         """Log the facts of the task, and return this rank's logger."""
@@ -84,8 +83,9 @@ def open_model(session: Session) -> TrainedModel | None:
     def read_run() -> tuple[Weights, dict[str, Any], dict[str, Any]]:
         weights = _weights(run_dir, config, config.inference.weights, log=session.log)
         on_rank_zero.append(weights)
-        facts = logged_at(run_dir, weights.step), model_arguments(run_dir)
-        return replace(weights, tensors={}), *facts
+        lines = [line for line in read_lines(run_dir.metrics)[0] if line["step"] == weights.step]
+        logged = {name: value for line in lines for name, value in line.items()}
+        return replace(weights, tensors={}), logged, model_arguments(run_dir)
 
     weights, logged, arguments = from_rank_zero(read_run)
     dataset = build_dataset(config, log=session.log)
@@ -136,7 +136,7 @@ def load_model(
     # A config from somebody else's run must not allow its own targets.
     frozen.allowed_targets = list(allowed_targets)
     if has_own_loop(frozen.task):  # the loop itself is not called here
-        frozen.task, frozen.loop = "train", {}
+        frozen.task = "train"
     config = _resolved(frozen)
     validate_targets(config)
     if config.task != "train":
@@ -150,18 +150,12 @@ def load_model(
 
 
 def _resolved(frozen: DictConfig) -> Config:
-    """Return a frozen config as the schema's object.
+    """Return a frozen config as the schema's object, without the groups in UNUSED.
 
-    A run may come from anybody, so no value may read the environment or name an address. Drop these
-    values from groups that the model does not need, and reject them in the others.
+    A run may come from anybody, so no value may read the environment or name an address.
     """
     plain: Any = OmegaConf.to_container(frozen)
-    for group in UNUSED:
-        plain[group] = {
-            key: value
-            for key, value in plain[group].items()
-            if not foreign_keys({group: {key: value}}, {})
-        }
+    plain |= {group: {} for group in UNUSED}
     for key, value in foreign_keys(plain, {}).items():
         raise UserError(
             f"{key} ({value}) of the run reads the environment or names an address, and whoever "
@@ -172,32 +166,18 @@ def _resolved(frozen: DictConfig) -> Config:
         return to_config(OmegaConf.create(plain))
 
 
-def logged_at(run_dir: RunDir, step: int) -> dict[str, float | None]:
-    """Return the epoch and the metrics of a step in metrics.jsonl; empty if they are missing."""
-    logged: dict[str, float | None] = {}
-    for line in read_lines(run_dir.metrics)[0]:
-        if line["step"] == step:
-            logged |= line
-    return logged
-
-
 def model_arguments(run_dir: RunDir) -> dict[str, Any]:
     """Return the facts of the data that a run's model was built with.
 
     Raises:
         UserError: run.json lacks them, or cannot be read.
     """
-    record = read_run_record(run_dir)
-    arguments = record.get("model_arguments")
+    arguments = read_run_record(run_dir).get("model_arguments")
     if not isinstance(arguments, dict):
-        if "uses" in record:  # a loop of the user's own
-            raise UserError(
-                f"the run of {run_dir.record} built its model in its own loop, so no other task "
-                "can build it",
-                "let the loop take it from run.model()",
-            )
         raise UserError(
-            f"{run_dir.record} lacks model_arguments, which task=train writes", "restore the file"
+            f"the run of {run_dir.record} built its model in its own loop, so no other task can "
+            "build it",
+            "let the loop take it from run.model()",
         )
     return arguments
 
@@ -217,11 +197,7 @@ def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset:
     """Raise a ``UserError`` if a dataset was not made with the run's tokenizer."""
     for name, content in files.items():
         path = run_dir.path / name
-        if is_missing(path):
-            continue
-        with os_errors(f"{path} cannot be read", fix="make it readable"):
-            kept = read_file(path)
-        if kept != content:
+        if not is_missing(path) and read_file(path) != content:
             raise UserError(
                 f"dataset={dataset} has another {name} than the run ({path}), so its tokens mean "
                 "something else to the model",
@@ -253,11 +229,6 @@ def open_logger(
             **placement(config, session.env, session.devices),
         }
         log_facts(session, facts, notes=notes)
-        fields = RunFields(
-            of_run=str(run_dir),
-            weights_step=weights.step,
-            split=config.inference.split,
-            warnings=list(session.job.warnings),
-        )
-        write_run_record(session.run_dir, **fields)
+        source_run, split = str(run_dir), config.inference.split
+        write_run_record(session.run_dir, of_run=source_run, weights_step=weights.step, split=split)
     return task_logger(session, max_steps=num_rounds)

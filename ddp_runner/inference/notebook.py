@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,7 @@ def load(
         UserError: the folder is not a run of ``task=train``, its config names a target that is not
             allowed, or the weights are missing, damaged or of another model.
     """
-    from ddp_runner.seeds import generator_states, restore_generators
+    from ddp_runner.seeds import GENERATORS, generator_states
 
     packages = [allowed_targets] if isinstance(allowed_targets, str) else allowed_targets
     states = generator_states()
@@ -52,7 +51,8 @@ def load(
 
         return load_model(Path(run), weights=weights, device=device, allowed_targets=packages)[0]
     finally:
-        restore_generators(states)
+        for name, state in states.items():
+            GENERATORS[name].restore(state)
 
 
 def load_tokenizer(run: AnyPath) -> "TextTokenizer":
@@ -75,14 +75,11 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     the last value of each metric (``eval/accuracy``), and ``reason``, why a run cannot be compared.
 
     Raises:
-        UserError: a path contains no run, or pandas is not installed.
+        UserError: a path contains no run.
     """
-    from ddp_runner.compare.run_reader import read_runs as read
-    from ddp_runner.errors import UserError
-
-    if find_spec("pandas") is None:
-        raise UserError("read_runs returns a pandas data frame", "write pip install pandas")
     import pandas
+
+    from ddp_runner.compare.run_reader import read_runs as read
 
     runs = read([*map(Path, [paths] if isinstance(paths, str | os.PathLike) else paths)])
     index = pandas.Index([str(run.folder) for run in runs], name="run")
@@ -95,6 +92,4 @@ def _row(run: "RecordedRun") -> dict[str, Any]:
         for name, value in run.record.items()
         if value is None or isinstance(value, str | int | float)
     }
-    metrics = run.record.get("metrics")
-    results = metrics if isinstance(metrics, dict) else {}
-    return {"status": None, **plain, **run.config, **results, "reason": run.reason}
+    return {"status": None, **plain, **run.config, **run.final, "reason": run.reason}

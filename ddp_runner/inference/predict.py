@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_runner.data.dataset import NamedSamples
 from ddp_runner.data.load_dataset import build_source
-from ddp_runner.data.splits import EpochShare, Split
-from ddp_runner.distributed import StopVote, broadcast_buffers
+from ddp_runner.data.splits import EpochShare
+from ddp_runner.data.stream import Split
+from ddp_runner.distributed import StopVote, broadcast_tensors
 from ddp_runner.errors import UserError
 from ddp_runner.inference.model import TrainedModel, open_model
 from ddp_runner.inference.predictions import Columns, columns_of, joined, write_table
@@ -67,7 +67,7 @@ def _tables(
     """
     work, num_done, vote = model.work, 0, StopVote(model.work.group)
     is_first, num_rounds = work.env.is_rank_zero, sum(rounds.values())
-    broadcast_buffers(model.module, group=work.group)
+    broadcast_tensors([*model.module.buffers()], group=work.group)
     names, like = _sample_names(model) if is_first else {}, None
     for name in model.splits:
         for rows in _rank_rows(model, name, num_rounds=rounds[name]):
@@ -87,7 +87,7 @@ def _sample_names(model: TrainedModel) -> Mapping[str, Sequence[str | int]]:
     """Return the names of the samples by split; empty if the dataset has no names."""
     config = model.work.config
     source = build_source(config)
-    names = source.sample_names(Path(config.data_root)) if isinstance(source, NamedSamples) else {}
+    names = source.sample_names(Path(config.data_root)) if hasattr(source, "sample_names") else {}
     counts = {name: split.num_samples for name, split in model.splits.items()}
     num_names = {name: len(names[name]) for name in counts if name in names}
     if names and num_names != counts:

@@ -30,8 +30,7 @@ def columns_of(
         step: the training step's result for the batch.
         split: train or eval.
         numbers: of the samples in the split, from 0.
-        num_classes: of the dataset; each output with real scores then gets a column with the
-            class of the highest score.
+        num_classes: each output with real scores gets a column with the best class; None: no.
 
     Raises:
         UserError: the outputs are not tensors with a row for each sample, NumPy cannot hold them,

@@ -23,9 +23,6 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.start_block import shown_path
 from ddp_runner.train.state import autocast
 
-FILE = "sample.txt"
-DEFAULT_PROMPT = "\n"
-
 
 def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status:
     """Print the text that the model writes after ``inference.prompt``, and keep it as a file.
@@ -69,7 +66,7 @@ def run_sampling(session: Session, stop_requested: Callable[[], bool]) -> Status
                     logger.finish(Status.PREEMPTED, step=weights.step, epoch=0)
                     return Status.PREEMPTED
         text = tokenizer.decode(tokens)
-        path = session.run_dir.path / FILE
+        path = session.run_dir.path / "sample.txt"
         replace_file(path, text)
         session.log("\n".join(map(printable, text.splitlines())))
         session.log(f"the text is in {shown_path(path)}")
@@ -83,7 +80,7 @@ def encoded_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
     Raises:
         UserError: it has no tokens, or has characters that the run's vocabulary lacks.
     """
-    text = prompt or DEFAULT_PROMPT
+    text = prompt or "\n"
     if isinstance(tokenizer, Characters) and (unknown := {*text} - {*tokenizer.characters}):
         raise UserError(
             f"inference.prompt ({prompt!r}) has characters that the run's vocabulary lacks "

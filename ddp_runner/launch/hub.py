@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
@@ -37,7 +37,6 @@ class Machine:
     joined: MachineFacts | None = None
     state: Literal["new", "waiting", "running", "ended", "failed", "rejected", "gone"] = "new"
     failure: Failure | None = None  # in this attempt
-    connected_at: float = field(default_factory=time.monotonic)
 
 
 class Hub:
@@ -71,8 +70,7 @@ class Hub:
             while not self._is_closed:
                 self._receive()
                 for machine in list(self._machines):
-                    is_late = time.monotonic() > machine.connected_at + SILENT_S
-                    if machine.state == "new" and is_late:
+                    if machine.state == "new" and machine.link.is_silent():
                         self._drop(machine)  # such as a port scanner
                 if self._group is None:
                     self._form()

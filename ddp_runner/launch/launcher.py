@@ -7,9 +7,9 @@ second. This process never imports torch.
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,33 +38,6 @@ from ddp_runner.tracking.start_block import starting_lines
 from ddp_runner.tracking.trackers.start_trackers import followed
 
 
-@dataclass
-class RunFolders:
-    """The run's folders on this machine, and the trackers that follow the run.
-
-    On several machines a folder is only known once a rank has claimed it. After a restart, the
-    ranks may claim another folder.
-    """
-
-    job: Job
-    trackers: ExitStack
-    paths: list[Path]
-    _has_trackers: bool = False
-
-    @property
-    def last(self) -> Path | None:
-        """The folder of the last attempt; None: unknown."""
-        return self.paths[-1] if self.paths else None
-
-    def claimed(self, path: Path, *, on_first_machine: bool) -> None:
-        """Add the folder that a rank has claimed; the first machine starts the trackers."""
-        if path not in self.paths:
-            self.paths.append(path)
-        if on_first_machine and not self._has_trackers:
-            self._has_trackers = True
-            self.trackers.enter_context(followed(self.job, RunDir(path)))
-
-
 def launch(job: Job) -> Outcome:
     """Run a job to its end, and print why it failed if it did.
 
@@ -74,21 +47,33 @@ def launch(job: Job) -> Outcome:
     Raises:
         UserError: the machines of the run do not meet, or their settings contradict each other.
     """
-    is_alone, trackers = job.config.launch.nnodes == 1, ExitStack()
+    is_alone = job.config.launch.nnodes == 1
     if is_alone:
         if is_over(job):
             return COMPLETED
         prepare_run_folder(job)
-    folders = RunFolders(job, trackers, [] if job.run_dir is None else [job.run_dir])
-    stop = StopRequests(running=lambda: folders.paths, is_quiet=job.slot is not None)
+    # On several machines a folder is only known once a rank has claimed it. After a restart, the
+    # ranks may claim another folder.
+    folders, trackers = [] if job.run_dir is None else [job.run_dir], ExitStack()
+    has_trackers = False
+
+    def note_folder(path: Path, *, on_first_machine: bool) -> None:
+        nonlocal has_trackers
+        if path not in folders:
+            folders.append(path)
+        if on_first_machine and not has_trackers:
+            has_trackers = True
+            trackers.enter_context(followed(job, RunDir(path)))
+
+    stop = StopRequests(running=lambda: folders, is_quiet=job.slot is not None)
     stop.may_save = not is_alone  # the first signal is a request, also while the machines meet
     try:
         with stop.handled(), trackers:
             if is_alone:
-                folders.claimed(folders.paths[0], on_first_machine=True)
-            return run_ranks(job, stop, folders)
+                note_folder(folders[0], on_first_machine=True)
+            return run_ranks(job, stop, folders, note_folder)
     except SystemExit:  # a signal came before there were ranks
-        mark_ended(folders.paths[0])
+        mark_ended(folders[0])
         raise
 
 
@@ -107,16 +92,21 @@ def is_over(job: Job) -> bool:
     if record.get("work_hash") != work_hash(job.config):
         raise UserError(f"{fact}, so it cannot continue with other keys", "start a new run")
     if prints_errors():
-        print_line(f"{fact}: nothing is left to do", stream=sys.stdout)
+        print_line(f"{fact}: nothing is left to do")
     return True
 
 
-def run_ranks(job: Job, stop: StopRequests, folders: RunFolders) -> Outcome:
-    """Run this machine's ranks, restart them if any rank fails, and return how they ended."""
+def run_ranks(
+    job: Job, stop: StopRequests, folders: Sequence[Path], note_folder: Callable[..., object]
+) -> Outcome:
+    """Run this machine's ranks, restart them if any rank fails, and return how they ended.
+
+    `folders` are the run's on this machine; ``note_folder`` adds those that ranks claim.
+    """
     start_fork_server()
     adopt_orphans()  # if the server is killed, which otherwise adopts a dead rank's children
     if job.shows_header:
-        print_line(starting_lines(job), stream=sys.stdout)
+        print_line(starting_lines(job))
     machines = Machines(job) if job.config.launch.nnodes > 1 else OneMachine(job)
     new_folder = tempfile.TemporaryDirectory(
         prefix="job-", dir=temp_folder(), ignore_cleanup_errors=True
@@ -125,15 +115,18 @@ def run_ranks(job: Job, stop: StopRequests, folders: RunFolders) -> Outcome:
         job = replace(job, temp=Path(temp))
         while True:
             try:
-                group = machines.join(lambda: stop.is_asked)
+                group = machines.join(lambda: stop.received is not None)
             except UserError as error:  # after a failure, a machine did not come back
                 if not job.earlier:
                     raise
                 sentence = f"{job.earlier[-1][1]}; {error}"
-                return report_failure(job, Failure(None, "machine", sentence), folders.last)
-            if group is None:
-                return _stopped_without_ranks(stop, folders.last)
-            on_claim = partial(folders.claimed, on_first_machine=group.index == 0)
+                return report_failure(job, Failure(None, "machine", sentence), folders)
+            if group is None:  # stopped while it waited for machines
+                stop.announce(is_training=False)
+                for path in folders:  # an earlier attempt may have begun the run
+                    mark_ended(path)
+                return Outcome.stopped(stop.received or signal.SIGTERM)
+            on_claim = partial(note_folder, on_first_machine=group.index == 0)
             ranks = Ranks(job, stop, on_claim)
             failure = ranks.run(group.environs(job), machines)
             if failure is None:
@@ -144,16 +137,8 @@ def run_ranks(job: Job, stop: StopRequests, folders: RunFolders) -> Outcome:
             failure = machines.agree_on_failure(failure)
             is_last = len(job.earlier) >= job.config.launch.max_restarts
             if failure.kind == "user" or failure.rank is None or is_last:
-                return report_failure(job, failure, folders.last)
+                return report_failure(job, failure, folders)
             job = replace(job, earlier=(*job.earlier, (ranks.first_step, failure.sentence)))
-
-
-def _stopped_without_ranks(stop: StopRequests, folder: Path | None) -> Outcome:
-    """Mark the run, if an earlier attempt began it, as stopped while it waited for machines."""
-    stop.announce(is_training=False)
-    if folder is not None:
-        mark_ended(folder)
-    return Outcome.stopped(stop.received or signal.SIGTERM)
 
 
 def print_error(sentence: str) -> None:
@@ -162,14 +147,14 @@ def print_error(sentence: str) -> None:
         print_line(f"error: {sentence}", stream=sys.stderr)
 
 
-def report_failure(job: Job, failure: Failure, folder: Path | None) -> Outcome:
+def report_failure(job: Job, failure: Failure, folders: Sequence[Path]) -> Outcome:
     """Record and print why the ranks failed, and how to resume the run.
 
     If a machine is lost after rank 0 has completed the run, the run has not failed.
     """
     advice = "continue with resume=RUN"
-    if folder is not None and RunDir(folder).record.exists():  # it may be on another machine
-        run_dir = RunDir(folder)
+    run_dir = RunDir(folders[-1]) if folders else None
+    if run_dir is not None and run_dir.record.exists():  # it may be on another machine
         details = run_dir.failure if failure.traceback else run_dir.logs
         advice = f"see {details}, then continue with {run_dir.resume_words(job.resume_arguments)}"
         try:

@@ -6,7 +6,6 @@ restart, waits 30 s for a rank that does not answer SIGTERM, and never waits for
 """
 
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -79,7 +78,7 @@ class Machines(OneMachine):
                     )
                 text = f"{self._awaited()}, up to {limit_s:g} s; {fix}"
                 if waited_s > PATIENCE_S and text != shown and self._joined is None:
-                    print_line(f"waiting for {text}", stream=sys.stdout)
+                    print_line(f"waiting for {text}")
                     shown = text
                 time.sleep(POLL_S if self._link else PAUSE_S)
         return self._joined

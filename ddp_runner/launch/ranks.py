@@ -21,13 +21,7 @@ from ddp_runner.host.processes import (
     start_fork_server,
 )
 from ddp_runner.job import Failure, Job, Outcome
-from ddp_runner.launch.failure_cause import (
-    RankExits,
-    Stack,
-    first_failure,
-    server_was_killed,
-    stayed_suspended,
-)
+from ddp_runner.launch.failure_cause import FailedAttempt, server_was_killed, stayed_suspended
 from ddp_runner.launch.group import OneMachine
 from ddp_runner.launch.rank_process import run_rank
 from ddp_runner.launch.stop_requests import StopRequests
@@ -48,13 +42,13 @@ class Ranks:
         self.first_step: int | None = None  # of the training loop; None: it never began
         self.results: dict[int, Outcome] = {}
         self._job, self._stop, self._on_claim = job, stop, on_claim
-        self._earlier_children = children()  # such as the fork server: not to be killed
+        self._earlier_children = children()  # not to be killed
+        self._oom_kills = oom_kills()
         self._processes: dict[int, ForkServerProcess] = {}
         self._pipes: dict[int, Connection] = {}
         self._failures: dict[int, Failure] = {}
-        self._stacks: dict[int, Stack] = {}
-        self._not_started: dict[int, int] = {}  # exit codes of ranks that could not start
-        self._exit_codes: dict[int, int | None] = {}  # as of the last ``poll``
+        self._stacks: dict[int, tuple[int, str]] = {}
+        self._exit_codes: dict[int, int | None] = {}  # as of the last ``_poll``
         self._saving = set[int]()  # the ranks that write a checkpoint
         self._saved_at = 0.0
         self._is_training = False
@@ -66,30 +60,31 @@ class Ranks:
         None: all ranks of all machines have ended well.
         """
         try:
-            self.start(environs)
+            if not self._start(environs):
+                return self._collect_failure({}, peers_timed_out=False)
             late_at = math.inf
             while True:
-                lost = self.poll()
+                lost = self._poll()
                 if lost or machines.must_end:
                     return self._collect_failure(lost, peers_timed_out=machines.timed_out)
                 if late_at == math.inf and (self.results or machines.has_ended):
                     late_at = time.monotonic() + self._job.config.backend.timeout_s
                 if None in self._exit_codes.values():
                     # No peer waits in a collective, so none would report a suspended rank.
-                    if time.monotonic() > late_at and (suspended := self._suspended()):
-                        self._wait_for_answers()  # another rank may be saving
-                        return stayed_suspended(suspended[0], self._job.config)
+                    for rank, process in self._processes.items():
+                        if time.monotonic() > late_at and is_suspended(process.pid):
+                            self._wait_for_answers()  # another rank may be saving
+                            return stayed_suspended(rank, self._job.config)
                 elif (all_ended := machines.all_ended()) is not None:
                     return None if all_ended else self._collect_failure({}, peers_timed_out=False)
         finally:
-            self.end()
+            self._end()
 
-    def start(self, environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a rank with each set of torchrun's variables; ``poll`` reports a failure."""
+    def _start(self, environs: Sequence[Mapping[str, str]]) -> bool:
+        """Start a rank with each set of torchrun's variables; return whether all have started."""
         assert self._job.temp is not None
         self._job.temp.mkdir(parents=True, exist_ok=True)  # a cleaner may have removed it
         start_fork_server()  # if it was killed
-        self._earlier_children, self._oom_kills = children(), oom_kills()
         for environ in environs:
             has_started = self._fork(environ)
             if not has_started and not self._processes:  # killed during its imports: try again
@@ -99,8 +94,8 @@ class Ranks:
             if not has_started:
                 rank = int(environ["RANK"])
                 self._failures[rank] = server_was_killed(rank)
-                self._not_started[rank] = UNKNOWN_CODE
-                return
+                return False
+        return True
 
     def _fork(self, environ: Mapping[str, str]) -> bool:
         """Start a rank; return whether the fork server was there to do it."""
@@ -120,24 +115,19 @@ class Ranks:
         self._stop.may_save = True
         return True
 
-    def _suspended(self) -> list[int]:
-        """Return the ranks that are suspended, as by SIGSTOP. Linux only, empty elsewhere."""
-        return [rank for rank, process in self._processes.items() if is_suspended(process.pid)]
-
-    def poll(self) -> dict[int, int]:
+    def _poll(self) -> dict[int, int]:
         """Take the ranks' messages, pass on a stop request; return the exit codes of lost ranks."""
         # Before the messages: a rank sends its result, and then ends.
         self._exit_codes = {rank: process.exitcode for rank, process in self._processes.items()}
         self._receive(POLL_S)
         self._stop_if_asked()
-        lost = {
+        return {
             rank: code
             for rank, code in self._exit_codes.items()
             if code is not None and rank not in self.results
         }
-        return lost | self._not_started
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Kill the ranks and all their descendants."""
         for pipe in self._pipes.values():
             pipe.close()
@@ -179,14 +169,14 @@ class Ranks:
             case "failure", failure:
                 self._failures[rank] = failure
             case "stack", time_ns, text:
-                self._stacks[rank] = Stack(time_ns, text)
+                self._stacks[rank] = time_ns, text
 
     def _send(self, rank: int, *message: Any) -> None:
         with suppress(KeyError, OSError):  # the rank has ended
             self._pipes[rank].send(message)
 
     def _stop_if_asked(self) -> None:
-        if not self._stop.is_asked:
+        if self._stop.received is None:
             return
         if not self._has_sent_stop:
             self._has_sent_stop = True
@@ -203,9 +193,12 @@ class Ranks:
 
     def _collect_failure(self, lost: Mapping[int, int], *, peers_timed_out: bool) -> Failure:
         """Collect the stacks of all ranks; return the failure that came first."""
-        exits = RankExits(
+        attempt = FailedAttempt(
+            self._job.config,
             ranks=list(self._processes),
             exit_codes=lost,
+            reports=self._failures,
+            stacks=self._stacks,
             out_of_memory=oom_kills() > self._oom_kills,
             server_is_gone=fork_server_is_gone(
                 within_s=1.0 if UNKNOWN_CODE in lost.values() else 0.0
@@ -215,7 +208,7 @@ class Ranks:
         for rank in self._processes:
             self._send(rank, "stack")
         self._wait_for_answers()
-        return first_failure(exits, self._failures, self._stacks, self._job.config)
+        return attempt.first_failure()
 
     def _wait_for_answers(self) -> None:
         """Wait until each rank has ended or failed, and longer for a save: a restart uses it."""
@@ -226,8 +219,7 @@ class Ranks:
             self._receive(0.0)
             if alive <= self._failures.keys():
                 return
-            writers = [self._processes[rank].pid for rank in self._saving]
-            is_saving = any(pid is not None and not is_suspended(pid) for pid in writers)
+            is_saving = any(not is_suspended(self._processes[rank].pid) for rank in self._saving)
             if time.monotonic() > (save_deadline if is_saving else deadline):
                 return
             self._stop_if_asked()

@@ -73,9 +73,7 @@ class ComputeError(UserError):
 class Evaluation:
     """The metrics of an evaluation set that is split among the ranks.
 
-    Args:
-        metrics: by name, as configured; they are copied.
-        device: device of the outputs and targets.
+    They are copies, by name, on the device of the outputs and targets.
 
     Raises:
         UserError: a metric has no ``merge``, or cannot be sent to the other ranks.

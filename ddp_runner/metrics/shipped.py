@@ -18,18 +18,11 @@ from ddp_runner.metrics.metric import summed
 def confusion_counts(outputs: Tensor, targets: Tensor, *, num_classes: int) -> Tensor:
     """Return how often each true class was predicted as each class, without waiting for a GPU.
 
-    The last column counts predictions outside the classes: a model may have more outputs than the
-    dataset has classes. The last row counts targets outside the classes (first cell) and targets of
-    -100 (second cell).
-
-    Args:
-        outputs: scores (batch, num_classes or more, ...), on any device.
-        targets: true classes (batch, ...), on the same device.
-        num_classes: classes of the dataset.
-
-    Returns:
-        Counts, int64 (num_classes + 1, num_classes + 1): a row per true class, a column per
-        prediction.
+    Outputs are scores (batch, num_classes or more, ...), targets are true classes (batch, ...). The
+    counts, int64 (num_classes + 1, num_classes + 1), have a row per true class and a column per
+    prediction. The last column counts predictions outside the classes: a model may have more
+    outputs than the dataset has classes. The last row counts targets outside the classes (first
+    cell) and targets of -100 (second cell).
 
     Raises:
         UserError: the outputs have no score for each target.
@@ -71,10 +64,8 @@ def classification_metrics(counts: Tensor) -> dict[str, float]:
     """Return accuracy, precision, recall and F1 of an evaluation set.
 
     With two classes the second is positive; with more, each metric is the unweighted mean over the
-    classes (macro average). A class that never occurs or is never predicted scores 0.
-
-    Args:
-        counts: the class rows of ``confusion_counts``, summed over all batches and ranks.
+    classes (macro average). A class that never occurs or is never predicted scores 0. The counts
+    are the class rows of ``confusion_counts``, summed over all batches and ranks.
     """
     hits = counts.diagonal().double()
     predicted, true = counts.sum(dim=0)[:-1], counts.sum(dim=1)  # per class
@@ -151,11 +142,7 @@ class Perplexity(_Mean):
     """
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the cross-entropy of a batch.
-
-        Raises:
-            UserError: the outputs have no logits for each token.
-        """
+        """Add the cross-entropy of a batch; a ``UserError`` without logits for each token."""
         if outputs.shape[:-1] == targets.shape:
             outputs = outputs.movedim(-1, 1)
         validate_scores(outputs, targets)
@@ -172,11 +159,7 @@ class MAE(_Mean):
     """The mean absolute error over all values. Outputs and targets have the same shape."""
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add the errors of a batch.
-
-        Raises:
-            UserError: the shapes differ.
-        """
+        """Add the errors of a batch; a ``UserError`` if the shapes differ."""
         if outputs.shape != targets.shape:  # torch would broadcast them
             raise UserError(
                 f"a regression metric needs outputs and targets of the same shape, not "

@@ -9,24 +9,17 @@ from torch import nn
 
 def classifier(
     *,
-    architecture: str,
+    architecture: str,  # a name in https://docs.pytorch.org/vision/stable/models.html
     num_classes: int,
     in_channels: int,
     small_images: bool,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,  # keywords of torchvision's builder
 ) -> nn.Module:
     """Return an untrained model from (batch, in_channels, height, width) to (batch, num_classes).
 
     It is torchvision's module, with its parameter names. A replaced first convolution has PyTorch's
-    default initial weights.
-
-    Args:
-        architecture: a name in https://docs.pytorch.org/vision/stable/models.html.
-        num_classes: number of classes.
-        in_channels: channels of an image.
-        small_images: begin with a 3x3 convolution of stride 1 and no max-pooling, the usual form
-            for images of 32x32 pixels (arXiv:2002.05709, B.9).
-        options: more keyword arguments of torchvision's builder, such as a vit's image_size.
+    default initial weights. With `small_images` the model begins with a 3x3 convolution of stride 1
+    and no max-pooling, the usual form for images of 32x32 pixels (arXiv:2002.05709, B.9).
 
     Raises:
         ValueError: the architecture is unknown, or it cannot be changed in this way.

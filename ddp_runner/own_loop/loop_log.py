@@ -3,8 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -16,10 +15,7 @@ from ddp_runner.job import Status
 from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.own_loop.rank_batches import Loader
 from ddp_runner.rank.records import Records
-from ddp_runner.rank.session import Session
-from ddp_runner.tracking.run_record import RunFields
-
-PLAIN = (int, float, str, list, type(None))  # the types that run.json can hold
+from ddp_runner.tracking.run_logger import NullLogger
 
 
 def number(value: float | Tensor) -> float:
@@ -27,33 +23,14 @@ def number(value: float | Tensor) -> float:
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
-class OwnRecords(Records):
-    """``Records`` with the metrics, images and speed that a loop logs."""
+class LoopLog:
+    """Writes the metrics, images and speed of a loop to its records; `loaders` may grow."""
 
-    def __init__(
-        self,
-        session: Session,
-        *,
-        uses: Mapping[str, Mapping[str, Any]],
-        loaders: Sequence[Loader],
-        resume_step: int | None,
-        stack: ExitStack,
-    ) -> None:
-        """Begin the records.
-
-        `uses` holds the config groups that the loop built, with its arguments; `loaders` may grow.
-        """
-        fields = RunFields(uses=sorted(uses))
-        if (arguments := uses.get("model")) is not None:  # to build the model from the run later
-            plain = {key: value for key, value in arguments.items() if isinstance(value, PLAIN)}
-            fields["model_arguments"] = plain
-        super().__init__(
-            session, fields=fields, resume_step=resume_step, stack=stack, max_steps=None
-        )
-        self._loaders = loaders
+    def __init__(self, records: Records, loaders: Sequence[Loader], *, step: int) -> None:
+        self.records, self._loaders = records, loaders
         self._metrics: dict[str, float] = {}  # logged at _metrics_step
         self._metrics_step = -1
-        self._timed_step, self._timed_samples = resume_step or 0, 0
+        self._timed_step, self._timed_samples = step, 0
         self._timed_at = time.perf_counter()
 
     def metrics_of(self, step: int) -> dict[str, float]:
@@ -66,7 +43,7 @@ class OwnRecords(Records):
         Raises:
             UserError: a name is in LINE_FIELDS, or a value is not a number.
         """
-        if not self._is_rank_zero:
+        if isinstance(self.records.logger, NullLogger):
             return
         numbers = dict[str, float]()
         for name, value in values.items():
@@ -80,11 +57,11 @@ class OwnRecords(Records):
         if step != self._metrics_step:  # a checkpoint keeps only the metrics of its own step
             self._metrics, self._metrics_step = {}, step
         self._metrics |= numbers
-        self.logger.log(numbers | self._speed(step), step=step, epoch=self._epoch)
+        self.records.logger.log(numbers | self._speed(step), step=step, epoch=self._epoch)
 
     def log_image(self, name: str, image: Tensor, *, step: int) -> None:
         """Write an image: see ``Run.log_image``."""
-        if not self._is_rank_zero:
+        if isinstance(self.records.logger, NullLogger):
             return
         if image.ndim == 2:
             image = image[None]
@@ -96,17 +73,17 @@ class OwnRecords(Records):
         if image.is_floating_point():
             image = image.detach().clamp(0, 1).mul(255).round()
         pixels = image.to("cpu", torch.uint8).expand(3, -1, -1).permute(1, 2, 0).numpy()
-        self.logger.log_image(name, pixels, step=step)
+        self.records.logger.log_image(name, pixels, step=step)
 
     def step_done(self, step: int) -> None:
         """Report a completed step; the first step ends the start-up."""
-        self.logger.step_done(step=step, epoch=self._epoch)
+        self.records.logger.step_done(step=step, epoch=self._epoch)
 
     def finish(self, status: Status, *, step: int) -> None:
         """Wait for the last checkpoint, and write the run's status."""
-        self.wait()
+        self.records.wait()
         epoch = max((loader.epoch for loader in self._loaders), default=0)
-        self.logger.finish(status, step=step, epoch=epoch)
+        self.records.logger.finish(status, step=step, epoch=epoch)
 
     @property
     def _epoch(self) -> int:

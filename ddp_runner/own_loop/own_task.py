@@ -20,12 +20,7 @@ from ddp_runner.tracking.start_block import placement, shown_path
 
 
 def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status:
-    """Call the task's function with a ``Run`` and the keys under loop.
-
-    Collective: every rank must call.
-
-    Returns:
-        PREEMPTED if ``Run.should_stop`` returned True, else COMPLETED.
+    """Call the task's function with a ``Run`` and the keys under loop. Collective.
 
     Raises:
         UserError: the function does not accept the keys, or raised this error.
@@ -59,11 +54,7 @@ def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status
 def validate_arguments(
     function: Callable[..., Any], arguments: Mapping[str, Any], *, target: str
 ) -> None:
-    """Reject unknown and missing keys under loop.
-
-    Raises:
-        UserError: an argument is unknown or missing, or the function has no parameter for the run.
-    """
+    """Reject unknown and missing keys under loop, and a function that takes no run."""
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters or parameters[0].kind == parameters[0].KEYWORD_ONLY:
         raise UserError(f"task ({target}) takes no run", f"write def {function.__name__}(run, …)")

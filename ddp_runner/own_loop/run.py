@@ -8,20 +8,26 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.load_dataset import build_dataset
 from ddp_runner.distributed import StopVote, sum_over_ranks
 from ddp_runner.errors import UserError
 from ddp_runner.job import Status
-from ddp_runner.own_loop import wrapping
-from ddp_runner.own_loop.loop_log import OwnRecords, number
+from ddp_runner.own_loop.loop_log import LoopLog, number
 from ddp_runner.own_loop.rank_batches import Loader, open_loader
-from ddp_runner.own_loop.wrapping import bare, fix_bucket_order, mark_replaced
+from ddp_runner.own_loop.wrapping import bare, build_saver, fix_bucket_order, mark_replaced
 from ddp_runner.parallelism.shards import whole_state, whole_tensors
+from ddp_runner.parallelism.single import Single
+from ddp_runner.rank.records import Records, export_model
 from ddp_runner.rank.session import Session, report_start
 from ddp_runner.seeds import seed_all
+from ddp_runner.tracking.run_record import RunFields
+from ddp_runner.train.build_model import place_model
 from ddp_runner.train.optimizers import optimizer_of
+
+PLAIN = (int, float, str, list, type(None))  # the types that run.json can hold
 
 
 class Run:
@@ -54,7 +60,7 @@ class Run:
         self._layout = session.mode.layout(env)
         self._vote, self._loaders = StopVote(), list[Loader]()
         self._objects: dict[str, Any] = {}
-        self._records: OwnRecords | None = None
+        self._log: LoopLog | None = None
         self._uses = dict[str, dict[str, Any]]()  # the config groups in use, with extra arguments
         self._step, self._saved_step = 0, -1  # the last step reported, and the last saved
         self._is_stopped = False
@@ -68,7 +74,15 @@ class Run:
             UserError: the keys or the weights do not fit the model.
         """
         self._uses["model"] = arguments
-        return wrapping.build_model(self._session, **arguments)
+        session, config, weights = self._session, self.config, None
+        # Only a model of several stages gets its mode's placement here; ``wrap`` places any other.
+        mode = session.mode if len(self.devices) > 1 else Single("single")
+        module = place_model(config, mode, {}, self.devices, **arguments)
+        if config.model.get("weights") is not None:
+            if self.is_rank_zero:
+                weights = starting_weights(config, session.run_dir.checkpoints, log=session.log)
+            load_weights(module, weights)
+        return module
 
     def dataset(self) -> Dataset:
         """Return the config's dataset; pass its splits ``train`` and ``eval`` to ``loader``.
@@ -153,22 +167,26 @@ class Run:
         Raises:
             UserError: an object has no state or was made before ``wrap``, or no checkpoint fits.
         """
-        if self._records is not None:
+        if self._log is not None:
             raise UserError("run.restore was called twice", "call it once, with everything to save")
         for loader in self._loaders:
             loader.rewind()
         self._objects = {name: bare(value) for name, value in objects.items()}
         session, folder = self._session, self._session.run_dir.checkpoints
-        self._saver = wrapping.build_saver(session, self._objects)
+        self._saver = build_saver(session, self._objects)
         is_resumed = self.config.resume is not None
         checkpoint = self._saver.restore(folder, is_resumed=is_resumed, log=session.log)
         step = checkpoint and checkpoint.step
         self._step = step or 0
         seed_all(self.seed, "own loop", self._step, self._layout.share)
         report_start(session, step=self._step)
-        self._records = OwnRecords(
-            session, uses=self._uses, loaders=self._loaders, resume_step=step, stack=self._stack
-        )
+        fields = RunFields(uses=sorted(self._uses))
+        if (arguments := self._uses.get("model")) is not None:  # to build it from the run later
+            plain = {key: value for key, value in arguments.items() if isinstance(value, PLAIN)}
+            fields["model_arguments"] = plain
+        stack = self._stack
+        records = Records(session, fields=fields, resume_step=step, stack=stack, max_steps=None)
+        self._log = LoopLog(records, self._loaders, step=self._step)
         return self._step
 
     def log(self, values: Mapping[str, float | Tensor], *, step: int) -> None:
@@ -210,9 +228,8 @@ class Run:
             raise UserError(
                 "run.save has nothing to save", "name it in run.restore(NAME=OBJECT, …)"
             )
-        records = self._at(step)
-        content, metrics = partial(self._saver.snapshot, step), records.metrics_of(step)
-        records.save(content, step=step, metrics=metrics)
+        log, content = self._at(step), partial(self._saver.snapshot, step)
+        log.records.save(content, step=step, metrics=log.metrics_of(step))
         self._saved_step = step
 
     def should_stop(self, step: int) -> bool:
@@ -236,26 +253,26 @@ class Run:
         Raises:
             UserError: the file cannot be written.
         """
-        records = self._at()
-        model, metrics = bare(module), records.metrics_of(self._step)
-        records.export(whole_state(model), whole_tensors(model), step=self._step, metrics=metrics)
+        model, step, metrics = bare(module), self._step, self._at().metrics_of(self._step)
+        run_dir, specs, tensors = self._session.run_dir, whole_state(model), whole_tensors(model)
+        export_model(run_dir, specs, tensors, step=step, metrics=metrics)
 
-    def _at(self, step: int | None = None) -> OwnRecords:
-        """Return the records, and set the loop's step if given."""
-        if self._records is None:  # log may run on a single rank, restore is a collective
+    def _at(self, step: int | None = None) -> LoopLog:
+        """Return the log, and set the loop's step if given."""
+        if self._log is None:  # log may run on a single rank, restore is a collective
             raise UserError(
                 "the loop began without run.restore",
                 "call it before the loop, with the objects to save, as in "
                 "step = run.restore(model=model), or with nothing",
             )
         self._step = self._step if step is None else step
-        return self._records
+        return self._log
 
 
 def finish(run: Run) -> Status:
     """Write the run's end after its function returned. Collective: every rank must call."""
     run._vote.settle()
-    if run._records is None:
+    if run._log is None:
         run.restore()
     status = Status.PREEMPTED if run._is_stopped else Status.COMPLETED
     run._at().finish(status, step=run._step)

@@ -1,4 +1,4 @@
-"""Builds the model and the saver of a user's own loop, and wraps its modules."""
+"""Wraps the modules of a user's own loop, and builds their saver."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +10,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_runner.checkpoint.optimizer_state import settings_of
 from ddp_runner.checkpoint.saved_objects import Saver
-from ddp_runner.checkpoint.weights import load_weights, starting_weights
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism.single import Single
 from ddp_runner.rank.session import Session
-from ddp_runner.train.build_model import place_model
 
 REPLACED = "_replaced"  # marks a parameter that ``wrap`` replaced
 
@@ -65,12 +62,7 @@ def mark_replaced(before: Sequence[nn.Parameter], module: nn.Module) -> None:
 
 
 def validate_objects(objects: Mapping[str, Any]) -> None:
-    """Reject objects without a state, and optimizers that would train nothing.
-
-    Raises:
-        UserError: an object lacks ``state_dict`` or ``load_state_dict`` and is not a dict, or an
-            optimizer was made before ``wrap``.
-    """
+    """Reject objects without a state, and optimizers that were made before ``wrap``."""
     for name, value in objects.items():
         has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
         if not has_state and not isinstance(value, dict):
@@ -85,19 +77,6 @@ def validate_objects(objects: Mapping[str, Any]) -> None:
                 "shards, so it would train nothing",
                 "make it after run.wrap",
             )
-
-
-def build_model(session: Session, **arguments: Any) -> nn.Module:
-    """Return the config's model on this rank's devices; see ``Run.model``."""
-    config, devices, weights = session.config, session.devices, None
-    # Only a model of several stages gets its mode's placement here; ``wrap`` places any other.
-    mode = session.mode if len(devices) > 1 else Single("single")
-    module = place_model(config, mode, {}, devices, **arguments)
-    if config.model.get("weights") is not None:
-        if session.env.is_rank_zero:
-            weights = starting_weights(config, session.run_dir.checkpoints, log=session.log)
-        load_weights(module, weights)
-    return module
 
 
 def build_saver(session: Session, objects: Mapping[str, Any]) -> Saver:

@@ -103,7 +103,7 @@ class PipelineEngine(Engine[Any, Any]):
         """
         count, parts = state.batches.grad_accum_steps, [*batch.micro_batches]
         # The schedule has a fixed number of micro-batches, and an epoch's last step may have fewer.
-        parts += [replace(parts[0], weight=0.0)] * (count - len(parts))
+        parts += [parts[0]._replace(weight=0.0)] * (count - len(parts))
         self._state, self._count, self._seed = state, batch.global_count, torch.initial_seed()
         self._sums: Sums = self._local.new_sums(state)
         micros = [self._recorded(part, index) for index, part in enumerate(parts)]

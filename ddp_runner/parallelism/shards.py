@@ -31,10 +31,7 @@ Part = tuple[Sequence[int], Tensor]  # offsets in the whole tensor, values
 class StoredTensor:
     """A whole tensor that is not in memory; a rank reads the part that it needs.
 
-    Args:
-        name: for messages.
-        spec: with its dtype and shape.
-        parts: mapped from files, so that only what is used is read.
+    The parts are mapped from files, so that only what is used is read.
     """
 
     def __init__(self, name: str, spec: Tensor, parts: Sequence[Part]) -> None:
@@ -217,10 +214,8 @@ def send_module(
 ) -> None:
     """Load rank 0's tensors on all ranks, one at a time. Collective: every rank must call.
 
-    Args:
-        module: the bare model, or a rank's stage of it.
-        tensors: on rank 0 the model's state_dict with whole tensors; None on other ranks.
-        group: the ranks that have the module; None: all.
+    The module is a bare model, or a rank's stage of one. The tensors are the model's state_dict
+    with whole tensors on rank 0, None on the others. `group` has the module; None: all ranks.
     """
     own = module.state_dict()
     device = next(iter(own.values())).device

@@ -78,10 +78,8 @@ class TreeReducer:
     def mean(self, sums: Leaf, like: Sequence[Tensor], *, count: int) -> list[Tensor]:
         """Return the means over all parts, until the next call. Collective: every rank must call.
 
-        Args:
-            sums: of this rank's parts.
-            like: tensors with the shapes, dtypes, devices and memory formats of the sums.
-            count: the parts of all ranks.
+        The sums are those of this rank's parts, and `count` the parts of all ranks. The tensors of
+        `like` have the sums' shapes, dtypes, devices and memory formats.
         """
         size = dist.get_world_size()
         if size == 1:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ddp_runner.device import sum_dtype, upload
 from ddp_runner.dist_env import DistEnv
+from ddp_runner.distributed import broadcast_tensors
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.mode import Engine, Layout, Mode, Sums
@@ -48,7 +48,6 @@ class VirtualRanks:
         """Build the model as the mode does. Collective: every rank must call."""
         return self.mode.place(build, devices)
 
-    @torch.no_grad()
     def wrap(self, module: nn.Module, devices: Sequence[torch.device]) -> nn.Module:
         """Return the model with rank 0's weights. Collective: every rank must call.
 
@@ -64,10 +63,8 @@ class VirtualRanks:
                     f"{name or 'the model'} is a SyncBatchNorm, which adds over ranks itself",
                     "use BatchNorm in the model, or write batch.virtual_ranks=null",
                 )
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not is_shard(tensor):
-                dist.broadcast(value := tensor.detach().contiguous(), src=0)
-                tensor.copy_(value)
+        tensors = (*module.parameters(), *module.buffers())
+        broadcast_tensors([tensor for tensor in tensors if not is_shard(tensor)])
         return module
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

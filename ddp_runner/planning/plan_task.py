@@ -10,10 +10,10 @@ from ddp_runner.config.schema import RunConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import counted
 from ddp_runner.job import Status
-from ddp_runner.planning.rank_trace import RankTrace, make_mode, trace_rank
+from ddp_runner.planning.rank_trace import RankTrace, trace_rank
 from ddp_runner.planning.step_times import step_times
 from ddp_runner.rank.records import log_facts, task_logger
-from ddp_runner.rank.session import Session, report_start
+from ddp_runner.rank.session import Session, make_mode, report_start
 
 GIB = 2**30
 ALLOWANCE = 1.2  # reserved over live bytes: the allocator's gaps, NCCL's and cuBLAS's buffers

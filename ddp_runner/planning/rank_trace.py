@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from ddp_runner.config.instantiate import make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.load_dataset import build_dataset, build_source
@@ -27,7 +26,6 @@ from ddp_runner.data.stream import StreamSplit
 from ddp_runner.data.text_tokenizer import NUM_BYTES, load_text_tokenizer
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
-from ddp_runner.parallelism.mode import Mode
 from ddp_runner.parallelism.stages import whole_parameters
 from ddp_runner.planning.fake_ranks import (
     NumberlessTensors,
@@ -36,6 +34,7 @@ from ddp_runner.planning.fake_ranks import (
 )
 from ddp_runner.planning.planned_mode import PlannedMode
 from ddp_runner.planning.step_tracker import Collective, StepTracker, num_bytes, tensors_of
+from ddp_runner.rank.session import make_mode
 from ddp_runner.train.build_state import build_state, build_work
 from ddp_runner.train.loop import build_engine, take_step
 from ddp_runner.train.state import TrainState, Work
@@ -74,12 +73,6 @@ class RepeatedSplit(NumberedSplit):
         for plan in plans:
             rows = torch.zeros(len(plan.indices), dtype=torch.int64)
             yield tree_map(partial(torch.index_select, dim=0, index=rows), self.sample)
-
-
-def make_mode(config: RunConfig) -> Mode:
-    """Return the mode of a config."""
-    mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
-    return mode
 
 
 def trace_rank(config: RunConfig, *, rank: int, log: Callable[[str], None]) -> RankTrace:

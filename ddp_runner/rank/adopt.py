@@ -1,7 +1,6 @@
 """The config of a resumed run, on ranks whose machine does not have the run's folder."""
 
 import socket
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from omegaconf import OmegaConf
@@ -26,7 +25,21 @@ def with_config_of_rank_zero(job: Job) -> Job:
     machines = gather_objects((socket.gethostname(), job.lacks_run))
     if not any(lacks_run for _, lacks_run in machines):
         return job
-    _validate_rank_zero(job, machines)
+    host_with_run = next((host for host, lacks_run in machines if not lacks_run), None)
+    if host_with_run is None:
+        raise UserError(
+            f"resume={job.config.resume} is not a run folder on any of the {len(dict(machines))} "
+            "machines",
+            "name a run's folder",
+        )
+    first_host, rank_zero_lacks_run = machines[0]
+    if rank_zero_lacks_run:
+        fix = f"copy it to {first_host}"
+        if job.wire is not None:  # only our launcher can move rank 0 to another machine
+            fix += f", or give {host_with_run} launch.node_rank=0"
+        raise UserError(
+            f"resume={job.config.resume} is on {host_with_run}, and {first_host} has rank 0", fix
+        )
     shared = from_rank_zero(lambda: asdict(job.secrets.written(job.config)))
     if not job.lacks_run:
         return job
@@ -44,19 +57,3 @@ def with_config_of_rank_zero(job: Job) -> Job:
             f"add backend={adopted.backend.name} to the command",
         )
     return replace(job, config=adopted, secrets=secrets)
-
-
-def _validate_rank_zero(job: Job, machines: Sequence[tuple[str, bool]]) -> None:
-    """Reject a rank 0 whose machine lacks the run, by each rank's host and whether it does."""
-    host, lacks_run = machines[0]
-    if not lacks_run:
-        return
-    host_with_run = next((name for name, lacks_run in machines if not lacks_run), None)
-    if host_with_run is None:
-        count = len({name for name, _ in machines})
-        where, fix = f"not a run folder on any of the {count} machines", "name a run's folder"
-    else:
-        where, fix = f"on {host_with_run}, and {host} has rank 0", f"copy it to {host}"
-        if job.wire is not None:  # only our launcher can move rank 0 to another machine
-            fix += f", or give {host_with_run} launch.node_rank=0"
-    raise UserError(f"resume={job.config.resume} is {where}", fix)

@@ -5,8 +5,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ddp_runner.config.sections import BackendConfig
-from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors, validate_rendezvous
+from ddp_runner.dist_env import FROM_ENVIRONMENT, DistEnv, prints_errors
 from ddp_runner.errors import UserError, os_errors
 from ddp_runner.host.hardware import FOR_CPU
 from ddp_runner.host.network import is_here, outer_interface
@@ -42,8 +41,7 @@ def process_group(
     On GPUs the group also has gloo for CPU tensors: small facts must not wait for a kernel.
 
     Raises:
-        UserError: this torch lacks the backend, no address is given, or the ranks cannot meet
-            there.
+        UserError: this torch lacks the backend, or the ranks cannot meet at the address.
     """
     if backend.name == "mpi" and not dist.is_mpi_available():
         raise UserError(
@@ -51,34 +49,22 @@ def process_group(
             "are)",
             "write backend=gloo, or build torch from source with an MPI library",
         )
-    validate_rendezvous(env, init_method=init_method, backend=backend.name)
+    _validate_host(env, init_method)
+    is_local, timeout = _choose_interface(env, init_method), timedelta(seconds=backend.timeout_s)
     has_store = backend.name != "mpi"
-    if has_store:
-        _validate_host(env, init_method)
-    is_local = _choose_interface(env, init_method)
-    timeout = timedelta(seconds=backend.timeout_s)
+    store = _open_store(env, init_method, timeout, is_local=is_local) if has_store else None
     # Groups and meshes that are made later have torch's default, half an hour, in place of ours.
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(distributed_c10d, name, timeout)
     with_gloo = f"cpu:gloo,{backend.device}:{backend.name}"
-    try:
-        store = _open_store(env, init_method, timeout, is_local=is_local) if has_store else None
-        dist.init_process_group(
-            backend.name if backend.name in FOR_CPU else with_gloo,
-            init_method=None if store is not None else init_method,
-            store=store,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timeout,
-        )
-    except (RuntimeError, ValueError) as error:
-        if "Unable to find address for" not in str(error):
-            raise
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "of this machine")
-        raise UserError(
-            f"the network interface {interface} (GLOO_SOCKET_IFNAME) has no address",
-            f"bring it up (ip link set {interface} up), or set another interface",
-        ) from error
+    dist.init_process_group(
+        backend.name if backend.name in FOR_CPU else with_gloo,
+        init_method=None if store is not None else init_method,
+        store=store,
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timeout,
+    )
     _groups_until_exit.append(dist.group.WORLD)
     yield
     # Only on success: a rank that fails must end without waiting for others in a collective.
@@ -94,11 +80,9 @@ def _choose_interface(env: DistEnv, init_method: str | None) -> bool:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
         return os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback) == loopback
-    host = _rendezvous_host(init_method)
-    if "GLOO_SOCKET_IFNAME" not in os.environ and host:
-        name = outer_interface(host)
-        if name is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+    host = _address(init_method)[0] or os.environ.get("MASTER_ADDR")
+    if host and (name := outer_interface(host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     return False
 
 
@@ -106,19 +90,24 @@ def _open_store(
     env: DistEnv, init_method: str | None, timeout: timedelta, *, is_local: bool
 ) -> Any:
     """Return the store where the ranks meet; None: torch opens it itself. Collective."""
+    host, port = _address(init_method)
+    if host is None or port is None:
+        return None
     is_env = init_method == FROM_ENVIRONMENT
     if is_env and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return fresh_store(env, timeout=timeout)
+        return fresh_store(env, host, port, timeout=timeout)
     if is_local:
-        return loopback_store(env, init_method=init_method, timeout=timeout)
-    return store_of_rank_zero(env, timeout_s=timeout.total_seconds()) if is_env else None
+        return loopback_store(env, port, timeout=timeout)
+    return store_of_rank_zero(env, host, port, timeout=timeout) if is_env else None
 
 
-def _rendezvous_host(init_method: str | None) -> str | None:
-    """Return the host where the ranks meet, from tcp:// or MASTER_ADDR; None: unknown."""
-    if init_method is not None and init_method.startswith("tcp://"):
-        return urlsplit(init_method).hostname
-    return os.environ.get("MASTER_ADDR")
+def _address(init_method: str | None) -> tuple[str | None, int | None]:
+    """Return the host and the port of env:// or tcp://; None where it names none."""
+    if init_method == FROM_ENVIRONMENT:
+        port = os.environ.get("MASTER_PORT")
+        return os.environ.get("MASTER_ADDR"), int(port) if port else None
+    url = urlsplit(init_method or "")
+    return url.hostname, url.port
 
 
 def _validate_host(env: DistEnv, init_method: str | None) -> None:
@@ -126,9 +115,9 @@ def _validate_host(env: DistEnv, init_method: str | None) -> None:
 
     They would wait on this machine for ranks that are on others.
     """
-    host = _rendezvous_host(init_method)
+    host, _ = _address(init_method)
     has_layout = env.launcher != "environment" or env.num_nodes > 1 or env.world_size == 1
-    if host is None or has_layout or (init_method or "").startswith("file://"):
+    if host is None or has_layout:
         return
     with suppress(OSError):  # an unknown host name
         if is_here(host):
@@ -144,63 +133,52 @@ def _validate_host(env: DistEnv, init_method: str | None) -> None:
     raise error
 
 
-def store_of_rank_zero(env: DistEnv, *, timeout_s: float) -> Any:
-    """Return the store that rank 0 serves at the address of env://. Collective.
+def store_of_rank_zero(env: DistEnv, host: str, port: int, *, timeout: timedelta) -> Any:
+    """Return the store that rank 0 serves at an address. Collective.
 
     Without rank 0, torch's own client prints C++ stack traces; if rank 0 is suspended, it waits
     forever.
 
     Raises:
-        torch.distributed.DistNetworkError: rank 0 does not answer within `timeout_s`.
+        torch.distributed.DistNetworkError: rank 0 does not answer in time.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline, reason = time.monotonic() + timeout_s, ""
-    connect = partial(
-        STORES.TCPStore, host, port, env.world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    timeout_s, reason, stores = timeout.total_seconds(), "", list[Any]()
+    deadline = time.monotonic() + timeout_s
+    connect = partial(STORES.TCPStore, host, port, env.world_size, timeout=timeout)
     if env.is_rank_zero:
         return connect(is_master=True, multi_tenant=True)
+
+    def join() -> None:
+        with suppress(RuntimeError):  # rank 0 has ended
+            stores.append(connect(is_master=False))
+
     while time.monotonic() < deadline:
         try:
             socket.create_connection((host, port), timeout=min(PROBE_S, timeout_s)).close()
         except OSError as error:  # rank 0 does not listen yet
             reason = error.strerror or str(error)
-            time.sleep(POLL_S)
-            continue
-        reason = "it may be suspended"
-        store: Future[Any] = Future()
-        # In a thread: the call has no timeout.
-        Thread(target=_set_store, args=(store, connect), daemon=True).start()
-        if wait([store], timeout_s).done:
-            return store.result()
+        else:
+            reason = "it may be suspended"
+            thread = Thread(target=join, daemon=True)  # the call has no timeout
+            thread.start()
+            thread.join(timeout_s)
+            if stores:
+                return stores[0]
+        time.sleep(POLL_S)
     raise STORES.DistNetworkError(
         f"timed out after {timeout_s:g} s (backend.timeout_s): rank 0 does not answer at "
         f"{host}:{port} ({reason})"
     )
 
 
-def _set_store(store: Future[Any], connect: Callable[..., Any]) -> None:
-    try:
-        store.set_result(connect(is_master=False))
-    except BaseException as error:
-        store.set_exception(error)
+def loopback_store(env: DistEnv, port: int, *, timeout: timedelta) -> Any:
+    """Return a store that only this machine can reach, at a port. Collective.
 
-
-def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta) -> Any:
-    """Return a store that only this machine can reach, at the port of env:// or tcp://. Collective.
-
-    torch's own server listens on every interface and has no authentication. None without a port.
+    torch's own server listens on every interface and has no authentication.
 
     Raises:
         UserError: rank 0, which serves the store, cannot listen on the port.
     """
-    port = None
-    if init_method == FROM_ENVIRONMENT and "MASTER_PORT" in os.environ:
-        port = int(os.environ["MASTER_PORT"])
-    elif init_method is not None and init_method.startswith("tcp://"):
-        port = urlsplit(init_method).port
-    if port is None:
-        return None
     connect = partial(STORES.TCPStore, HOST, port, env.world_size, timeout=timeout)
     if not env.is_rank_zero:
         return connect(is_master=False)
@@ -215,7 +193,7 @@ def loopback_store(env: DistEnv, *, init_method: str | None, timeout: timedelta)
     return connect(is_master=True, master_listen_fd=descriptor)
 
 
-def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
+def fresh_store(env: DistEnv, host: str, port: int, *, timeout: timedelta) -> Any:
     """Return torchrun's store under a prefix that only this worker group uses. Collective.
 
     torchrun keeps one store for all its worker groups, and the next group would take a killed
@@ -226,7 +204,6 @@ def fresh_store(env: DistEnv, *, timeout: timedelta) -> Any:
     Raises:
         torch.distributed.DistStoreError: a rank did not arrive in time.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = STORES.TCPStore(host, port, is_master=False, timeout=timeout)
     shared = STORES.PrefixStore("ddp_runner", store)
     if env.rank > 0:

@@ -12,6 +12,7 @@ from ddp_runner.host.streams import keep_streams, line_width, print_line, wrap_l
 from ddp_runner.tracking.run_dir import RunDir
 
 LOGGER = logging.getLogger("ddp_runner")
+log_to_file = LOGGER.info  # the file of this rank, and nothing else
 
 
 @contextmanager
@@ -54,12 +55,6 @@ def rank_log(
         LOGGER.removeHandler(handler)
         with suppress(OSError):  # a full disk, which the handler has already reported
             handler.close()
-
-
-def log_to_file(text: str) -> None:
-    """Log a text to this rank's file only."""
-    for line in text.splitlines():
-        LOGGER.info(line)
 
 
 class _LogFile(logging.FileHandler):

@@ -1,21 +1,21 @@
 """The start lines and the logger of a task, and the checkpoints of a run with a loop."""
 
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.checkpoint.shard_notes import Shards
 from ddp_runner.checkpoint.writer import CheckpointWriter
-from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError, listed
 from ddp_runner.files import json_safe
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session
+from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import Logger, NullLogger, RunLogger
 from ddp_runner.tracking.run_record import RunFields, write_run_record
 from ddp_runner.tracking.start_block import fact_lines, shown_path, word_lines
@@ -41,22 +41,33 @@ def log_facts(
         (show if config.verbose else log_to_file)(glossary)
 
 
-def _validate_shared(session: Session) -> None:
-    """Reject a run folder that a machine does not see. Collective: every rank must call."""
-    machines = gather_objects((socket.gethostname(), session.run_dir.record.exists()))
-    if lacking := sorted({host for host, has_folder in machines if not has_folder}):
-        raise UserError(
-            f"checkpoint.format=sharded needs a run folder that every machine sees, and "
-            f"{listed(lacking)} does not see {session.run_dir}",
-            "put it on a shared disk, or write checkpoint.format=file",
-        )
-
-
 def task_logger(session: Session, **keywords: Any) -> Logger:
     """Return this rank's logger; see ``RunLogger`` for the keywords."""
     if not session.env.is_rank_zero:
         return NullLogger()
     return RunLogger(session.run_dir, job=session.job, heartbeat=session.heartbeat, **keywords)
+
+
+def export_model(
+    run_dir: RunDir,
+    specs: Mapping[str, Tensor],
+    tensors: Iterable[Tensor],
+    *,
+    step: int,
+    metrics: Mapping[str, float | None],
+    is_average: bool = False,
+) -> None:
+    """Write rank 0's tensors to model.safetensors; see ``export_weights``.
+
+    Collective if they are gathered one by one, as by ``whole_tensors``.
+    """
+    try:
+        if dist.get_rank() == 0:
+            path, facts = run_dir.export, {"step": step, "metrics": json_safe(metrics)}
+            digest = export_weights(path, specs, tensors, is_average=is_average, **facts)
+            write_run_record(run_dir, export_sha256=digest)
+    finally:
+        deque(tensors, maxlen=0)  # the other ranks wait for the rest
 
 
 class Records:
@@ -84,7 +95,6 @@ class Records:
         stack: ExitStack,
         **keywords: Any,
     ) -> None:
-        self._run_dir, self._is_rank_zero = session.run_dir, session.env.is_rank_zero
         self._writer: CheckpointWriter | None = None
         wire = session.job.wire
         if session.env.is_rank_zero:
@@ -97,7 +107,12 @@ class Records:
         folder, settings, env = session.run_dir.checkpoints, session.config.checkpoint, session.env
         shards = None
         if settings.format == "sharded":
-            _validate_shared(session)
+            if session.hosts_without_folder:
+                raise UserError(
+                    f"checkpoint.format=sharded needs a run folder that every machine sees, and "
+                    f"{listed(session.hosts_without_folder)} does not see {session.run_dir}",
+                    "put it on a shared disk, or write checkpoint.format=file",
+                )
             shards = Shards(env.rank, env.world_size, wire)
         if env.is_rank_zero or shards is not None:
             writer = CheckpointWriter(folder, settings, wire=wire, log=session.log, shards=shards)
@@ -119,14 +134,13 @@ class Records:
         Raises:
             UserError: the state is not finite, or the previous save failed.
         """
-        metrics = dict(metrics)
         self.wait()  # keep a single state in memory
         if self._writer is not None:
             self._writer.begin(step)
         copies = set[int]()
         content = snapshot(copies=copies)
         if self._writer is not None:
-            self._writer.save(content, step=step, metrics=metrics, copies=copies)
+            self._writer.save(content, step=step, metrics=dict(metrics), copies=copies)
 
     def wait(self) -> None:
         """Wait for the last checkpoint.
@@ -136,24 +150,3 @@ class Records:
         """
         if self._writer is not None:
             self._writer.wait()
-
-    def export(
-        self,
-        specs: Mapping[str, Tensor],
-        tensors: Iterable[Tensor],
-        *,
-        step: int,
-        metrics: Mapping[str, float | None],
-        is_average: bool = False,
-    ) -> None:
-        """Write rank 0's tensors to model.safetensors; see ``export_weights``.
-
-        Collective if they are gathered one by one, as by ``whole_tensors``.
-        """
-        try:
-            if self._is_rank_zero:
-                path, facts = self._run_dir.export, {"step": step, "metrics": json_safe(metrics)}
-                digest = export_weights(path, specs, tensors, is_average=is_average, **facts)
-                write_run_record(self._run_dir, export_sha256=digest)
-        finally:
-            deque(tensors, maxlen=0)  # the other ranks wait for the rest

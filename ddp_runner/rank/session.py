@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddp_runner.config.identity import config_hash, digest, flatten, work_hash
 from ddp_runner.config.instantiate import make
-from ddp_runner.config.schema import RunConfig, mode_needs
+from ddp_runner.config.schema import Config, RunConfig, mode_needs
 from ddp_runner.config.targets import validate_targets
 from ddp_runner.device import open_devices
 from ddp_runner.dist_env import DistEnv
@@ -69,6 +68,7 @@ class Session:
     log: Callable[[str], None]  # writes to this rank's log; rank 0 also prints
     heartbeat: Heartbeat = field(default_factory=Heartbeat)  # beats on rank 0
     hosts: tuple[str, ...] = ()  # distinct hosts of all ranks
+    hosts_without_folder: Sequence[str] = ()  # that do not see the run folder
 
     @property
     def config(self) -> RunConfig:
@@ -95,7 +95,7 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         config = job.config
         ensure_agreement(_comparable(job), optional=job.provenance)
         ensure_own_devices(devices, backend=config.backend.name)
-        torch.set_num_threads(config.train.num_threads or _num_threads(env))
+        torch.set_num_threads(config.train.num_threads or _num_threads())
         keep_freed_memory()
         own_ids = own_launch_ids(env, has_agent=job.wire is not None)
         launch_ids = sorted(set().union(*gather_objects(own_ids)))
@@ -103,7 +103,9 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         if job.wire is not None and env.local_rank == 0:
             job.wire.send("claimed", run_dir.path)
         heartbeat = Heartbeat()
-        hosts = tuple(dict.fromkeys(gather_objects(socket.gethostname())))
+        machines = gather_objects((socket.gethostname(), run_dir.record.exists()))
+        hosts = tuple(dict.fromkeys(host for host, _ in machines))
+        lacking = sorted({host for host, has_folder in machines if not has_folder})
         if env.is_rank_zero:
             beating = heartbeat.beating(run_dir.heartbeat, started_at=job.started_at)
             stack.enter_context(beating)
@@ -114,13 +116,22 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         job = with_run_folder(job, run_dir, size)
         open_log = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
         log = stack.enter_context(open_log)
-        if env.num_nodes > 1:
-            _log_machines_without_folder(run_dir, log=log)
-        session = Session(job, env, mode, devices, run_dir, log, heartbeat, hosts)
+        if lacking and env.is_rank_zero:
+            log(
+                f"{hosts[0]} keeps the run: {', '.join(lacking)} does not see its folder, and "
+                "keeps only the logs of its own ranks"
+            )
+        session = Session(job, env, mode, devices, run_dir, log, heartbeat, hosts, lacking)
         if env.is_rank_zero and not has_taken_step(read_run_record(run_dir)):
             _record_start(session)
         with job.secrets.hidden_in_errors():
             yield session
+
+
+def make_mode(config: Config) -> Mode:
+    """Return the mode of parallelism that a config names."""
+    mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    return mode
 
 
 def _open_mode(config: RunConfig, env: DistEnv) -> tuple[Mode, tuple[torch.device, ...]]:
@@ -130,8 +141,7 @@ def _open_mode(config: RunConfig, env: DistEnv) -> tuple[Mode, tuple[torch.devic
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    mode: Mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
-    mode = with_virtual_ranks(mode, config.batch.virtual_ranks)
+    mode = with_virtual_ranks(make_mode(config), config.batch.virtual_ranks)
     per_rank = mode_needs(config.parallelism).devices_per_rank
     devices = rank_devices(env, kind=config.backend.device, per_rank=per_rank)
     open_devices(devices, precision=config.train.precision)
@@ -144,18 +154,6 @@ def _comparable(job: Job) -> dict[str, Any]:
     hidden = {key: value for key, value in values.items() if shown.get(key) != value}
     shown["train.profile"] = job.config.train.profile  # all ranks must skip the same slow steps
     return {**shown, "the hash of values from oc.env": digest(hidden)}
-
-
-def _log_machines_without_folder(run_dir: RunDir, *, log: Callable[[str], None]) -> None:
-    """Log on rank 0 which machines do not see the run folder. Collective: every rank must call."""
-    is_here = run_dir.record.exists() or run_dir.is_frozen
-    machines = gather_objects((socket.gethostname(), is_here))
-    lacking = sorted({host for host, has_folder in machines if not has_folder})
-    if lacking and dist.get_rank() == 0:
-        log(
-            f"{machines[0][0]} keeps the run: {', '.join(lacking)} does not see its folder, and "
-            "keeps only the logs of its own ranks"
-        )
 
 
 def report_start(session: Session, *, step: int) -> None:
@@ -214,7 +212,7 @@ def _failure_recorded(run_dir: RunDir, *, started_at: float) -> Iterator[None]:
         raise
 
 
-def _num_threads(env: DistEnv) -> int:
+def _num_threads() -> int:
     """Return this rank's cores divided by the ranks that share them. Collective: every rank.
 
     Some launchers bind each rank to its own cores; then no other rank shares them.

@@ -31,27 +31,8 @@ from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
 
 POLL_S = 0.5  # between two checks, while other launchers run all remaining jobs
-
-
-@dataclass(frozen=True)
-class NodeLayout:
-    """The nodes of a job, each with the same number of ranks."""
-
-    num_nodes: int
-    ranks_per_node: int
-
-    @property
-    def num_ranks(self) -> int:
-        """The world size."""
-        return self.num_nodes * self.ranks_per_node
-
-
-@dataclass(frozen=True)
-class JobHardware:
-    """The hardware on which a job's config depends."""
-
-    hardware: Hardware  # of one node
-    env: DistEnv | None = None  # of rank 0, if srun starts the ranks
+# What a config depends on: a node, and the facts of rank 0 if another launcher starts the ranks.
+JobHardware = tuple[Hardware, DistEnv | None]
 
 
 @dataclass(frozen=True)

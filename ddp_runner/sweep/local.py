@@ -11,9 +11,8 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import chain, repeat
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -21,9 +20,9 @@ from pathlib import Path
 
 from ddp_runner.config.schema import Config, RunConfig
 from ddp_runner.errors import UserError
-from ddp_runner.host.hardware import VISIBLE, Hardware, core_shares, detect, gpu_shares
+from ddp_runner.host.hardware import VISIBLE, core_shares, detect, gpu_shares
 from ddp_runner.host.processes import (
-    die_with_launcher,
+    die_with_parent,
     ignore_stop_signals,
     start_fork_server,
     stop_signals_held,
@@ -33,7 +32,7 @@ from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Slot, Status
 from ddp_runner.launch.launcher import launch, print_error
 from ddp_runner.launch.stop_requests import StopRequests
-from ddp_runner.sweep.jobs import JobBatch, JobHardware, NodeLayout, run_jobs
+from ddp_runner.sweep.jobs import JobBatch, JobHardware, run_jobs
 
 SHUTDOWN_GRACE_S = 10.0  # from SIGTERM to SIGKILL, at the end of the sweep
 POLL_S = 0.05  # between two checks for a stop request
@@ -42,24 +41,64 @@ POLL_S = 0.05  # between two checks for a stop request
 class Local:
     """This machine; ``hydra/launcher=ddp_runner``."""
 
-    starts_jobs = True
-
     def __init__(self) -> None:
         self._hardware = detect()
         self._has_header = False  # a job of this command has shown the header
-        self._slots: Slots | None = None
+        self._slots: dict[Connection, SpawnProcess] = {}
 
-    def validate(self, config: Config, *, searches: bool) -> None:
-        """Validate the sections sweep, launch and backend; `searches` only matters to Slurm."""
-        validate_sweep(config, self._hardware)
+    def validate(self, config: Config) -> None:
+        """Raise a UserError if this machine cannot run a sweep with these settings."""
+        launch, hardware, slots = config.launch, self._hardware, config.sweep.parallel_jobs
+        if launch.nnodes > 1:
+            raise UserError(
+                f"launch.nnodes ({launch.nnodes}) must be 1 in a sweep on this machine",
+                "write hydra/launcher=slurm, or start each job with its own command, without -m",
+            )
+        jobs = f"sweep.parallel_jobs ({slots})"
+        if slots < 1:
+            raise UserError(f"{jobs} must be greater than 0")
+        if slots == 1:
+            return
+        if launch.init_method is not None:
+            raise UserError(
+                f"{jobs} would let several jobs meet at the same address, launch.init_method "
+                f"({launch.init_method})",
+                "leave one of the two keys out",
+            )
+        if config.sweep.calibrate:
+            raise UserError(
+                f"sweep.calibrate measures all_reduce, and {jobs} would disturb it",
+                "leave one of the two keys out",
+            )
+        if sys.platform != "linux":
+            raise UserError(
+                f"{jobs} gives each job its own cores, which only works on Linux", "leave it out"
+            )
+        if slots > hardware.num_cores:
+            raise UserError(
+                f"{jobs} is more than the {hardware.num_cores} cores that this process may use",
+                f"write {hardware.num_cores} or fewer",
+            )
+        if not hardware.num_gpus or config.backend.device == "cpu":
+            return
+        if slots > hardware.num_gpus:
+            raise UserError(
+                f"{jobs} is more than the {hardware.num_gpus} GPUs that its jobs use",
+                f"write {hardware.num_gpus} or fewer, or backend.device=cpu",
+            )
+        if hardware.kind not in VISIBLE:
+            raise UserError(
+                f"{jobs} can share {' and '.join(VISIBLE)} devices, not {hardware.kind}",
+                "leave it out, or write backend.device=cpu",
+            )
 
     def hardware_of(self, config: Config) -> JobHardware:
         """Return the job's share of this machine."""
-        return JobHardware(self._hardware.share(config.sweep.parallel_jobs))
+        return self._hardware.share(config.sweep.parallel_jobs), None
 
-    def layout(self, config: RunConfig) -> NodeLayout:
-        """Return one node with all ranks."""
-        return NodeLayout(1, config.num_processes)
+    def layout(self, config: RunConfig) -> tuple[int, int]:
+        """Return the number of nodes, and of ranks on each."""
+        return 1, config.num_processes
 
     def run(self, batch: JobBatch) -> Mapping[str, Outcome]:
         """Run a batch; return the outcome of each job by its id.
@@ -70,15 +109,17 @@ class Local:
         if parallel_jobs == 1:
             start_fork_server()
             return run_jobs(batch, execute=self._execute)
-        if self._slots is None:
-            self._slots = Slots()
-            self._slots.start(parallel_jobs, self._hardware)
-        return self._slots.run(batch)
+        if not self._slots:
+            self._start_slots(parallel_jobs)
+        return self._run_in_slots(batch)
 
     def close(self) -> None:
         """End the slots."""
-        if self._slots is not None:
-            self._slots.close()
+        for process in self._slots.values():
+            process.terminate()
+        for process in self._slots.values():
+            process.join(SHUTDOWN_GRACE_S)
+            process.kill()
 
     def _execute(self, job: Job) -> Outcome:
         """Run a job. On a terminal, its result replaces the progress line of rank 0."""
@@ -88,72 +129,14 @@ class Local:
             print(f"\n{job.title}", flush=True)
         outcome = launch(replace(job, shows_header=shows_header))
         if width and outcome.status == Status.FAILED:
-            print_line(f"{shortened(job.title, width - 8)}  failed", stream=sys.stdout)
+            print_line(f"{shortened(job.title, width - 8)}  failed")
         return outcome
 
-
-def validate_sweep(config: Config, hardware: Hardware) -> None:
-    """Raise a UserError if this machine cannot run a sweep with these settings."""
-    sweep, launch = config.sweep, config.launch
-    if launch.nnodes > 1:
-        raise UserError(
-            f"launch.nnodes ({launch.nnodes}) must be 1 in a sweep on this machine",
-            "write hydra/launcher=slurm, or start each job with its own command, without -m",
-        )
-    slots, on_gpus = sweep.parallel_jobs, hardware.num_gpus and config.backend.device != "cpu"
-    if slots < 1:
-        raise UserError(f"sweep.parallel_jobs ({slots}) must be greater than 0")
-    if slots == 1:
-        return
-    if launch.init_method is not None:
-        raise UserError(
-            f"sweep.parallel_jobs ({slots}) would let several jobs meet at the same address, "
-            f"launch.init_method ({launch.init_method})",
-            "leave one of the two keys out",
-        )
-    if sweep.calibrate:
-        raise UserError(
-            f"sweep.calibrate measures all_reduce, and sweep.parallel_jobs ({slots}) would disturb "
-            "it",
-            "leave one of the two keys out",
-        )
-    if sys.platform != "linux":
-        raise UserError(
-            f"sweep.parallel_jobs ({slots}) gives each job its own cores, which only works on "
-            "Linux",
-            "leave it out",
-        )
-    if slots > hardware.num_cores:
-        raise UserError(
-            f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_cores} cores that this "
-            "process may use",
-            f"write {hardware.num_cores} or fewer",
-        )
-    if on_gpus and slots > hardware.num_gpus:
-        raise UserError(
-            f"sweep.parallel_jobs ({slots}) is more than the {hardware.num_gpus} GPUs that its "
-            "jobs use",
-            f"write {hardware.num_gpus} or fewer, or backend.device=cpu",
-        )
-    if on_gpus and hardware.kind not in VISIBLE:
-        raise UserError(
-            f"sweep.parallel_jobs ({slots}) can share {' and '.join(VISIBLE)} devices, not "
-            f"{hardware.kind}",
-            "leave it out, or write backend.device=cpu",
-        )
-
-
-class Slots:
-    """The slots of a sweep."""
-
-    def __init__(self) -> None:
-        self._slots: dict[Connection, SpawnProcess] = {}
-
-    def start(self, num_slots: int, hardware: Hardware) -> None:
+    def _start_slots(self, num_slots: int) -> None:
         """Start the slots, each on its share of the cores and GPUs."""
         temp = temp_folder()
-        cores = core_shares(num_slots, num_cores=hardware.num_cores)
-        gpus = gpu_shares(num_slots, hardware)
+        cores = core_shares(num_slots, num_cores=self._hardware.num_cores)
+        gpus = gpu_shares(num_slots, self._hardware)
         for number in range(num_slots):
             pipe, child_end = multiprocessing.Pipe()
             slot = Slot(number + 1, cores[number], gpus[number], temp)
@@ -163,7 +146,7 @@ class Slots:
                 self._slots[pipe] = process
             child_end.close()
 
-    def run(self, batch: JobBatch) -> dict[str, Outcome]:
+    def _run_in_slots(self, batch: JobBatch) -> dict[str, Outcome]:
         """Run a batch; return the outcomes of its jobs, and of a signal that stopped it."""
         stop = StopRequests(running=lambda: self._running(batch))
         stop.may_save = True
@@ -174,7 +157,7 @@ class Slots:
                     pipe.send(batch)
             working = set(self._slots)
             while working:
-                if stop.is_asked and not is_stopping:
+                if stop.received is not None and not is_stopping:
                     is_stopping = True
                     stop.announce(is_training=bool(self._running(batch)))
                     for pipe in working:
@@ -186,7 +169,7 @@ class Slots:
                     except (EOFError, OSError):  # the slot has ended
                         process = self._slots.pop(pipe)
                         process.join()
-                        if not stop.is_asked:
+                        if stop.received is None:
                             print_error(
                                 f"a slot of the sweep ended with exit code {process.exitcode}; the "
                                 "other slots take its jobs; if any jobs remain, give the same "
@@ -206,14 +189,6 @@ class Slots:
         run_dirs = (job.run_dir for job in batch.jobs.values())
         return [run_dir.path for run_dir in run_dirs if run_dir.holder_process in holders]
 
-    def close(self) -> None:
-        """End all slots."""
-        for process in self._slots.values():
-            process.terminate()
-        for process in self._slots.values():
-            process.join(SHUTDOWN_GRACE_S)
-            process.kill()
-
 
 def run_slot(slot: Slot, pipe: Connection) -> None:
     """Run the batches from the pipe until SIGTERM; the main function of a slot's process."""
@@ -224,11 +199,20 @@ def run_slot(slot: Slot, pipe: Connection) -> None:
         os.sched_setaffinity(0, slot.cores)
     tempfile.tempdir = str(slot.temp)
     os.environ.update(slot.gpus)
-    die_with_launcher()
+    die_with_parent()
+    launcher = multiprocessing.parent_process()
+    if launcher is None or not launcher.is_alive():  # it was killed before the line above
+        sys.exit(EXIT_FAILED)
     keep_streams(prefix=f"[slot {slot.number}] ")
     start_fork_server()
     headers = chain([slot.number == 1], repeat(False))  # one header for the whole sweep
-    execute = partial(_launch_in_slot, slot, headers)
+
+    def execute(job: Job) -> Outcome:
+        job = replace(job, slot=slot, shows_header=next(headers))
+        keep_streams(prefix=job.line_prefix)
+        print(job.title, flush=True)
+        return launch(job)
+
     while True:
         batch = pipe.recv()
         try:
@@ -237,10 +221,3 @@ def run_slot(slot: Slot, pipe: Connection) -> None:
             print_error(str(error))
             sys.exit(EXIT_USER_ERROR)
         pipe.send(None)
-
-
-def _launch_in_slot(slot: Slot, headers: Iterator[bool], job: Job) -> Outcome:
-    job = replace(job, slot=slot, shows_header=next(headers))
-    keep_streams(prefix=job.line_prefix)
-    print(job.title, flush=True)
-    return launch(job)

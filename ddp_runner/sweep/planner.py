@@ -4,7 +4,7 @@ A job is a new run in the sweep's folder, or resumes a run in that run's folder.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -133,7 +133,7 @@ class Planner:
         key = json.dumps(parts, default=str)
         if key not in self._accepted:  # in most sweeps all jobs have the same
             config = to_config(OmegaConf.masked_copy(composed, names))
-            self.executor.validate(config, searches=self.is_search)
+            self.executor.validate(config)
             self._accepted[key] = config.sweep
         self.settings = self._accepted[key]
 
@@ -147,7 +147,7 @@ class Planner:
             job = self.command.plan(composed, self.executor.hardware_of)
         except UserError as error:
             return self._invalid_draft(words, name, error)
-        job = replace(job, run_dir=self.folder / name, number=number + 1)
+        job = replace(job, number=number + 1)
         # A resume can change a run's config, so its job is identified by its command. Every id
         # contains the name: two jobs may differ only in how their ranks start.
         if resumes is not None:
@@ -215,9 +215,31 @@ class Planner:
         return with_jobs(jobs.values(), kept)
 
     def print_changes(self, before: Plan, plan: Plan, jobs: Mapping[str, Job]) -> None:
-        """Print which jobs the edit of a YAML has replaced or dropped."""
-        for line in () if self.is_search else change_lines(self.folder, before, plan, jobs):
-            print(line, flush=True)
+        """Print which jobs of the plan `before` the edit of a YAML has replaced or dropped."""
+        if self.is_search:
+            return
+        new = {plan.jobs[job_id].name: job_id for job_id in jobs}
+        same = {job.name for job_id, job in before.jobs.items() if job_id in jobs}
+        gone = {
+            job.name: job
+            for job_id, job in before.jobs.items()
+            if job_id not in jobs and job.name not in same and job.fault is None
+        }
+        if changed := [name for name in new if name in gone]:
+            old = RunDir(self.folder / gone[changed[0]].folder)
+            config = jobs[new[changed[0]]].config
+            values = changed_values(config, old) if old.is_frozen else {}
+            keys = [key for key in values if key not in RANK_KEYS]
+            folders = [(plan.jobs[new[name]].folder, gone[name].folder) for name in changed]
+            shown = [now if now == then else f"{now} in place of {then}" for now, then in folders]
+            print(
+                f"changed since this sweep began: {listed(keys) or 'how its jobs are made'}; "
+                f"so these are new jobs: {listed(shown, separator='; ')}",
+                flush=True,
+            )
+        if dropped := [job.folder for name, job in gone.items() if name not in new]:
+            names = listed(dropped, separator="; ")
+            print(f"no longer made by the sweep's command: {names}", flush=True)
 
     def jobs(self, drafts: Iterable[Draft]) -> dict[str, Job]:
         """Return the valid jobs by id, calibrations first."""
@@ -227,32 +249,8 @@ class Planner:
                 name = str(shown_path(Path(draft.planned.folder)))
                 jobs.setdefault(draft.planned.job_id, replace(draft.job, title=name))
         if self.settings.calibrate:
-            return calibrations(jobs.values(), folder=self.folder) | jobs
+            return calibrations(jobs.values()) | jobs
         return jobs
-
-
-def change_lines(folder: Path, before: Plan, plan: Plan, jobs: Mapping[str, Job]) -> Iterator[str]:
-    """Yield lines about jobs of the plan `before` that the command no longer makes."""
-    new = {plan.jobs[job_id].name: job_id for job_id in jobs}
-    same = {job.name for job_id, job in before.jobs.items() if job_id in jobs}
-    gone = {
-        job.name: job
-        for job_id, job in before.jobs.items()
-        if job_id not in jobs and job.name not in same and job.fault is None
-    }
-    if changed := [name for name in new if name in gone]:
-        old = RunDir(folder / gone[changed[0]].folder)
-        config = jobs[new[changed[0]]].config
-        values = changed_values(config, old) if old.is_frozen else {}
-        keys = [key for key in values if key not in RANK_KEYS]
-        folders = [(plan.jobs[new[name]].folder, gone[name].folder) for name in changed]
-        shown = [now if now == then else f"{now} in place of {then}" for now, then in folders]
-        yield (
-            f"changed since this sweep began: {listed(keys) or 'how its jobs are made'}; "
-            f"so these are new jobs: {listed(shown, separator='; ')}"
-        )
-    if dropped := [job.folder for name, job in gone.items() if name not in new]:
-        yield f"no longer made by the sweep's command: {listed(dropped, separator='; ')}"
 
 
 def validate_resumed(drafts: Iterable[Draft], *, skip_invalid: bool) -> None:
@@ -267,7 +265,7 @@ def validate_resumed(drafts: Iterable[Draft], *, skip_invalid: bool) -> None:
                 pass
 
 
-def calibrations(jobs: Iterable[Job], *, folder: Path) -> dict[str, Job]:
+def calibrations(jobs: Iterable[Job]) -> dict[str, Job]:
     """Return a job that measures all_reduce for each way to start ranks; sweep.calibrate=true."""
     jobs_by_id = dict[str, Job]()
     for job in jobs:
@@ -280,7 +278,6 @@ def calibrations(jobs: Iterable[Job], *, folder: Path) -> dict[str, Job]:
         calibration = replace(
             job,
             config=replace(config, task="collectives", resume=None, collectives=ALL_REDUCE),
-            run_dir=folder / name,
             overrides=("task=collectives", *chosen),
             number=0,
             title=name,

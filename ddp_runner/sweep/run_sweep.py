@@ -50,6 +50,12 @@ def run_sweep(command: SweepCommand) -> int:
     """
     common = command.common
     is_search, settings = _is_search(common), slurm_settings(common.hydra.launcher)
+    if is_search and settings is not None and not settings.submit:
+        raise UserError(
+            "hydra.launcher.submit=false leaves the jobs to you, and a search needs their results "
+            "to choose the next jobs",
+            "leave it out",
+        )
     with sweep_dir(common, command.words) as (folder, earlier):
         executor = Local() if settings is None else Slurm(folder, settings)
         planner = Planner(command, folder, executor, is_search=is_search, earlier=earlier)
@@ -101,7 +107,7 @@ def _finish(planner: Planner, outcomes: Sequence[Outcome]) -> int:
         print(f"the same command with sweep.retry=failed runs {jobs} again", flush=True)
     if planner.is_search:  # earlier starts of the search count
         outcomes = [*outcomes, *failed_jobs(planner.folder)]
-    elif not outcomes and planner.executor.starts_jobs:
+    elif not (outcomes or planner.queued):
         print_error("every job of the sweep is invalid and was skipped; see the reasons above")
         return EXIT_USER_ERROR
     return max((outcome.exit_code for outcome in outcomes), default=EXIT_COMPLETED)
@@ -128,7 +134,8 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
         outcomes += ended.values()
         batch_failures = batch.num_failures(ended)
         num_failed += batch_failures
-        chooser.tell(_results(planner, drafts))
+        if isinstance(chooser, Search):
+            chooser.tell(_results(planner, drafts))
         if any(outcome.status == Status.PREEMPTED for outcome in ended.values()):
             return outcomes, None
         if batch.must_stop(batch_failures) and planner.is_search:
@@ -136,14 +143,12 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
     if is_first:
         print(NO_TRIALS, flush=True)
     change_plan(folder, lambda plan: replace(plan, is_open=False))
-    return outcomes, chooser.finish()
+    return outcomes, chooser.finish() if isinstance(chooser, Search) else None
 
 
 def _results(planner: Planner, drafts: Sequence[Draft]) -> list[float | str | None]:
     """Return each job's objective, or the reason why it is missing, or None if it has not ended."""
-    name, folder = planner.settings.objective, planner.folder
-    if name is None:
-        return [None] * len(drafts)
+    name, folder = planner.command.common.sweep.objective, planner.folder
     plan = read_plan(folder)
     jobs = [plan.jobs.get(draft.planned.job_id, draft.planned) for draft in drafts]
     return [
@@ -159,13 +164,13 @@ def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
     planner.print_changes(before, planner.planned(drafts, before), jobs)
     rows = [DRY_COLUMNS]
     for job_id, job in jobs.items():
-        layout, config = planner.executor.layout(job.config), job.config
+        config, (num_nodes, per_node) = job.config, planner.executor.layout(job.config)
         planned = before.jobs.get(job_id)
         device = f"{config.backend.device}, {config.backend.name}"
         steps = str((config.task == "train" and known_steps(config)) or "-")
         if planned is not None and planned.standing(folder).status == Status.COMPLETED:
             steps += f"  {Status.COMPLETED} already"
-        rows.append((job.title, str(layout.num_nodes), str(layout.num_ranks), device, steps))
+        rows.append((job.title, str(num_nodes), str(num_nodes * per_node), device, steps))
     invalid = [
         (str(shown_path(Path(draft.planned.folder))), draft.planned)
         for draft in drafts

@@ -24,6 +24,7 @@ from ddp_runner.tracking.start_block import shown_path
 
 STUDY, RESULTS = "optuna.db", "optimization_results.yaml"
 LOCK = ".search.lock"  # held while the study is read and changed
+RETRY = "retry"  # attribute of a trial that retries another: it does not count as a new trial
 SAMPLERS = "optuna.samplers."  # prefix of hydra.sweeper.sampler._target_
 
 
@@ -51,12 +52,6 @@ class Grid:
     def ask(self) -> list[list[str]]:
         """Return the words of each job of the next batch; an empty list at the end."""
         return self._batches.pop() if self._batches else []
-
-    def tell(self, results: Sequence[float | str | None]) -> None:
-        """Ignore the results: they do not change a grid."""
-
-    def finish(self) -> None:
-        """Do nothing: a grid has no best job."""
 
 
 class Search:
@@ -122,25 +117,25 @@ class Search:
         wanted, sampler = search_direction(self._objective, node.direction), self._sampler(0)
         storage = str(node.storage or f"sqlite:///{self._folder / STUDY}")
         name, file = node.study_name or self._folder.name, storage.removeprefix("sqlite:///")
-        exists, earlier = file == storage or Path(file).exists(), None
+        exists = file == storage or Path(file).exists()
+        target = optuna.storages.InMemoryStorage() if self._is_dry else storage
         try:
             if self._is_dry and exists and name in optuna.get_all_study_names(storage):
-                earlier = optuna.load_study(study_name=name, storage=storage)
+                optuna.copy_study(from_study_name=name, from_storage=storage, to_storage=target)
             study = optuna.create_study(
-                storage=None if self._is_dry else storage,
+                storage=target,
                 sampler=sampler,
                 study_name=name,
                 direction=wanted,
                 load_if_exists=True,
             )
-            study.add_trials(earlier.get_trials() if earlier else [])
         except Exception as error:  # each storage has its own classes
             reason = one_line(getattr(error, "orig", error))  # a database error without its SQL
             raise UserError(
                 f"hydra.sweeper: Optuna cannot open the study ({reason})",
                 "repair its storage, or give another hydra.sweep.dir or hydra.sweeper.storage",
             ) from error
-        actual = (earlier or study).direction.name.lower()
+        actual = study.direction.name.lower()
         if actual != wanted:
             raise UserError(
                 f"this search would {wanted} {self._objective}, and the study {name} is to "
@@ -161,7 +156,8 @@ class Search:
 
     def _next_batch(self) -> dict[int, dict[str, Any]]:
         """Return the values of each trial of the next batch, by its number."""
-        batch, retries = dict[int, dict[str, Any]](), self._retries()
+        batch, trials = dict[int, dict[str, Any]](), self._study.get_trials(deepcopy=False)
+        retries = {trial.number for trial in trials if RETRY in trial.user_attrs}
         for trial in self._stopped:
             if trial.params.keys() == self._space.keys():
                 batch[trial.number] = trial.params
@@ -169,7 +165,6 @@ class Search:
                 self._study.tell(trial.number, state=self._states.FAIL, skip_if_finished=True)
                 self._num_trials += trial.number not in retries
         self._stopped = []
-        trials = self._study.get_trials(deepcopy=False)
         begun = {trial.number for trial in trials if trial.state != self._states.WAITING}
         num_remaining = self._num_trials - len(begun - retries) + len(retries - begun)
         for index in range(min(num_remaining, self._batch_size - len(batch))):
@@ -240,18 +235,8 @@ class Search:
             (failed if trial.state == self._states.FAIL else tried).append(values)
         for values in failed:
             if values.keys() == self._space.keys() and values not in tried:
-                self._study.enqueue_trial(values)
+                self._study.enqueue_trial(values, user_attrs={RETRY: True})
                 tried.append(values)
-
-    def _retries(self) -> set[int]:
-        """Return the numbers of the trials that retry others: they do not count as new trials."""
-        failed, retries = list[Any](), set[int]()
-        for trial in self._study.get_trials(deepcopy=False):
-            if trial.system_attrs.get("fixed_params") in failed:
-                retries.add(trial.number)
-            elif trial.state == self._states.FAIL:
-                failed.append(trial.params)
-        return retries
 
     def _sampler(self, number: int) -> Any:
         """Return the sampler for a trial.

@@ -24,7 +24,7 @@ from ddp_runner.config.load import frozen_config
 from ddp_runner.config.resolve import resolve_batch
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.sections import AUTO
-from ddp_runner.dist_env import DistEnv, continues
+from ddp_runner.dist_env import DistEnv, continues, launch_id
 from ddp_runner.errors import UserError, listed
 from ddp_runner.job import Job, Status
 from ddp_runner.tracking.outputs import claim, run_folder, sibling_runs
@@ -211,8 +211,8 @@ def clear_if_unbegun(run_dir: RunDir) -> None:
 
 def own_launch_ids(env: DistEnv, *, has_agent: bool) -> list[str]:
     """Return this rank's launch ids; the parent process counts only if it watches the rank."""
-    launch_ids = [_agent()] if has_agent or env.launcher == "torchrun" else []
-    return launch_ids + ([env.launch_id] if env.launch_id else [])
+    agent = _agent() if has_agent or env.launcher == "torchrun" else None
+    return [*filter(None, (agent, launch_id()))]
 
 
 def _agent() -> str:

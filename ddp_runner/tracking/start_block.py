@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.config.schema import RunConfig, mode_needs
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.sections import PLAN
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import counted
@@ -29,49 +29,6 @@ def starting_lines(job: Job) -> str:
     if config.task == PLAN:
         return f"{run}planning {ranks} in one process; importing torch …"
     return f"{run}starting {ranks}{nodes}, {config.backend.name} on {device}; importing torch …"
-
-
-def training_facts(
-    config: RunConfig,
-    env: DistEnv,
-    *,
-    num_parameters: int,
-    num_trained: int,
-    dataset: str,
-    num_train: int | None,
-    num_eval: int | None,
-    num_shares: int,
-    max_steps: int | None,
-    steps_per_epoch: int | None,
-    devices: Sequence["torch.device"],
-) -> dict[str, str]:
-    """Return the facts of a training, by name. Numbers are None for a stream.
-
-    `num_trained` parameters are not frozen. A global batch has `num_shares` parts. `env` and
-    `devices` belong to rank 0.
-    """
-    batch = config.batch
-    ranks = counted(num_shares, "rank" if num_shares == env.world_size else "trainer")
-    shares = f"{batch.per_rank} a rank x {ranks}"
-    if config.batch.virtual_ranks is not None:
-        shares = f"{batch.per_rank} a part x {num_shares} virtual ranks"
-    if (model_ranks := mode_needs(config.parallelism).model_ranks) != 1:
-        groups = counted(num_shares, "group")
-        shares = f"{batch.per_rank} a group x {groups} of {model_ranks or env.world_size} ranks"
-    if config.train.grad_accum_steps > 1:
-        shares += f" x {config.train.grad_accum_steps} micro-steps"
-    whole = counted(config.train.epochs, "epoch") if max_steps is None else f"{max_steps} in all"
-    epoch = f"{steps_per_epoch} an epoch" if steps_per_epoch else "an epoch ends with the stream"
-    trained = f" ({num_trained:,} trained)" if num_trained < num_parameters else ""
-    return {
-        "model": f"{config.model.get('name')}, {num_parameters:,} parameters{trained}, "
-        f"{config.train.precision}",
-        "data": f"{dataset}, {count_of(num_train)} training and {count_of(num_eval)} evaluation "
-        "samples",
-        **placement(config, env, devices),
-        "batch": f"{batch.global_size} a step = {shares}",
-        "steps": f"{whole}, {epoch}",
-    }
 
 
 def placement(config: RunConfig, env: DistEnv, devices: Sequence["torch.device"]) -> dict[str, str]:

@@ -31,7 +31,7 @@ from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, os_errors, typed
 from ddp_runner.files import json_safe, temp_folder_in
 from ddp_runner.parallelism.shards import send_module, whole, whole_state, whole_tensors
-from ddp_runner.rank.records import Records
+from ddp_runner.rank.records import Records, export_model
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import add_warning
 from ddp_runner.train.build_model import place_alone
@@ -82,7 +82,7 @@ def export_best(
     records.logger.exported(step, metrics)
     is_average = module is not state.module
     specs = whole_state(module)
-    records.export(specs, tensors, step=step, metrics=metrics, is_average=is_average)
+    export_model(run_dir, specs, tensors, step=step, metrics=metrics, is_average=is_average)
     if not work.env.is_rank_zero:
         return
     if settings.export:

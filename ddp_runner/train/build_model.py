@@ -17,6 +17,7 @@ from ddp_runner.parallelism.modules import blocks_of, build_by_modules
 from ddp_runner.parallelism.shards import has_shards
 from ddp_runner.parallelism.single import Single
 from ddp_runner.parallelism.stages import whole_parameters
+from ddp_runner.rank.session import make_mode
 from ddp_runner.train.optimizers import freeze
 from ddp_runner.train.state import Work
 
@@ -66,10 +67,7 @@ def model_factory(
 ) -> Callable[..., nn.Module]:
     """Return a function that builds the config's model; its arguments are the stages' devices.
 
-    Args:
-        config: of the run.
-        facts: facts of the data; the model gets those that its constructor has a parameter for.
-        arguments: further arguments of the model.
+    The model gets the `arguments`, and the `facts` of the data that its constructor names.
 
     Raises:
         UserError: the model's target is not allowed, or does not exist.
@@ -83,19 +81,9 @@ def model_factory(
 
 def place_alone(config: Config, facts: Mapping[str, Any], device: torch.device) -> nn.Module:
     """Return the bare, whole model on a single device, for a process without other ranks."""
-    num_devices, mode = mode_needs(config.parallelism).devices_per_rank, Single("single")
-    if num_devices > 1:
-        mode = make("parallelism", config.parallelism, kind=Mode, allowed=config.allowed_targets)
+    num_devices = mode_needs(config.parallelism).devices_per_rank
+    mode = make_mode(config) if num_devices > 1 else Single("single")
     return place_model(config, mode, facts, (device,) * num_devices)
-
-
-def one_process_model(
-    config: RunConfig, facts: Mapping[str, Any], device: torch.device
-) -> nn.Module:
-    """Return the whole model with its frozen parameters; see ``place_alone``."""
-    module = place_alone(config, facts, device)
-    freeze(module, config.params.freeze)
-    return module
 
 
 def place_model(

@@ -17,8 +17,8 @@ from ddp_runner.config.training import TrainConfig
 from ddp_runner.data.batches import Batches, NumberedBatches
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.load_dataset import build_dataset
-from ddp_runner.data.splits import AbsentSplit, NumberedSplit, Split
-from ddp_runner.data.stream import StreamBatches, StreamSplit
+from ddp_runner.data.splits import AbsentSplit, NumberedSplit
+from ddp_runner.data.stream import Split, StreamBatches, StreamSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import loop_group, share_group
 from ddp_runner.errors import UserError
@@ -114,7 +114,7 @@ def build_batches(work: Work, *, split: Split, mark: Callable[[StepPart], None])
         split=split,
         shares_per_rank=layout.shares_per_rank,
         is_computed=layout.computes_batches,
-        num_randoms=dataset.num_randoms,
+        num_randoms=0 if dataset.augmentation is None else dataset.augmentation.num_randoms,
         shuffle=config.dataset.get("shuffle", True),
         lengths=dataset.lengths() if dataset.group_by_length else None,
         **common,
@@ -165,7 +165,9 @@ def build_state(work: Work, *, weights: Weights | None = None) -> TrainState:
     if isinstance(dataset.eval, AbsentSplit) and (evaluates or config.checkpoint.load_best):
         raise UserError(f"{dataset.eval.fix}, or never evaluate: train.eval_every_epochs=0")
     train, evaluation = (dataset.near(split, device) for split in (dataset.train, dataset.eval))
-    notes = (*dataset.notes, *train.notes(work.layout.num_shares))
+    notes = dataset.notes
+    if isinstance(train, StreamSplit):
+        notes += train.notes(work.layout.num_shares)
     work = replace(work, dataset=replace(dataset, train=train, eval=evaluation, notes=notes))
     timer = StepTimer(device)
     batches = build_batches(work, split=train, mark=timer.mark)

@@ -29,10 +29,7 @@ class Ema:
     def __init__(self, module: nn.Module, *, decay: float, build: Callable[[], nn.Module]) -> None:
         """Copy a bare model, on its devices. Collective if the model is split over ranks.
 
-        Args:
-            module: the trained model.
-            decay: weight of the previous average.
-            build: builds the model again: not every model can be copied, and no model under FSDP2.
+        `build` makes the copy: not every model can be copied, and no model under FSDP2.
         """
         self._decay = decay
         self.averaged = AveragedModel(nn.Identity())

@@ -1,18 +1,18 @@
 """The evaluation of whole splits, while training and afterwards: sums over batches and ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.data.splits import EpochShare, MicroBatch, Split
+from ddp_runner.data.splits import EpochShare, MicroBatch
+from ddp_runner.data.stream import Split
 from ddp_runner.device import sum_dtype
 from ddp_runner.distributed import (
     add_over_ranks,
-    broadcast_buffers,
+    broadcast_tensors,
     from_rank_zero,
     gather_objects,
     sum_over_ranks,
@@ -37,8 +37,8 @@ def evaluate(
 
     Args:
         work: of this rank.
-        module: the bare model: DDP's forward is a collective, and ranks may have different numbers
-            of batches.
+        module: the bare model: DDP's forward is a collective, and ranks may have different
+            numbers of batches.
         splits: by default the evaluation set.
         step: the optimizer steps behind the weights.
         most_batches: evaluate at most this many batches on each rank, as a trial.
@@ -51,9 +51,12 @@ def evaluate(
     """
     seed, size = work.config.seed, work.config.batch.eval_size
     own_shares, num_shares = work.layout.eval_shares
-    broadcast_buffers(module, group=work.buffer_group)
+    broadcast_tensors([*module.buffers()], group=work.buffer_group)
     module.eval()
-    confusion, packed = new_confusion(work), list[Packed]()
+    # A row and a column for each class, and for what is not a class.
+    shape = 2 * ((work.dataset.num_classes or 0) + 1,)
+    confusion = torch.zeros(shape, dtype=torch.int64, device=work.devices[-1])
+    packed = list[Packed]()
     for share in own_shares:
         # One share at a time: a metric may hold a network.
         totals = EvalTotals(work, confusion)
@@ -89,7 +92,7 @@ def together(batches: Iterable[MicroBatch], split: Split, work: Work) -> Iterato
             continue
         if placeholder is None:
             samples = split.first(seed=work.config.seed)
-            placeholder = replace(samples, num_samples=0, weight=0.0)
+            placeholder = samples._replace(num_samples=0, weight=0.0)
         yield placeholder
 
 
@@ -103,12 +106,7 @@ class Packed(NamedTuple):
 
 
 class EvalTotals:
-    """Adds up a share of an evaluation set on the device of the outputs.
-
-    Args:
-        work: of this rank.
-        confusion: counts to add to; see ``new_confusion``.
-    """
+    """Adds up a share of an evaluation set on the device of the outputs."""
 
     def __init__(self, work: Work, confusion: Tensor) -> None:
         device, self._confusion = work.devices[-1], confusion
@@ -118,11 +116,7 @@ class EvalTotals:
         self._num_classes = work.dataset.num_classes or 0
 
     def add(self, step: StepOutput) -> None:
-        """Add a batch's result of the training step.
-
-        Raises:
-            UserError: a metric does not accept the outputs.
-        """
+        """Add a batch's result of the training step."""
         self._loss += step.loss_sum
         self._count += step.count
         for name, value in step.scalars.items():
@@ -135,12 +129,6 @@ class EvalTotals:
         """Return all sums but the confusion counts."""
         scalars = {name: value.item() for name, value in self._scalars.items()}
         return Packed(self._loss.item(), self._count.item(), scalars, self.metrics.packed())
-
-
-def new_confusion(work: Work) -> Tensor:
-    """Return confusion counts of zero, with a row and a column for what is not a class."""
-    size = (work.dataset.num_classes or 0) + 1
-    return torch.zeros(size, size, dtype=torch.int64, device=work.devices[-1])
 
 
 def _over_ranks(

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ddp_runner.config.monitors import KnownMetrics, validate_monitors
-from ddp_runner.data.splits import NUM_FIRST, Split, validate_classes
+from ddp_runner.data.splits import NUM_FIRST, validate_classes
+from ddp_runner.data.stream import Split
 from ddp_runner.data.trees import first_tensor, inputs_of, shapes_on_failure
 from ddp_runner.errors import UserError, listed
 from ddp_runner.metric_names import CLASS_METRICS

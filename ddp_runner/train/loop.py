@@ -25,7 +25,7 @@ from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.buffers import share_changing
 from ddp_runner.train.clipping import has_gradient, scale_and_clip, step_unless_overflowed
 from ddp_runner.train.evaluation import evaluate
-from ddp_runner.train.progress import count_evaluation, evaluation_is_due, is_due
+from ddp_runner.train.progress import count_evaluation
 from ddp_runner.train.state import TrainState, forward
 from ddp_runner.train.step_metrics import ensure_tried, reduce_step_metrics
 from ddp_runner.train.torch_errors import torch_errors
@@ -72,8 +72,10 @@ def train(
             progress.metrics |= reduce_step_metrics(state, sums, lr=lr)
             ensure_monitored(work.config, progress.metrics, part="train")
             logger.log(progress.metrics, step=progress.step, epoch=batches.epoch_number)
-        state.profiler.step_done(progress.step)
-        progress.owes_evaluation = evaluation_is_due(batches, progress, config, is_final=is_final)
+        if state.profiler is not None:
+            state.profiler.step_done(progress.step)
+        every = {"steps": config.eval_every_steps, "epochs": config.eval_every_epochs}
+        progress.owes_evaluation = any(every.values()) if is_final else _is_due(state, **every)
         # After the final step only the evaluation remains, and stopping would delay it.
         if not is_final and state.engine.may_stop(vote.agreed(stop_requested())):
             save()
@@ -103,10 +105,15 @@ def _evaluate_and_save(
 
 
 def _checkpoint_is_due(state: TrainState) -> bool:
-    """Return whether ``checkpoint.every_steps`` or ``every_epochs`` asks for a save here."""
     config = state.work.config.checkpoint
-    every_steps, every_epochs = config.every_steps, config.every_epochs
-    return is_due(state.batches, state.progress, every_steps=every_steps, every_epochs=every_epochs)
+    return _is_due(state, steps=config.every_steps, epochs=config.every_epochs)
+
+
+def _is_due(state: TrainState, *, steps: int | None, epochs: int | None) -> bool:
+    """Return whether the step just taken ends a period of steps or of epochs; 0, None: never."""
+    batches, epoch_ended = state.batches, state.batches.step == 0
+    by_steps = steps and state.step % steps == 0
+    return bool(by_steps or (epochs and epoch_ended and batches.epoch % epochs == 0))
 
 
 def _log_first_loss(state: TrainState, sums: Sums, logger: Logger) -> None:
@@ -154,9 +161,6 @@ def accumulate_gradients(state: TrainState, batch: StepBatch) -> Sums:
     """Accumulate the gradients of the micro-batches, and return the sums of their losses.
 
     If tokens are counted, gradients and sums have yet to be multiplied by ``token_factor``.
-
-    Raises:
-        UserError: the loss has no gradient.
     """
     work, timer, sums = state.work, state.timer, new_sums(state)
     for index, micro_batch in enumerate(batch.micro_batches, start=1):

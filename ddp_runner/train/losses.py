@@ -19,11 +19,8 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy of a language model, summed over the tokens.
 
-    Use it with batch.count=tokens. Targets of -100 do not count.
-
-    Args:
-        outputs: logits (batch, length, vocabulary).
-        targets: tokens, int64 (batch, length).
+    Use it with batch.count=tokens. Outputs are logits (batch, length, vocabulary), targets are
+    tokens, int64 (batch, length), of which -100 does not count.
 
     Raises:
         UserError: the shapes do not match.
@@ -43,11 +40,7 @@ def nll(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error of each sample, summed over the samples.
-
-    Args:
-        outputs: predictions (batch, ...).
-        targets: values of the same shape.
+    """Return the mean squared error of each sample (batch, ...), summed over the samples.
 
     Raises:
         UserError: the shapes differ; torch would broadcast them.

@@ -16,15 +16,18 @@ from torch.optim import Optimizer
 from ddp_runner.config.instantiate import find, make
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.training import ParamsConfig
+from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError, nearest
 from ddp_runner.parallelism.shards import fit_optimizer, step_one_by_one
-from ddp_runner.parallelism.stages import whole_parameters
+from ddp_runner.parallelism.stages import stages_of, whole_parameters
 
 MODULE = "module"  # the first parameter of a factory that takes the model, not its parameters
 
 
 def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
     """Return the optimizer of a bare model; exclude its frozen parameters first, by ``freeze``.
+
+    Collective if the model is a stage of a pipeline.
 
     If the first parameter of a factory is ``module``, it gets the model and makes its own groups:
     ``def no_decay_for_embeddings(module, *, lr): ...``.
@@ -50,6 +53,14 @@ def build_optimizer(config: RunConfig, module: nn.Module) -> Optimizer:
         argument = parameter_groups(module, groups=params.groups, no_decay=params.no_decay)
     optimizer = optimizer_of(config, argument)
     _validate_groups(config, optimizer, name)
+    is_stage = stages_of(module) is not None
+    counts = gather_objects(len(optimizer.param_groups)) if is_stage else [1]
+    if min(counts) < max(counts):
+        raise UserError(
+            f"{name} makes {min(counts)} groups of parameters on a rank of a pipeline and "
+            f"{max(counts)} on another, and a checkpoint has the groups of the whole model",
+            "make as many groups on every rank, or write parallelism=fsdp",
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(

@@ -32,46 +32,23 @@ def dump_history(path: Path) -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-class NullProfiler:
-    """The profiler of a run without ``train.profile``: does nothing."""
-
-    is_slow = False
-
-    def step_done(self, *_: object) -> None:
-        """Do nothing."""
-
-    __exit__ = step_done
-
-    def __enter__(self) -> Self:
-        return self
-
-
 class Profiler:
     """Traces some steps of a rank.
 
     The loop calls ``step_done`` after each step. As a context manager it writes the trace of a run
     that ends early, and the GPU's memory history when a step runs out of memory.
-
-    Args:
-        setting: the value of ``train.profile``.
-        done: steps that the run took before this session.
-        device: this rank's first device.
-        folder: the run's folder for profiles; each profile is a folder in it.
-        restart_timer: makes the step timer forget the slow steps.
-        log: prints a line for the user.
-        warn: prints a warning and adds it to run.json.
     """
 
     def __init__(
         self,
-        setting: Any,
+        setting: Any,  # the value of train.profile
         *,
-        done: int,
-        device: torch.device,
-        folder: Path,
-        restart_timer: Callable[[], None],
+        done: int,  # steps that the run took before this session
+        device: torch.device,  # this rank's first
+        folder: Path,  # of the run; each profile is a folder in it
+        restart_timer: Callable[[], None],  # the step timer forgets the slow steps
         log: Callable[[str], None],
-        warn: Callable[[str], None],
+        warn: Callable[[str], None],  # prints a warning and adds it to run.json
     ) -> None:
         steps = traced_steps(setting, done=done)
         self._setting, self._folder = setting, folder
@@ -171,9 +148,6 @@ class Profiler:
         if self._has_history:
             dump_history(folder / f"memory-{rank}.pickle")
             self._has_history = False
-
-
-AnyProfiler = NullProfiler | Profiler
 
 
 def has_steps_to_trace(

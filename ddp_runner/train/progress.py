@@ -1,4 +1,4 @@
-"""A run's progress in steps and evaluations: when to evaluate, save and stop.
+"""A run's progress in steps and evaluations, and when it stops early.
 
 The position in the order of samples is in ``Batches``. All ranks have the same metrics of an
 evaluation, so they stop early together; a resumed run stops at the same step.
@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ddp_runner.config.training import EarlyStopConfig, TrainConfig
-from ddp_runner.data.batches import Batches
+from ddp_runner.config.training import EarlyStopConfig
 from ddp_runner.errors import counted
 from ddp_runner.metric_names import best_end
 from ddp_runner.metrics.metric import Metric, directions
@@ -80,33 +79,6 @@ def stop_reason(progress: Progress, settings: EarlyStopConfig) -> str | None:
         f"stopped early at step {progress.step}: {settings.monitor} {fault} in the last "
         f"{counted(progress.bad_evaluations, 'evaluation')}"
     )
-
-
-def is_due(
-    batches: Batches, progress: Progress, *, every_steps: int | None, every_epochs: int | None
-) -> bool:
-    """Return whether an action with these periods is due after the step just taken.
-
-    None and 0 stand for never.
-    """
-    epoch_ended = batches.step == 0
-    return bool(
-        (every_steps and progress.step % every_steps == 0)
-        or (every_epochs and epoch_ended and batches.epoch % every_epochs == 0)
-    )
-
-
-def evaluation_is_due(
-    batches: Batches, progress: Progress, config: TrainConfig, *, is_final: bool
-) -> bool:
-    """Return whether an evaluation is due after the step just taken.
-
-    It always is after the run's final step, unless the run never evaluates.
-    """
-    by_steps, by_epochs = config.eval_every_steps, config.eval_every_epochs
-    if is_final:
-        return bool(by_steps or by_epochs)
-    return is_due(batches, progress, every_steps=by_steps, every_epochs=by_epochs)
 
 
 def _watched(settings: EarlyStopConfig) -> str:

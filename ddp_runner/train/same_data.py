@@ -9,10 +9,12 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.between_ranks import digest_of
 from ddp_runner.data.dataset import Dataset
-from ddp_runner.data.splits import MicroPlan, NumberedSplit, Split
+from ddp_runner.data.splits import MicroPlan, NumberedSplit
+from ddp_runner.data.stream import Split
 from ddp_runner.data.trees import inputs_of, shape_of, tensors_of
 from ddp_runner.distributed import gather_objects
 from ddp_runner.errors import UserError
+from ddp_runner.tracking.start_block import count_of
 
 # By split, then by a tensor's path in its samples: a summary of the tensor, see ``_summary``.
 Samples = Mapping[str, Mapping[str, Any]]
@@ -115,19 +117,15 @@ class RunData:
         return self._facts
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Compare with the facts of a checkpoint.
-
-        Raises:
-            UserError: the samples changed.
-        """
+        """Raise a ``UserError`` if a checkpoint's facts are those of other samples."""
         now = self._facts
         changes = [
-            f"{_count(saved[key])} {noun} then, {_count(now[key])} now"
+            f"{count_of(saved[key])} {noun} then, {count_of(now[key])} now"
             for key, noun in NOUNS.items()
             if saved[key] != now[key]
         ]
         if not changes and self._differs(saved):
-            changes = [f"{_count(now['train_samples'])} training samples, but different ones"]
+            changes = [f"{count_of(now['train_samples'])} training samples, but different ones"]
         if changes:
             fix = f"put the data of dataset={self._name} back as it was"
             if saved["seed"] != now["seed"]:
@@ -146,10 +144,6 @@ class RunData:
         # Splits with random samples are empty and cannot be compared.
         comparable = [name for name in now if now[name] and then.get(name)]
         return not all(are_same(then[name], now[name]) for name in comparable)
-
-
-def _count(count: int | None) -> str:
-    return "a stream of" if count is None else f"{count:,}"
 
 
 def _first_and_last(split: Split) -> list[Any]:

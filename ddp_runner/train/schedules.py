@@ -82,11 +82,7 @@ def build_schedule(
 def _known_lengths(
     config: RunConfig, lengths: Mapping[str, int | None], accepted: Set[str]
 ) -> dict[str, int]:
-    """Return the lengths that a scheduler accepts; a stream's lengths are None.
-
-    Raises:
-        UserError: it needs the length of a stream.
-    """
+    """Return the lengths that a scheduler accepts; a stream's lengths are None."""
     known = {name: length for name, length in lengths.items() if length is not None}
     unknown = sorted(accepted & (lengths.keys() - known.keys()))
     if unknown and not accepted & known.keys():  # OneCycleLR needs only one of its two lengths
@@ -109,11 +105,8 @@ def cosine(
 ) -> LambdaLR:
     """Return a linear warm-up followed by half a cosine (arXiv:1608.03983, without restarts).
 
-    Args:
-        optimizer: its current learning rates are the peak rates.
-        total_steps: optimizer steps of the whole schedule; by default all steps of the run.
-        warmup_steps: steps that climb to the peak, from above zero.
-        min_factor: fraction of the peak at the end.
+    The optimizer's learning rates are the peak; `min_factor` is the fraction of it at the end. The
+    `total_steps` include the warm-up; by default they are all steps of the run.
 
     Raises:
         UserError: the warm-up does not fit in the run.
@@ -139,12 +132,7 @@ def step_decay(
 ) -> LambdaLR:
     """Return a schedule that multiplies the learning rate by ``gamma`` every few epochs.
 
-    Args:
-        optimizer: its learning rates apply until the first change.
-        steps_per_epoch: optimizer steps of an epoch.
-        every_epochs: epochs between two changes.
-        gamma: factor of each change.
-        warmup_steps: steps that climb to the learning rate; epochs count from the first step.
+    The epochs count from the first step of the warm-up.
     """
     period = every_epochs * steps_per_epoch
     return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps) * gamma ** (step // period))

@@ -23,7 +23,7 @@ from ddp_runner.parallelism.mode import Engine, Layout, Mode
 from ddp_runner.parallelism.shards import reshard
 from ddp_runner.tracking.run_record import RunFields
 from ddp_runner.train.ema import Ema
-from ddp_runner.train.profiler import AnyProfiler, NullProfiler
+from ddp_runner.train.profiler import Profiler
 from ddp_runner.train.progress import Progress, early_stop_of, stop_reason
 from ddp_runner.train.same_data import Samples
 from ddp_runner.train.schedules import Schedule
@@ -89,7 +89,7 @@ class TrainState:
     batches: Batches
     engine: "Engine[TrainState, StepBatch]"  # how this rank computes a step
     timer: StepTimer
-    profiler: AnyProfiler = field(default_factory=NullProfiler)
+    profiler: Profiler | None = None
     progress: Progress = field(default_factory=Progress)
     # Settings of the optimizer and the schedule when they were built: see ``settings_of``.
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -149,14 +149,6 @@ class TrainState:
             return self.batches.epoch >= config.epochs
         return self.step >= config.max_steps
 
-    @property
-    def is_longer_than_asked(self) -> bool:
-        """Whether the run has taken more steps than its config asks for, as a resume may find."""
-        config = self.work.config.train
-        if config.max_steps is None:
-            return (self.batches.epoch, self.batches.step) > (config.epochs, 0)
-        return self.step > config.max_steps
-
     @cached_property
     def early_stop(self) -> EarlyStopConfig:
         """The settings of early stopping, with the metric's best end as mode."""
@@ -191,8 +183,9 @@ class TrainState:
         )
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST)) -> MicroBatch:
-        """Return training samples by their numbers; see ``Split``."""
-        return self.batches.split.first(numbers, seed=self.work.config.seed)
+        """Return training samples by their numbers; see ``NumberedSplit``."""
+        batch: MicroBatch = self.batches.split.first(numbers, seed=self.work.config.seed)
+        return batch
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def reduce_step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str
     """
     env, norm = state.work.env, sums.grad_norm
     values = values_of([sums.loss, *sums.scalars.values()])
-    is_slow = state.profiler.is_slow
+    is_slow = state.profiler is not None and state.profiler.is_slow
     lap = state.timer.lap()
     exchanges = () if is_slow else lap.exchanges
     parts = {part: ms for part, ms in lap.parts.items() if part not in EXCHANGE}

@@ -64,18 +64,14 @@ class StepTimer:
 
     def mark(
         self,
-        part: StepPart | None,
+        part: StepPart | None,  # None drops the time
         *,
-        ends_on: torch.device | None = None,
-        restarts: bool = False,
+        ends_on: torch.device | None = None,  # the device that finishes the part; None: the first
+        restarts: bool = False,  # forget the parts so far
     ) -> None:
         """Add the time since the last mark to a part of the step.
 
-        Args:
-            part: None drops the time. COMM ends the exchange of a step; WAIT is the wait for other
-                ranks before it.
-            ends_on: the device that finishes the part; None for the rank's first.
-            restarts: forget the parts so far.
+        COMM ends the exchange of a step; WAIT is the wait for other ranks before it.
         """
         if self._on_gpu:
             # Autograd's threads may have another current device, and CUDA cannot measure the time
@@ -157,11 +153,8 @@ class StepTimer:
 def lateness(work_ms: Tensor) -> Tensor:
     """Return how much each rank's work in each step exceeds the median rank's, at least 0.
 
-    At least half of the ranks wait that long for a late rank. torch takes the lower median, so with
-    two ranks the slower counts as late.
-
-    Args:
-        work_ms: (num_steps, world_size), like the result.
+    Argument and result are (num_steps, world_size). At least half of the ranks wait that long for a
+    late rank. torch takes the lower median, so with two ranks the slower counts as late.
     """
     return (work_ms - work_ms.median(dim=1, keepdim=True).values).clamp(min=0)
 
@@ -176,43 +169,37 @@ class Skew:
 
     num_steps: int = 0
     step_ms: float = 0.0  # total over the steps
-    late_ms: list[float] = field(default_factory=list)  # by rank, total over the steps
+    late_ms: Tensor = field(default_factory=lambda: torch.zeros(()))  # by rank, total over steps
 
     def add(self, times: Tensor, *, step_time_ms: float) -> dict[str, float]:
         """Count the steps of a log line, and return its metrics.
 
-        The shortest time of a rank in a step's exchange counts as communication; the other ranks
-        spend the rest of their time waiting.
-
-        Args:
-            times: (2, num_steps, world_size), each rank's ``Exchange`` of each step.
-            step_time_ms: mean step time of the log line.
+        `times` are each rank's ``Exchange`` of each step, (2, num_steps, world_size). The shortest
+        time of a rank in a step's exchange counts as communication; the other ranks spend the rest
+        of their time waiting.
         """
         work_ms, comm_ms = times
         num_steps, world_size = work_ms.shape
         if not num_steps:
             return {}
-        late_ms = lateness(work_ms).sum(dim=0).tolist()
+        late_ms = lateness(work_ms).sum(dim=0)
         self.num_steps += num_steps
         self.step_ms += float(times.sum()) / world_size
-        self.late_ms = [
-            before + late
-            for before, late in zip(self.late_ms or [0.0] * world_size, late_ms, strict=True)
-        ]
+        self.late_ms = self.late_ms + late_ms
         exchange_ms = float(comm_ms.amin(dim=1).mean())
         return {
             StepPart.COMM.metric: exchange_ms,
             StepPart.WAIT.metric: float(comm_ms.mean()) - exchange_ms,
             "perf/comm_share": exchange_ms / step_time_ms,
-            "perf/skew_ms": max(late_ms) / num_steps,
-            "perf/skew_rank": float(late_ms.index(max(late_ms))),
+            "perf/skew_ms": float(late_ms.max()) / num_steps,
+            "perf/skew_rank": float(late_ms.argmax()),
         }
 
     def fields(self) -> RunFields:
         """Return the fields of run.json; None replaces an earlier session's values."""
         if self.num_steps < FEWEST_STEPS:
             return RunFields(skew_ms_by_rank=None, skew_step_ms=None)
-        by_rank = [round(ms / self.num_steps, 3) for ms in self.late_ms]
+        by_rank = [round(ms / self.num_steps, 3) for ms in self.late_ms.tolist()]
         return RunFields(
             skew_ms_by_rank=by_rank, skew_step_ms=round(self.step_ms / self.num_steps, 3)
         )

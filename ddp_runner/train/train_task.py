@@ -2,14 +2,17 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, nullcontext
 from functools import partial
+
+from torch import nn
 
 from ddp_runner.checkpoint.between_ranks import weights_sha256
 from ddp_runner.config.identity import is_inside
 from ddp_runner.config.load import chosen_keys
-from ddp_runner.config.training import TrainConfig
+from ddp_runner.config.schema import mode_needs
+from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import from_rank_zero
 from ddp_runner.errors import UserError, counted, in_yaml, listed
 from ddp_runner.job import Status
@@ -20,13 +23,13 @@ from ddp_runner.tracking.alive import ENDING
 from ddp_runner.tracking.run_dir import RunDir, keep_files
 from ddp_runner.tracking.run_folder_claim import changed_values
 from ddp_runner.tracking.run_record import RunFields, add_changes, add_warning
-from ddp_runner.tracking.start_block import training_facts
+from ddp_runner.tracking.start_block import count_of, placement
 from ddp_runner.train.best_model import export_best
 from ddp_runner.train.build_state import build_session_state
 from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import build_engine, train
-from ddp_runner.train.profiler import AnyProfiler, NullProfiler, Profiler, has_steps_to_trace
-from ddp_runner.train.progress import early_stop_of, stop_reason
+from ddp_runner.train.profiler import Profiler, has_steps_to_trace
+from ddp_runner.train.progress import stop_reason
 from ddp_runner.train.snapshot import restore, snapshot
 from ddp_runner.train.state import TrainState
 
@@ -53,7 +56,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     if changes:
         session.log(f"this resume changes {listed(changes)}")
     if resume_step is not None and state.is_done:
-        key, limit = _limit(config.train)
+        key, _, limit = _limit(state)
         done = f"{counted(resume_step, 'step')} and {counted(state.batches.epoch, 'epoch')}"
         session.log(f"nothing is left to train: {done} are done, and {key} is {limit}")
     if not session.env.is_rank_zero:  # rank 0 logs its process with the facts of the run
@@ -63,18 +66,17 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     if status is not None:  # this rank has served the loop of another
         return status
     parameters = {*whole_parameters(state.module).values()}
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    num_parameters = sum(parameter.numel() for parameter in parameters)
     if session.env.is_rank_zero:
-        num_trained = sum(parameter.numel() for parameter in trained)
-        _log_facts(session, state, warnings, (num_parameters, num_trained))
+        facts = training_facts(session.env, state, parameters)
+        notes = [*(f"warning: {text}" for text in warnings), *state.work.dataset.notes]
+        log_facts(session, facts, notes=notes, explains=True)
     fields = RunFields(
         warnings=[*session.job.warnings, *warnings],
         directions=metrics.directions,
         trains_on_stream=state.batches.steps_per_epoch is None,
         model_arguments=state.work.dataset.model_arguments,
-        num_parameters=num_parameters,
-        gradient_bytes=sum(parameter.nbytes for parameter in trained),
+        num_parameters=sum(value.numel() for value in parameters),
+        gradient_bytes=sum(value.nbytes for value in parameters if value.requires_grad),
     )
     with ExitStack() as stack:
         records = Records(
@@ -95,7 +97,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
             records.save(content, step=state.step, metrics=state.progress.metrics)
 
         # Build the profiler after the logger, so that their warnings are in this order.
-        with _profiler(session, state, run_dir) as state.profiler:
+        with _profiler(session, state, run_dir) or nullcontext() as state.profiler:
             logger = records.logger
             status = train(state, save=save, stop_requested=stop_requested, logger=logger)
             session.heartbeat.note(ENDING)  # the last checkpoint may take a while
@@ -105,8 +107,7 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
         if status == Status.COMPLETED:
             end["weights_sha256"] = weights_sha256(state.module)
             export_best(state, run_dir, records, log=session.log)
-        early_stop = early_stop_of(config.early_stop, state.work.metrics)
-        reason = stop_reason(state.progress, early_stop)
+        reason = stop_reason(state.progress, state.early_stop)
         if reason is not None and session.env.is_rank_zero:
             session.log(reason)
         end["stopped_early"] = reason
@@ -114,11 +115,12 @@ def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status
     return status
 
 
-def _limit(config: TrainConfig) -> tuple[str, int]:
-    """Return the key that ends the training, and its value."""
+def _limit(state: TrainState) -> tuple[str, int, int]:
+    """Return the key that ends the training, the steps or epochs so far, and the key's value."""
+    config = state.work.config.train
     if config.max_steps is None:
-        return "train.epochs", config.epochs
-    return "train.max_steps", config.max_steps
+        return "train.epochs", state.batches.epoch_number, config.epochs
+    return "train.max_steps", state.step, config.max_steps
 
 
 def _changes(session: Session, state: TrainState) -> list[str]:
@@ -143,8 +145,8 @@ def _changes(session: Session, state: TrainState) -> list[str]:
             f"{listed(unused)} would have no effect",
             "raise train.max_steps or train.epochs as well, or start a new run",
         )
-    if state.is_longer_than_asked and any(key in shown for key in LENGTH):
-        key, limit = _limit(session.config.train)
+    key, taken, limit = _limit(state)
+    if taken > limit and any(key in shown for key in LENGTH):
         raise UserError(
             f"{session.run_dir} has already taken {counted(state.step, 'step')}, more than "
             f"{key}={limit}",
@@ -153,8 +155,8 @@ def _changes(session: Session, state: TrainState) -> list[str]:
     return [f"{key}={in_yaml(new)} (was {in_yaml(old)})" for key, (old, new) in shown.items()]
 
 
-def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfiler:
-    """Return the profiler for ``train.profile``."""
+def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> Profiler | None:
+    """Return the profiler for ``train.profile``; None if it traces no step of this session."""
     setting, done, folder = session.config.train.profile, state.step, run_dir.path / "profile"
 
     def warn(text: str) -> None:
@@ -163,7 +165,7 @@ def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfil
             add_warning(run_dir, text)
 
     if not has_steps_to_trace(setting, done=done, folder=folder, warn=warn):
-        return NullProfiler()
+        return None
     return Profiler(
         setting,
         done=done,
@@ -175,23 +177,33 @@ def _profiler(session: Session, state: TrainState, run_dir: RunDir) -> AnyProfil
     )
 
 
-def _log_facts(
-    session: Session, state: TrainState, warnings: Sequence[str], counts: tuple[int, int]
-) -> None:
-    """Log the facts of the run, with the counts of all and of trained parameters. Rank 0 only."""
-    dataset, batches = state.work.dataset, state.batches
-    facts = training_facts(
-        session.config,
-        session.env,
-        num_parameters=counts[0],
-        num_trained=counts[1],
-        dataset=dataset.name,
-        num_train=dataset.train.num_samples,
-        num_eval=dataset.eval.num_samples,
-        num_shares=batches.num_shares,
-        max_steps=state.final_step,
-        steps_per_epoch=batches.steps_per_epoch,
-        devices=state.work.devices,
-    )
-    notes = [*(f"warning: {text}" for text in warnings), *dataset.notes]
-    log_facts(session, facts, notes=notes, explains=True)
+def training_facts(
+    env: DistEnv, state: TrainState, parameters: Collection[nn.Parameter]
+) -> dict[str, str]:
+    """Return the facts of a training by name; `env` is rank 0's, `parameters` the whole model's."""
+    config, dataset, batches = state.work.config, state.work.dataset, state.batches
+    batch, num_shares, num_micro_steps = config.batch, batches.num_shares, batches.grad_accum_steps
+    ranks = counted(num_shares, "rank" if num_shares == env.world_size else "trainer")
+    shares = f"{batch.per_rank} a rank x {ranks}"
+    if batch.virtual_ranks is not None:
+        shares = f"{batch.per_rank} a part x {num_shares} virtual ranks"
+    if (model_ranks := mode_needs(config.parallelism).model_ranks) != 1:
+        groups = counted(num_shares, "group")
+        shares = f"{batch.per_rank} a group x {groups} of {model_ranks or env.world_size} ranks"
+    if num_micro_steps > 1:
+        shares += f" x {num_micro_steps} micro-steps"
+    total = sum(parameter.numel() for parameter in parameters)
+    num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    trained = f" ({num_trained:,} trained)" if num_trained < total else ""
+    last, size = state.final_step, batches.steps_per_epoch
+    steps = counted(config.train.epochs, "epoch") if last is None else f"{last} in all"
+    period = "an epoch ends with the stream" if size is None else f"{size} an epoch"
+    counts = [count_of(split.num_samples) for split in (dataset.train, dataset.eval)]
+    return {
+        "model": f"{config.model.get('name')}, {total:,} parameters{trained}, "
+        f"{config.train.precision}",
+        "data": f"{dataset.name}, {' training and '.join(counts)} evaluation samples",
+        **placement(config, env, state.work.devices),
+        "batch": f"{batch.global_size} a step = {shares}",
+        "steps": f"{steps}, {period}",
+    }

@@ -25,8 +25,8 @@ from tiers import named, selected
 from train_states import MNIST_NET, build, compose_config
 
 from ddp_runner.check.check_task import run_checks
+from ddp_runner.check.checks import wait_for_mean
 from ddp_runner.check.rank_differences import Verdict, differences, largest_difference
-from ddp_runner.check.waiting import wait_for_mean
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train.state import TrainState
 

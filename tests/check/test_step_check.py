@@ -93,7 +93,8 @@ def test_rounding_is_no_fault(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_random_steps_raise_no_alarm(seed: int) -> None:
     """Two samples of what the benchmark measures."""
     models = ("toy", "convnet", "mnist_net", "gpt, dropout", "two stages")

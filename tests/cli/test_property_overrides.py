@@ -43,6 +43,7 @@ from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import COMPLETED, Job, Outcome
 from ddp_runner.sweep.jobs import JobBatch, run_jobs
+from ddp_runner.sweep.local import Local
 
 FOREIGN = "foreign_package"  # the name of a module that nobody may import
 EXIT_CODES = (0, 2)
@@ -227,19 +228,15 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         pickle.dumps(job)  # as it is sent to the workers
         return COMPLETED
 
-    class InTurn:
-        """In place of slots, which are processes."""
-
-        def __init__(self, *_: object) -> None:
-            self.close = lambda: None
-
-        def run(self, batch: JobBatch) -> dict[str, Outcome]:
-            return run_jobs(batch, execute=ddp_runner.launch.launcher.launch)
+    def in_turn(_: Local, batch: JobBatch) -> dict[str, Outcome]:
+        """Run the jobs in place of slots, which are processes."""
+        return run_jobs(batch, execute=ddp_runner.launch.launcher.launch)
 
     for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "detect", lambda **_: LAPTOP)
-    monkeypatch.setattr(ddp_runner.sweep.local, "Slots", InTurn)
+    monkeypatch.setattr(Local, "_start_slots", lambda *_: None)
+    monkeypatch.setattr(Local, "_run_in_slots", in_turn)
     monkeypatch.setattr(ddp_runner.launch.launcher, "run_ranks", launched)
     monkeypatch.setattr(ddp_runner.cli.app, "git_revisions", dict)
 

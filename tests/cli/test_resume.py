@@ -67,7 +67,6 @@ def test_a_resume_says_that_it_sends_nothing(tmp_path: Path) -> None:
     (note,) = dropped_trackers(raw, [f"resume={tmp_path}"])
     assert "add trackers=[mlflow] with its keys and, for one of your own, --config-dir=" in note
     assert dropped_trackers(raw, [f"resume={tmp_path}", "trackers=[]"]) == []
-    assert dropped_trackers(compose_raw(), []) == []
 
 
 def planned(*arguments: str, env: DistEnv | None = None) -> Job:

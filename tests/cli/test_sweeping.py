@@ -29,7 +29,6 @@ from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job
-from ddp_runner.sweep.jobs import JobHardware
 
 GRIDS = (
     "optimizer.lr=0.1 model=toy_slow ++train.added=3 +model.extra={a:1}",
@@ -165,7 +164,7 @@ def test_a_job_is_planned_as_its_command_alone(
 
         def by_sweep(task_words: list[str] = task_words, number: int = number) -> Job:
             composed = of_sweep.compose(task_words, number)
-            return of_sweep.plan(composed, lambda _: JobHardware(LAPTOP))
+            return of_sweep.plan(composed, lambda _: (LAPTOP, None))
 
         def by_command(job: str = job, alone: Invocation = alone, number: int = number) -> Job:
             if job not in composed_alone:
@@ -190,7 +189,7 @@ def test_a_job_gets_no_secret_of_another_one(monkeypatch: pytest.MonkeyPatch) ->
     ):
         words = [str(one.input_line) for one in command.overrides]
         composed = jobs.compose([*words, f"user.which={name}"], number)
-        job = jobs.plan(composed, lambda _: JobHardware(LAPTOP))
+        job = jobs.plan(composed, lambda _: (LAPTOP, None))
         assert (job.config.notes, job.secrets.values) == (value, {value: f"${{oc.env:{name}}}"})
         assert job.secrets.written(job.config).notes == "${oc.env:${user.which}}"
 

@@ -43,12 +43,12 @@ def check_everything(env: DistEnv, backend: str, dtypes: list[str]) -> dict[str,
     device = CPU if backend == "gloo" else torch.device("cuda", env.local_rank)
     unsupported = {}
     for variant in variants(replace(EVERYTHING, dtypes=dtypes)):
-        reason = unsupported_reason(variant, device=device, backend=backend)
+        reason = unsupported_reason(variant, device=device)
         if reason is not None:
             unsupported[str(variant)] = reason
             continue
         for num_bytes in ODD_SIZES:
-            prepared = prepare(variant, num_bytes=num_bytes, device=device, backend=backend)
+            prepared = prepare(variant, num_bytes=num_bytes, device=device)
             if variant.op != "barrier":
                 assert num_bytes <= prepared.num_bytes <= num_bytes + 8 * env.world_size
             prepared.verify()
@@ -100,7 +100,7 @@ def check_calls_that_do_nothing(env: DistEnv) -> dict[str, str]:
     """Verify every variant with a call that moves nothing, after a call that did."""
     verdicts = {}
     for variant in variants(replace(EVERYTHING, dtypes=["float32"])):
-        prepared = prepare(variant, num_bytes=1001, device=CPU, backend="gloo")
+        prepared = prepare(variant, num_bytes=1001, device=CPU)
         prepared.verify()
         verdicts[str(variant)] = verdict(replace(prepared, call=lambda: None))
     return verdicts
@@ -134,7 +134,7 @@ def check_one_wrong_element(env: DistEnv, dtype: str) -> list[str]:
             return spoil
 
         OPERATIONS[variant.op] = replace(right, bind=bind)
-        verdicts.append(verdict(prepare(variant, num_bytes=2400, device=CPU, backend="gloo")))
+        verdicts.append(verdict(prepare(variant, num_bytes=2400, device=CPU)))
     return verdicts
 
 

@@ -18,7 +18,6 @@ from ddp_runner.data.sources.torch_dataset import TorchDataset
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.models.toy import ToyModel
-from ddp_runner.sweep.jobs import JobHardware
 
 OWN = """
 name: own
@@ -159,4 +158,4 @@ def test_the_memory_of_a_machine_that_only_submits_does_not_count() -> None:
     with pytest.raises(UserError, match="this machine has"):
         plan(compose(command), LAPTOP, invocation)
     srun = DistEnv(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="srun")
-    plan_at(compose(command), lambda _: JobHardware(LAPTOP, env=srun), invocation)
+    plan_at(compose(command), lambda _: (LAPTOP, srun), invocation)

@@ -133,6 +133,15 @@ def test_of_two_values_the_longer_one_is_hidden_whole(monkeypatch: pytest.Monkey
     assert secrets.hide("abcd(+efgh of abcd, abc, 12345.6e7") == hidden
 
 
+def test_an_error_that_is_its_own_cause_has_an_end() -> None:
+    """As those of OmegaConf in a debugger."""
+    error = ValueError(f"no {SECRET}")
+    error.__cause__ = error
+    secrets = find_secrets(OmegaConf.create({"name": "${oc.env:MY_SECRET}"}))
+    with pytest.raises(ValueError, match=r"no \$\{oc\.env:MY_SECRET\}"), secrets.hidden_in_errors():
+        raise error
+
+
 def test_an_error_amid_another_tells_no_secret_either() -> None:
     """Nobody had to say that one is the cause of the other: the traceback shows both."""
     secrets = find_secrets(OmegaConf.create({"name": "${oc.env:MY_SECRET}"}))

@@ -20,6 +20,7 @@ SOURCE = """
 import functools
 from dataclasses import dataclass
 from typing import Protocol
+from . import others as more
 from .others import Renamed as Base, helper
 from third_party import *
 
@@ -29,6 +30,7 @@ class Plain:
 class Child(Base):
     size = 3
 
+class Inner(more.Renamed): ...
 class Mixed(Plain, Base): ...
 class Mixin: ...
 class Named(NamedTuple):
@@ -67,6 +69,7 @@ OTHERS = "class Renamed:\n    def __new__(cls, root, train): ...\ndef helper(x, 
 EXPECTED: dict[str, set[str] | None] = {
     "Plain": {"a", "b"},
     "Child": {"root", "train"},
+    "Inner": {"root", "train"},
     "Mixed": {"a", "b"},
     "Late": {"root", "train"},
     "Fields": {"a", "b"},

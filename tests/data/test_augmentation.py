@@ -127,7 +127,7 @@ def test_every_image_dataset_can_be_augmented(name: str) -> None:
         assert isinstance(source, TensorSource)
         found.append(source.dataset(tensors))
     assert found[0].augmentation == FlipAndCrop(True, 3)
-    assert found[1].num_randoms == 0
+    assert found[1].augmentation is None
 
 
 def test_the_prepared_cache_does_not_depend_on_it(tmp_path: Path) -> None:

@@ -167,9 +167,9 @@ def test_a_single_sample_comes_twice_if_asked() -> None:
     """BatchNorm rejects a batch of one; the batch says that it counts as one."""
     split = StreamSplit("train", Plain(4))
     *_, last = read(split, doubles_single=True)
-    assert (last.num_samples, last.copies, len(last.data[0])) == (1, 2, 2)
+    assert (last.num_samples, last.weight, len(last.data[0])) == (2, 0.5, 2)
     *_, last = read(split)
-    assert (last.num_samples, last.copies, len(last.data[0])) == (1, 1, 1)
+    assert (last.num_samples, last.weight, len(last.data[0])) == (1, 1.0, 1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

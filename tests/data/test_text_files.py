@@ -16,7 +16,8 @@ from ddp_runner.data import text_tokenizer
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.load_dataset import load_dataset
 from ddp_runner.data.sources.text import bundled_text
-from ddp_runner.data.splits import MicroPlan, Split, TokenSplit
+from ddp_runner.data.splits import MicroPlan, TokenSplit
+from ddp_runner.data.stream import Split
 from ddp_runner.data.text_tokenizer import (
     VOCABULARIES,
     Library,

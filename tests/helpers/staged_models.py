@@ -93,6 +93,11 @@ def switching(model: Any, batch: Any) -> StepOutput:
     return StepOutput(loss, targets.ne(-100).sum(), outputs=outputs, targets=targets)
 
 
+def one_by_one(module: nn.Module, *, lr: float, **_: Any) -> torch.optim.Optimizer:
+    """Return an optimizer with a group for each parameter that this rank has."""
+    return torch.optim.SGD([{"params": [parameter]} for parameter in module.parameters()], lr=lr)
+
+
 class Unseeded(Plain):
     """Has weights that follow from no seed."""
 

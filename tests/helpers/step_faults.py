@@ -244,7 +244,7 @@ def first_twice(state: TrainState, batch: StepBatch) -> StepBatch:
         inputs, targets = micro_batch.data
         rows = torch.arange(len(inputs))
         rows[1:2] = 0
-        return replace(micro_batch, data=(inputs[rows], targets[rows]))
+        return micro_batch._replace(data=(inputs[rows], targets[rows]))
 
     first, *others = batch.micro_batches
     return replace(batch, micro_batches=(doubled(first), *others))
@@ -253,7 +253,7 @@ def first_twice(state: TrainState, batch: StepBatch) -> StepBatch:
 def equal_weights(state: TrainState, batch: StepBatch) -> StepBatch:
     """Take the mean of the means of micro-batches, which have different sizes."""
     count = batch.global_count / state.batches.num_shares / len(batch.micro_batches)
-    parts = [replace(one, weight=count / one.num_samples) for one in batch.micro_batches]
+    parts = [one._replace(weight=count / one.num_samples) for one in batch.micro_batches]
     return replace(batch, micro_batches=tuple(parts))
 
 

@@ -23,7 +23,8 @@ from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.data.dataset import Dataset
 from ddp_runner.data.load_dataset import build_dataset
-from ddp_runner.data.splits import Split, TensorSplit
+from ddp_runner.data.splits import TensorSplit
+from ddp_runner.data.stream import Split
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.files import json_safe

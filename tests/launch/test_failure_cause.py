@@ -13,7 +13,7 @@ from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.job import Failure, Job
-from ddp_runner.launch.failure_cause import RankExits, Stack, first_failure
+from ddp_runner.launch.failure_cause import FailedAttempt
 from ddp_runner.launch.rank_process import failure_of
 from ddp_runner.parallelism.single import Single
 from ddp_runner.rank.session import Session, report_start
@@ -32,7 +32,7 @@ class Group:
 
     def __init__(self) -> None:
         self.failures: dict[int, Failure] = {}
-        self.stacks: dict[int, Stack] = {}
+        self.stacks: dict[int, tuple[int, str]] = {}
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Let a rank fail."""
@@ -42,16 +42,16 @@ class Group:
         """Let a rank send its stack; with `after_failure_of`, long after that rank failed."""
         text = "    call()\n".join(f'  File "{place}", line 7, in forward\n' for place in places)
         if after_failure_of is None:
-            self.stacks[rank] = Stack(time.time_ns(), text)
+            self.stacks[rank] = time.time_ns(), text
         else:
-            self.stacks[rank] = Stack(self.failures[after_failure_of].time_ns + BETWEEN_NS, text)
+            self.stacks[rank] = self.failures[after_failure_of].time_ns + BETWEEN_NS, text
 
     def blamed(
         self, config: Config, exit_codes: dict[int, int], *, size: int = 3, **more: bool
     ) -> Failure:
         """Return the failure that is reported."""
-        exits = RankExits(ranks=range(size), exit_codes=exit_codes, **more)
-        return first_failure(exits, self.failures, self.stacks, config)
+        attempt = FailedAttempt(config, range(size), exit_codes, self.failures, self.stacks, **more)
+        return attempt.first_failure()
 
 
 @pytest.fixture

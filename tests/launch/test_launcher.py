@@ -534,7 +534,7 @@ def test_a_machine_that_is_lost_after_the_end_is_no_failure(
     config, _ = resolved("model=toy")
     config = replace(config, launch=replace(config.launch, nnodes=2))
     outcome = launcher.report_failure(
-        Job(config=config, started_at=2.0, provenance={}), lost, tmp_path
+        Job(config=config, started_at=2.0, provenance={}), lost, [tmp_path]
     )
     is_complete = status == "completed"
     assert outcome.exit_code == (0 if is_complete else 1)

@@ -40,7 +40,7 @@ is_training = False
 def watch(seconds):  # as between two looks at the ranks
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if stop.is_asked:
+        if stop.received is not None:
             stop.announce(is_training=is_training)
             if time.monotonic() > stop.asked_at + timeout_s:
                 stop.end_at_once()
@@ -49,7 +49,7 @@ def watch(seconds):  # as between two looks at the ranks
 with stop.handled():
     exec(sys.argv[2])
     Path("ready").touch()
-    while not stop.is_asked:
+    while stop.received is None:
         time.sleep(0.01)
     exec(sys.argv[3])
 print("the end of the block", stop.received, flush=True)

@@ -45,6 +45,12 @@ REJECTED = {
         "model.pipeline (tail) must be embed or head",
     ),
     "two patterns": (("model.blocks=[blocks.0,blocks.1]",), "must be one pattern for a pipeline; "),
+    "other groups on each rank": (
+        ("optimizer._target_=staged_models.one_by_one", "parallelism.split=[1]"),
+        "(staged_models.one_by_one) makes 10 groups of parameters on a rank of a pipeline and 29 "
+        "on another, and a checkpoint has the groups of the whole model; make as many groups on "
+        "every rank, or write parallelism=fsdp",
+    ),
     "a split beyond": (
         ("parallelism.split=[4]",),
         "parallelism.split ([4]) must have the first block of each stage after the first: 1 "

@@ -128,10 +128,16 @@ def test_jobs_whose_names_are_equal_are_each_told_when_they_are_invalid(tmp_path
     }
 
 
-def test_rejected_alone_is_an_error_still(tmp_path: Path) -> None:
+TO_SUBMIT = ("hydra/launcher=slurm", "hydra.launcher.submit=false")
+NODES = ("hydra.launcher.gpus_per_node=0", "hydra.launcher.cpus_per_node=2")
+
+
+@pytest.mark.parametrize("launcher", [(), (*TO_SUBMIT, *NODES)])
+def test_rejected_alone_is_an_error_still(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     """A grid of which nothing is left has no exit code of its jobs; without a run no report."""
     end = run_command(
         *("-m", "model=toy_mp", "seed=1,2", "sweep.skip_invalid=true", "sweep.report=true"),
+        *launcher,
         folder=tmp_path,
     )
     assert end.exit_code == 2

@@ -28,11 +28,14 @@ from sweeps import POLL_S, both_train, needs_two_cores, only_sweep, statuses
 
 from ddp_runner.cli.compose import register
 from ddp_runner.config.load import to_config
+from ddp_runner.config.sections import SweepConfig
 from ddp_runner.errors import UserError
 from ddp_runner.host import hardware
 from ddp_runner.host.hardware import Hardware, core_shares, gpu_shares
 from ddp_runner.launch.stop_requests import ONE_REQUEST_S
-from ddp_runner.sweep.local import validate_sweep
+from ddp_runner.sweep import local
+from ddp_runner.sweep.jobs import JobBatch
+from ddp_runner.sweep.local import Local
 
 TOY = ("model=toy", "world_size=1", "train.num_threads=1", "train.log_every_steps=1")
 PARALLEL = ("-m", *TOY, "sweep.parallel_jobs=2")
@@ -82,22 +85,38 @@ def test_cores_and_gpus_are_dealt_out_evenly(
         ("sweep.parallel_jobs=2 sweep.calibrate=true", "sweep.calibrate measures all_reduce, and"),
     ],
 )
-def test_jobs_that_cannot_run_in_parallel_are_invalid(overrides: str, sentence: str | None) -> None:
+def test_jobs_that_cannot_run_in_parallel_are_invalid(
+    monkeypatch: pytest.MonkeyPatch, overrides: str, sentence: str | None
+) -> None:
     """One line answers for the whole sweep."""
     register()
+    monkeypatch.setattr(local, "detect", lambda: Hardware(num_gpus=2, num_cores=4))
     config = to_config(compose_raw(*overrides.split()))
     expected = pytest.raises(UserError, match=re.escape(sentence)) if sentence else nullcontext()
     with expected:
-        validate_sweep(config, Hardware(num_gpus=2, num_cores=4))
+        Local().validate(config)
 
 
-def test_gpus_that_cannot_be_shown_to_some_jobs_alone_are_not_shared() -> None:
+def test_gpus_that_cannot_be_shown_to_some_jobs_alone_are_not_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A plug-in's variable for that is not known here, and each job would take all of them."""
     register()
     config = to_config(compose_raw("sweep.parallel_jobs=2"))
     machine = Hardware(num_gpus=2, num_cores=4, kind="npu", backend="hccl")
+    monkeypatch.setattr(local, "detect", lambda: machine)
     with pytest.raises(UserError, match="can share cuda and xpu devices, not npu; leave it"):
-        validate_sweep(config, machine)
+        Local().validate(config)
+
+
+def test_slots_that_have_all_ended_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later batches of a search need them."""
+    started = list[int]()
+    monkeypatch.setattr(Local, "_start_slots", lambda _, num_slots: started.append(num_slots))
+    monkeypatch.setattr(Local, "_run_in_slots", lambda *_: {})
+    machine, batch = Local(), JobBatch({}, SweepConfig(parallel_jobs=2))
+    assert [machine.run(batch) for _ in range(2)] == [{}, {}]
+    assert started == [2, 2]
 
 
 @pytest.mark.full

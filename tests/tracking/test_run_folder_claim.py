@@ -215,14 +215,15 @@ def test_a_job_that_was_queued_again_after_a_mistake_goes_on(stack: ExitStack) -
     assert claim_run(job(), launch_ids=["slurm 7.0"], held=stack)[0] == own
 
 
-def test_only_a_launcher_that_restarts_ranks_marks_them() -> None:
+def test_only_a_launcher_that_restarts_ranks_marks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent of ranks that somebody starts by hand is a shell, which starts other runs too."""
     env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
     (mark,) = own_launch_ids(replace(env, launcher="torchrun"), has_agent=False)
     assert own_launch_ids(env, has_agent=True) == [mark]
     assert own_launch_ids(env, has_agent=False) == []
-    srun = replace(env, launcher="srun", launch_id="slurm 7.0")
-    assert own_launch_ids(srun, has_agent=False) == ["slurm 7.0"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    srun = replace(env, launcher="srun")
+    assert own_launch_ids(srun, has_agent=False) == ["slurm - 7 start 0"]
 
 
 def test_work_is_the_same_on_any_number_of_ranks() -> None:

@@ -3,43 +3,43 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from configs import resolved
+from torch import nn
 
 from ddp_runner.config.identity import config_hash, work_hash
-from ddp_runner.config.schema import Config
+from ddp_runner.config.schema import RunConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
 from ddp_runner.tracking.start_block import (
     fact_lines,
     shown_path,
     starting_lines,
-    training_facts,
     word_lines,
 )
+from ddp_runner.train.train_task import training_facts
 
 RUN = Path("outputs/mobilenet_v3_small-fashion_mnist-ddp_mp-ws128/2026-11-21_10-30-00")
 WORDS = ("world size", "rank", "local rank", "node rank", "timeout", "versions")
 
 
-def block(config: Config, env: DistEnv, num_trained: int = 11_173_962) -> list[str]:
+def block(config: RunConfig, env: DistEnv, num_trained: int = 11_173_962) -> list[str]:
     """Return the names and the facts of a training, as lines."""
-    facts = training_facts(
-        config,
-        env,
-        num_parameters=11_173_962,
-        num_trained=num_trained,
-        dataset="fashion_mnist",
-        num_train=60_000,
-        num_eval=10_000,
-        num_shares=env.world_size,
-        max_steps=12_345,
-        steps_per_epoch=600,
-        devices=[torch.device("cpu")],
+    train, evaluation = SimpleNamespace(num_samples=60_000), SimpleNamespace(num_samples=10_000)
+    dataset = SimpleNamespace(name="fashion_mnist", train=train, eval=evaluation)
+    work = SimpleNamespace(config=config, dataset=dataset, devices=[torch.device("cpu")])
+    steps = {"steps_per_epoch": 600, "grad_accum_steps": config.train.grad_accum_steps}
+    batches = SimpleNamespace(num_shares=env.world_size, **steps)
+    state: Any = SimpleNamespace(work=work, batches=batches, final_step=12_345)
+    trained, frozen = (
+        nn.Parameter(torch.empty(size, device="meta"), requires_grad=is_trained)
+        for size, is_trained in ((num_trained, True), (11_173_962 - num_trained, False))
     )
-    return fact_lines(facts).splitlines()
+    return fact_lines(training_facts(env, state, [trained, frozen])).splitlines()
 
 
 def test_the_facts_and_the_words_of_a_run_fit_80_columns() -> None:

@@ -20,7 +20,6 @@ from ddp_runner.data.splits import TensorSplit
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.train import step_metrics
 from ddp_runner.train.first_batch import try_first_batch
-from ddp_runner.train.profiler import NullProfiler
 from ddp_runner.train.step import StepOutput
 from ddp_runner.train.step_metrics import MEMORY, flops_per_sample, matmul_flops_per_s
 
@@ -157,7 +156,7 @@ def train(
 ) -> tuple[Trace, Any]:
     """Train five steps, of which some are traced; return the trace, and what run.json keeps."""
     step_metrics.SETTLED_S = after_s
-    profiler, state = NullProfiler(), build(env, config)
+    profiler, state = SimpleNamespace(is_slow=False), build(env, config)
     profiler.step_done = lambda step: setattr(profiler, "is_slow", step + 1 in slow)
     state.profiler = profiler
     state.module.register_forward_pre_hook(draw)

@@ -59,7 +59,7 @@ class CsvText:
 
     def __post_init__(self) -> None:
         least_tokens = len(SPECIAL_TOKENS) + 1
-        shared.require_at_least(self, num_classes=1, max_length=3, vocab_size=least_tokens)
+        shared.require_at_least(self, max_length=3, vocab_size=least_tokens)
         if self.vocabulary not in VOCABULARIES:
             raise UserError(
                 f"dataset.vocabulary ({self.vocabulary}) must be one of {', '.join(VOCABULARIES)}"

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ddp_runner.data.dataset import Dataset, TensorSource, splits
 from ddp_runner.data.loader import LoaderSplit
-from ddp_runner.data.splits import MicroPlan, Split
+from ddp_runner.data.splits import MicroPlan
+from ddp_runner.data.stream import Split
 from ddp_runner.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError, os_errors
@@ -66,11 +67,10 @@ def shuffled_split(
 
 def stamps(paths: Sequence[Path]) -> dict[str, object]:
     """Return size (bytes) and modification time (ns) of each file by name; None: missing."""
-    by_name: dict[str, object] = {path.name: None for path in paths}
+    by_name = dict[str, object]()
     for path in paths:
-        if os.access(path, os.F_OK):  # else the build reports it
-            stat = path.stat()
-            by_name[path.name] = [stat.st_size, stat.st_mtime_ns]
+        stat = path.stat() if os.access(path, os.F_OK) else None  # the build reports it
+        by_name[path.name] = stat and [stat.st_size, stat.st_mtime_ns]
     return by_name
 
 
@@ -85,7 +85,8 @@ def files_digest(folder: Path, *, with_times: bool = False) -> str:
     """
     digest = hashlib.sha256()
     with os_errors(f"{folder.absolute()} cannot be read", fix="make it readable, or remove it"):
-        for path in sorted(_files(str(folder))) if folder.exists() else ():
+        walk = os.walk(folder, followlinks=True, onerror=_fail) if folder.exists() else ()
+        for path in sorted(f"{root}/{name}" for root, _, names in walk for name in names):
             stat = Path(path).stat()  # fails for a dangling link
             time = stat.st_mtime_ns if with_times else None
             name = path.removeprefix(str(folder))
@@ -93,13 +94,8 @@ def files_digest(folder: Path, *, with_times: bool = False) -> str:
     return digest.hexdigest()
 
 
-def _files(folder: str) -> Iterator[str]:
-    """Yield the files below a folder; for a million files pathlib takes a minute."""
-    for entry in os.scandir(folder):
-        if entry.is_dir():
-            yield from _files(entry.path)
-        else:
-            yield entry.path
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def tokenizer_facts(folder: str | None) -> dict[str, object]:

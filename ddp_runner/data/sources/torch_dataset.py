@@ -24,8 +24,8 @@ from ddp_runner.data.sources.shared import (
     shuffled_split,
     with_facts,
 )
-from ddp_runner.data.splits import AbsentSplit, Split
-from ddp_runner.data.stream import StreamSplit
+from ddp_runner.data.splits import AbsentSplit
+from ddp_runner.data.stream import Split, StreamSplit
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import memory_bytes
 

@@ -21,8 +21,8 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError, counted
 from ddp_runner.files import READER_S, locked, replace_file
 from ddp_runner.host.processes import answering
-from ddp_runner.job import Job, Outcome, Status
-from ddp_runner.sweep.jobs import JobBatch, JobHardware, NodeLayout, SweepJob
+from ddp_runner.job import Outcome, Status
+from ddp_runner.sweep.jobs import JobBatch, JobHardware, SweepJob
 from ddp_runner.sweep.slurm.queue import (
     LOGS,
     RECORD,
@@ -52,12 +52,12 @@ class Slurm:
     def __init__(self, folder: Path, settings: SlurmSettings) -> None:
         self._folder, self._settings = folder.absolute(), settings
         self._node = settings.node  # asks Slurm
+        self.layout = settings.layout
         self._locks = ExitStack()
         self._is_locked = False
-        self.starts_jobs = settings.submit
 
-    def validate(self, config: Config, *, searches: bool) -> None:
-        """Validate the sections sweep and launch; `searches`: the sweep is a search."""
+    def validate(self, config: Config) -> None:
+        """Raise a UserError if Slurm cannot run a sweep with these settings."""
         slots, address = config.sweep.parallel_jobs, config.launch.init_method
         if slots != 1:
             raise UserError(
@@ -71,12 +71,6 @@ class Slurm:
                 "runs them at the same time",
                 "leave it out",
             )
-        if searches and not self._settings.submit:
-            raise UserError(
-                "hydra.launcher.submit=false leaves the jobs to you, and a search needs their "
-                "results to choose the next jobs",
-                "leave it out",
-            )
 
     def hardware_of(self, config: Config) -> JobHardware:
         """Return a node of the partition, and the environment in which srun starts rank 0."""
@@ -86,19 +80,8 @@ class Slurm:
                 "write an sbatch script for each run, as in docs/clusters.md",
             )
         validate_values(config)
-        layout = self.layout(config)
-        env = DistEnv(
-            rank=0,
-            local_rank=0,
-            world_size=layout.num_ranks,
-            local_world_size=layout.ranks_per_node,
-            launcher="srun",
-        )
-        return JobHardware(self._node, env=env)
-
-    def layout(self, config: Config) -> NodeLayout:
-        """Return the nodes of a job."""
-        return self._settings.layout(config)
+        num_nodes, per_node = self.layout(config)
+        return self._node, DistEnv(0, 0, num_nodes * per_node, per_node, launcher="srun")
 
     def run(self, batch: JobBatch) -> Mapping[str, Outcome]:
         """Submit a batch and wait for its jobs; see ``Local.run``."""
@@ -150,7 +133,7 @@ class Slurm:
                 )
             new.append(job)
         for options, group in self._arrays(new):
-            submitted = self.submit([job.job for job in group], options)
+            submitted = self.submit(group, options)
             names |= zip((job.planned.job_id for job in group), submitted, strict=True)
         return names
 
@@ -172,7 +155,7 @@ class Slurm:
             path.unlink()  # of an earlier start of this sweep
         for number, (options, group) in enumerate(self._arrays(to_run), start=1):
             path = self._folder / ("sweep.sbatch" if number == 1 else f"sweep-{number}.sbatch")
-            self.write_sbatch_file(path, [job.job for job in group], options)
+            self.write_sbatch_file(path, group, options)
             shown = shlex.quote(str(shown_path(path)))
             print(f"\n{counted(len(group), 'job')}: submit with  sbatch {shown}", flush=True)
         if to_run:
@@ -180,16 +163,15 @@ class Slurm:
             print(f"then see their status with  python -m ddp_runner.sweep {shown}", flush=True)
         return outcomes
 
-    def submit(self, jobs: Sequence[Job], options: Options) -> list[str]:
+    def submit(self, jobs: Sequence[SweepJob], options: Options) -> list[str]:
         """Submit frozen jobs as an array, and return their names."""
         array = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', self._folder.name)[:60]}.{secrets.token_hex(4)}"
         names = [f"{array}_{index}" for index, _ in enumerate(jobs)]
         for job, name in zip(jobs, names, strict=True):
-            assert job.run_dir is not None
             earlier = read_run_record(job.run_dir, missing_ok=True).get("status")
             if earlier not in (None, Status.COMPLETED):  # the end of an earlier job
                 write_run_record(job.run_dir, status=Status.QUEUED, error=None)
-            replace_file(job.run_dir / RECORD, name)
+            replace_file(job.run_dir.path / RECORD, name)
         script = self._folder / LOGS / f"{array}.sbatch"
         self.write_sbatch_file(script, jobs, options)
         environ = {
@@ -200,7 +182,7 @@ class Slurm:
         run_slurm("sbatch", str(script), environ=environ, fix="; change the keys of hydra.launcher")
         return names
 
-    def write_sbatch_file(self, path: Path, jobs: Sequence[Job], options: Options) -> None:
+    def write_sbatch_file(self, path: Path, jobs: Sequence[SweepJob], options: Options) -> None:
         """Write a script for sbatch, named after the array.
 
         The script requeues a job that stopped before its time limit; Slurm only requeues after a
@@ -239,11 +221,10 @@ class Slurm:
         replace_file(path, "\n".join([*lines, ""]))
 
 
-def rank_arguments(job: Job) -> list[str]:
+def rank_arguments(job: SweepJob) -> list[str]:
     """Return the arguments of each rank: its run, and what the frozen config does not hold."""
-    assert job.run_dir is not None
-    (override,) = shlex.split(RunDir(job.run_dir.absolute()).resume_argument)
-    return [override, *job.resume_arguments]
+    run_dir = RunDir(job.run_dir.path.absolute())
+    return [*shlex.split(run_dir.resume_argument), *job.job.resume_arguments]
 
 
 def _option(key: str, value: str | int | bool) -> str:

@@ -14,7 +14,6 @@ from ddp_runner.config.schema import Config, mode_needs
 from ddp_runner.config.sections import AUTO
 from ddp_runner.errors import UserError, in_yaml
 from ddp_runner.host.hardware import Hardware
-from ddp_runner.sweep.jobs import NodeLayout
 from ddp_runner.sweep.slurm.queue import run_slurm
 
 LOCAL = "ddp_runner.sweep.local.Local"  # _target_ of hydra/launcher=ddp_runner
@@ -62,8 +61,10 @@ class SlurmSettings:
         by_gpus = gpus // mode_needs(config.parallelism).devices_per_rank
         return by_gpus or max(1, self.node.num_cores // (self.cpus_per_task or 1))
 
-    def layout(self, config: Config) -> NodeLayout:
-        """Return the layout of a job; ``world_size=auto`` takes ``launch.nnodes`` whole nodes.
+    def layout(self, config: Config) -> tuple[int, int]:
+        """Return the number of a job's nodes, and of the ranks on each.
+
+        ``world_size=auto`` takes ``launch.nnodes`` whole nodes.
 
         Raises:
             UserError: the ranks do not divide among the nodes, or a node has too few cores.
@@ -80,15 +81,15 @@ class SlurmSettings:
                 f"world_size ({num_ranks}) does not divide among {num_nodes} nodes of {most} ranks",
                 f"write {below} or {below + num_nodes}, or give launch.nproc_per_node",
             )
-        layout = NodeLayout(num_nodes, num_ranks // num_nodes)
-        cores = layout.ranks_per_node * self.rank_cores(config)
+        per_node = num_ranks // num_nodes
+        cores = per_node * self.rank_cores(config)
         if cores > self.node.num_cores:
             raise UserError(
-                f"{layout.ranks_per_node} ranks on a node take {cores} cores and a node has "
+                f"{per_node} ranks on a node take {cores} cores and a node has "
                 f"{self.node.num_cores}",
                 "write a smaller launch.nproc_per_node or hydra.launcher.cpus_per_task",
             )
-        return layout
+        return num_nodes, per_node
 
     def rank_cores(self, config: Config) -> int:
         """Return the cores of a rank: cpus_per_task, or its share of a node with GPUs, or 1."""
@@ -103,10 +104,10 @@ class SlurmSettings:
 
         Slurm requeues a preempted job, and sends SIGUSR1 before the time limit.
         """
-        layout, needs = self.layout(config), mode_needs(config.parallelism)
+        (num_nodes, per_node), needs = self.layout(config), mode_needs(config.parallelism)
         gpus = 0
         if config.backend.device != "cpu":
-            gpus = layout.ranks_per_node * needs.devices_per_rank
+            gpus = per_node * needs.devices_per_rank
             gpus = self.node.num_gpus if needs.data_parallel else gpus
         options = {
             "partition": self.partition,
@@ -115,8 +116,8 @@ class SlurmSettings:
             "constraint": self.constraint,
             "time": self.timeout_min,
             "mem": f"{round(self.mem_gb * 1024)}M" if self.mem_gb else None,
-            "nodes": layout.num_nodes,
-            "ntasks_per_node": layout.ranks_per_node,
+            "nodes": num_nodes,
+            "ntasks_per_node": per_node,
             "cpus_per_task": self.rank_cores(config),
             "gpus_per_node": gpus or None,
             "signal": f"USR1@{self.signal_delay_s}",

@@ -3,7 +3,6 @@
 import math
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -59,7 +58,7 @@ class Watch:
         if self._waiting:
             jobs = counted(len(self._waiting), "job")
             folder = shlex.quote(str(shown_path(self._folder)))
-            _print(f"waiting for {jobs}; see them with  python -m ddp_runner.status {folder}")
+            print_line(f"waiting for {jobs}; see them with  python -m ddp_runner.status {folder}")
         poll_at = 0.0
         while self._waiting and (now := time.monotonic()) < self._deadline:
             is_leaving = self._received is not None and not self._is_cancelling
@@ -82,7 +81,7 @@ class Watch:
             if signum == signal.SIGINT and not self._is_cancelling:
                 self._deadline = now + SECOND_CHANCE_S
                 line += f"; Ctrl-C again within {SECOND_CHANCE_S:.0f} s cancels them (scancel)"
-            _print(f"{line}; the same command finds them again")
+            print_line(f"{line}; the same command finds them again")
         elif now <= self._received_at + ONE_REQUEST_S:
             return
         elif signum == signal.SIGINT and not self._is_cancelling:
@@ -92,7 +91,7 @@ class Watch:
             self._deadline = now
 
     def _cancel(self, line: str) -> None:
-        _print(line)
+        print_line(line)
         self._is_cancelling, self._deadline = True, time.monotonic() + CANCEL_S
         cancel(self._waiting.values())
 
@@ -127,7 +126,7 @@ class Watch:
         run_dir = job.run_dir.path
         if ended.status != DAMAGED:  # else keep the folder for the user to repair
             note_end(run_dir, ended)
-        _print(f"{job.job.title}  {ended.status}")
+        print_line(f"{job.job.title}  {ended.status}")
         if ended.status == Status.COMPLETED:
             self._outcomes[job_id] = COMPLETED
         elif ended.status != Status.PREEMPTED:
@@ -136,7 +135,3 @@ class Watch:
             print_error(ended.sentence or f"{run_dir.name} has failed")
         elif not self._is_cancelling:
             self._outcomes[job_id] = Outcome.stopped(signal.SIGTERM)
-
-
-def _print(line: str) -> None:
-    print_line(line, stream=sys.stdout)

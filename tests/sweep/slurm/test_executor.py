@@ -16,8 +16,7 @@ from fake_slurm import SETTINGS, Queue, program, three_jobs
 from sweeps import batch_of, statuses, table_row
 
 from ddp_runner.errors import UserError
-from ddp_runner.job import Job
-from ddp_runner.sweep.jobs import JobBatch
+from ddp_runner.sweep.jobs import JobBatch, SweepJob
 from ddp_runner.sweep.slurm import queue as slurm_queue
 from ddp_runner.sweep.slurm.executor import Slurm, rank_arguments
 from ddp_runner.sweep.slurm.queue import RECORD, submitted_as
@@ -41,8 +40,8 @@ def test_a_start_submits_only_what_is_neither_there_nor_done(
     write_run_record(sweep / "b", status="completed")
     write_run_record(sweep / "c", status="preempted")
 
-    def fake_submit(_: Slurm, jobs: list[Job], options: object) -> list[str]:
-        submitted.extend(job.title for job in jobs)
+    def fake_submit(_: Slurm, jobs: list[SweepJob], options: object) -> list[str]:
+        submitted.extend(job.job.title for job in jobs)
         return ["y_0"]
 
     monkeypatch.setattr(Slurm, "submit", fake_submit)
@@ -73,8 +72,8 @@ def test_a_failed_job_is_submitted_again_only_if_asked(
     error = {"rank": 0, "kind": "crash", "sentence": "why"}
     write_run_record(sweep / "a", status="failed", error=error)
 
-    def fake_submit(_: Slurm, jobs: list[Job], options: object) -> list[str]:
-        submitted.extend(job.title for job in jobs)
+    def fake_submit(_: Slurm, jobs: list[SweepJob], options: object) -> list[str]:
+        submitted.extend(job.job.title for job in jobs)
         write_run_record(sweep / "a", status="completed")
         return ["y_0"]
 
@@ -121,7 +120,7 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
     sweep = batch.jobs["a"].sweep
     settings = replace(SETTINGS, setup=["module load cuda"], array_parallelism=2)
     names = Slurm(sweep, settings).submit(
-        [one.job for one in batch.jobs.values()],
+        [*batch.jobs.values()],
         {"partition": "gpu", "requeue": True, "signal": "USR1@90", "cpus_per_task": 3},
     )
     (path,) = (sweep / "slurm").glob("sweep.*.sbatch")
@@ -144,9 +143,12 @@ def test_a_submission_is_an_array_that_resumes_frozen_runs(
 def test_a_job_is_told_what_its_frozen_config_cannot_say(batch: JobBatch, tmp_path: Path) -> None:
     """Its trackers above all, each job its own: in the script for sbatch."""
     said = {"a": (), "b": ("--config-dir=/my $conf", "+trackers.x.y='it\"s'", "tags=[c, d]")}
-    jobs = [replace(batch.jobs[name].job, resume_arguments=words) for name, words in said.items()]
+    jobs = [
+        replace(batch.jobs[name], job=replace(batch.jobs[name].job, resume_arguments=words))
+        for name, words in said.items()
+    ]
     options = {"cpus_per_task": 1}
-    words = [[f"resume={job.run_dir}", *job.resume_arguments] for job in jobs]
+    words = [[f"resume={job.run_dir}", *job.job.resume_arguments] for job in jobs]
     assert [rank_arguments(job) for job in jobs] == words
     script = tmp_path / "sweep.sbatch"
     Slurm(tmp_path, SETTINGS).write_sbatch_file(script, jobs, options)
@@ -180,7 +182,7 @@ def test_what_slurm_rejects_is_one_line(
     program(tmp_path / "bin", "srun")
     program(tmp_path / "bin", "sbatch", sbatch)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    sweep, jobs = batch.jobs["a"].sweep, [one.job for one in batch.jobs.values()]
+    sweep, jobs = batch.jobs["a"].sweep, [*batch.jobs.values()]
     with pytest.raises(UserError, match=sentence):
         Slurm(sweep, SETTINGS).submit(jobs, {"cpus_per_task": 1})
     assert str(submitted_as(sweep / "a")).startswith("sweep.")
@@ -209,7 +211,7 @@ def test_a_job_that_its_time_limit_stops_is_queued_again(
     program(programs, "srun", f"exit {code}")
     program(programs, "squeue", f'[[ "$*" == *=7_0* ]] && echo {state} || {{ {of_array}; }}')
     program(programs, "scontrol", f'echo "$@" > {tmp_path}/asked')
-    jobs, options = [batch.jobs["a"].job], {"cpus_per_task": 1}
+    jobs, options = [batch.jobs["a"]], {"cpus_per_task": 1}
     Slurm(tmp_path, SETTINGS).write_sbatch_file(script, jobs, options)
     environ = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}

@@ -126,7 +126,7 @@ def test_a_job_that_dies_before_its_run_goes_on_is_not_judged_by_the_run_before(
     error = {"rank": 0, "kind": "crash", "sentence": "an old crash"}
     write_run_record(run_dir, status=before, error=error)
     options = {"cpus_per_task": 1}
-    (submitted,) = Slurm(sweep, SETTINGS).submit([batch.jobs["a"].job], options)
+    (submitted,) = Slurm(sweep, SETTINGS).submit([batch.jobs["a"]], options)
     if part is not None and "folder" in part:
         (sweep / "slurm" / f"{submitted}.log").write_text(f"error: {part}\n")
     current = job_standing(run_dir, name=submitted, state=state, sweep=sweep)

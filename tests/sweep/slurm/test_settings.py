@@ -1,11 +1,11 @@
 """How the jobs of a sweep are spread over the nodes of a Slurm, by the launcher's keys."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import error_line, run_command
 from configs import compose_raw, resolved
 from fake_slurm import SETTINGS
 from omegaconf import OmegaConf
@@ -56,8 +56,8 @@ def test_a_job_takes_as_few_nodes_as_hold_it(
     """The GPUs of a node decide, or without GPUs its cores."""
     register()
     config = to_config(compose_raw(*overrides))
-    shape = on_nodes(node, cpus_per_task=cpus_per_task).layout(config)
-    assert (shape.num_nodes, shape.ranks_per_node) == (nodes, ranks_per_node)
+    settings = on_nodes(node, cpus_per_task=cpus_per_task)
+    assert settings.layout(config) == (nodes, ranks_per_node)
 
 
 def test_a_job_asks_for_the_gpus_and_cores_that_its_ranks_use() -> None:
@@ -170,12 +170,12 @@ def test_keys_for_jobs_of_one_machine_are_rejected(tmp_path: Path, override: str
     register()
     config, (key, value) = to_config(compose_raw(override)), override.split("=")
     with pytest.raises(UserError, match=rf"^{re.escape(key)} \({re.escape(value)}\) "):
-        Slurm(tmp_path, SETTINGS).validate(config, searches=False)
+        Slurm(tmp_path, SETTINGS).validate(config)
 
 
 def test_a_search_submits_its_jobs_itself(tmp_path: Path) -> None:
     """It needs the results of a batch to choose the next one."""
-    register()
-    slurm = Slurm(tmp_path, replace(SETTINGS, submit=False))
-    with pytest.raises(UserError, match=r"^hydra\.launcher\.submit=false leaves the jobs to you"):
-        slurm.validate(to_config(compose_raw()), searches=True)
+    search = ("hydra/sweeper=optuna", "sweep.objective=eval/loss", "optimizer.lr=0.1,0.2")
+    on_slurm = ("hydra/launcher=slurm", "hydra.launcher.submit=false")
+    end = run_command("-m", "model=toy", *search, *on_slurm, folder=tmp_path)
+    assert "hydra.launcher.submit=false leaves the jobs to you" in error_line(end)
