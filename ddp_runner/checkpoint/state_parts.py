@@ -70,14 +70,9 @@ def gathered(
 ) -> Any:
     """Return a state with whole tensors, on the CPU, in place of split and absent ones.
 
-    Tensors that rank 0 has already stay. Collective if there are others.
-
-    Args:
-        state: tensors, and dicts and lists of them.
-        holders: see ``of_all_stages``; a tensor without an entry is on every rank.
-        keep: whether this rank needs the result; else the whole tensors are None.
-        copies: gets the memory address of each whole tensor that nothing else uses.
-        group: the ranks that have the state; None: all.
+    Tensors that rank 0 has already stay. Collective if there are others. For `holders` see
+    ``of_all_stages``; a tensor without an entry is on every rank. Unless `keep` is set, the whole
+    tensors are None. `copies` gets the memory address of each that nothing else uses.
     """
 
     def whole(name: str, value: Any) -> Any:

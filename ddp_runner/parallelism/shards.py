@@ -242,10 +242,8 @@ def whole_tensors(module: nn.Module, *, group: dist.ProcessGroup | None = None) 
 def for_rank_zero(value: Tensor, *, holder: int, group: dist.ProcessGroup | None) -> Tensor:
     """Return a tensor that is right, and whole, on rank 0. Collective: every rank must call.
 
-    Args:
-        value: the tensor on this rank, whole or split; on the meta device: this rank lacks it.
-        holder: the first rank that has it, or a part of it.
-        group: the ranks that call; None: all.
+    The value is whole or split, or on the meta device if this rank lacks it. `holder` is the first
+    rank that has it, or a part of it.
     """
     full = full_tensor(value.detach())
     if holder:  # over gloo, on the CPU

@@ -140,19 +140,14 @@ def plan_cut(
     module: nn.Module,
     num_stages: int,
     *,
-    patterns: Sequence[str],
-    ends: Mapping[str, Sequence[str]],
-    split: Sequence[int] | None,
+    patterns: Sequence[str],  # the key model.blocks
+    ends: Mapping[str, Sequence[str]],  # the key model.pipeline
+    split: Sequence[int] | None,  # the first block of each later stage; None: by parameters
 ) -> Cut:
-    """Return how a whole model is cut into stages.
+    """Return how a whole model is cut into the stages of all ranks of a pipeline.
 
-    Args:
-        module: the whole model.
-        num_stages: of the model, over all ranks of a pipeline.
-        patterns: the key model.blocks.
-        ends: the key model.pipeline: the parts outside the blocks that each method uses; a part
-            in neither is on every stage.
-        split: the first block of each stage after the first; None: balanced by parameters.
+    `ends` has the parts outside the blocks that each method uses; a part in neither is on every
+    stage.
 
     Raises:
         UserError: the model has no stages, or fewer blocks than stages; a name matches nothing; or

@@ -12,10 +12,8 @@ def step_times(
 ) -> tuple[float, float]:
     """Return the milliseconds of computing and of sending; no figure of the GPU may be None.
 
-    Args:
-        traces: of a rank, or of one with each stage of a pipeline; the slowest decides.
-        gpu: the figures.
-        bubble: share of the step in which a rank waits for other stages.
+    Of the traces, one for each stage of a pipeline, the slowest decides. `bubble` is the share of
+    the step in which a rank waits for other stages.
     """
     assert gpu.tflops is not None
     most = max(trace.flops for trace in traces)
