@@ -17,8 +17,6 @@ from train_states import build, compose_config, evaluated, run_loop
 from ddp_runner.config.schema import Config
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.parallelism.stages import whole_parameters
-from ddp_runner.tracking.run_record import RunFields
-from ddp_runner.tracking.start_block import sizes
 from ddp_runner.train.first_batch import try_run
 from ddp_runner.train.loop import build_engine, take_step
 from ddp_runner.train.step_metrics import global_loss
@@ -44,7 +42,7 @@ class Steps:
     norms: list[float]
     metrics: list[dict[str, float]]
     parameters: dict[str, Tensor]
-    sizes: RunFields  # as in run.json
+    sizes: list[tuple[int, bool]]  # of the whole model's parameters, and whether they are trained
     average: dict[str, Tensor]
 
 
@@ -57,7 +55,8 @@ def steps_of(env: DistEnv, config: Config, dtype: torch.dtype = torch.float64) -
     assert {*steps} <= {*state.module.parameters()}
     state.engine = build_engine(state)
     whole = {*whole_parameters(state.module).values()}
-    found = Steps([], [], [], {}, sizes(whole), {})
+    sizes = sorted((parameter.numel(), parameter.requires_grad) for parameter in whole)
+    found = Steps([], [], [], {}, sizes, {})
     for number, batch in enumerate(islice(state.batches, NUM_STEPS), start=1):
         state.model.train()
         sums = take_step(state, batch)
