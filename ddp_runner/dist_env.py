@@ -153,8 +153,8 @@ def _from_mpi(environ: Mapping[str, str]) -> DistEnv | None:
 
     A single process of MPICH is no worker group. Slurm's PMI has no MPI_LOCALRANKID.
     """
-    names = next((names for names in (OPEN_MPI, MPICH) if {*names[:2]} <= environ.keys()), None)
-    if names is None:
+    names = OPEN_MPI if OPEN_MPI[0] in environ else MPICH
+    if names is MPICH and not {*names[:2]} <= environ.keys():
         return None
     rank, local_rank, world_size, local_world_size = (_integer(environ, name) for name in names)
     if names is MPICH and world_size == 1:
@@ -212,7 +212,8 @@ def _tasks_per_node(environ: Mapping[str, str], world_size: int) -> list[int]:
         num_nodes = _integer(environ, "SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1"))
         fewest, rest = divmod(world_size, num_nodes)
         return [fewest + (node < rest) for node in range(num_nodes)]
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", written)
+    if not (parts := re.findall(r"(\d+)(?:\(x(\d+)\))?", written)):
+        raise UserError(f"SLURM_STEP_TASKS_PER_NODE ({written}) is not as Slurm writes it")
     return [int(tasks) for tasks, num in parts for _ in range(int(num or 1))]
 
 

@@ -32,8 +32,14 @@ def as_only_rank() -> Iterator[None]:
     answers: dict[str, Any] = {
         name: partial(answer, getattr(dist, name), number) for name, number in ANSWERS.items()
     }
-    with patch.multiple(dist, **answers), patch.dict(os.environ, VARIABLES):
-        yield
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    with patch.multiple(dist, **answers):
+        os.environ.update(VARIABLES)
+        try:
+            yield
+        finally:  # not patch.dict: it would unset all variables for a moment
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 class _Collectives(TorchDispatchMode):

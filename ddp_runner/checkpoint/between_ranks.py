@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from ddp_runner.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from ddp_runner.checkpoint.store import first_undamaged, newest_first
@@ -27,10 +26,9 @@ CHUNK_BYTES = 64 * 2**20  # bytes per broadcast
 
 def digest_of(state: Any) -> str:
     """Return a digest of plain data and tensors; equal states have equal digests."""
-    leaves, form = tree_flatten(state)
-    digest = hashlib.blake2b(str(form).encode(), digest_size=16)
-    for leaf in leaves:
-        _update(digest, leaf)
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in _leaves(state):
+        digest.update(leaf)
     return digest.hexdigest()
 
 
@@ -41,17 +39,26 @@ def weights_sha256(module: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in zip(whole_state(module), whole_tensors(module), strict=True):
-        if dist.get_rank() == 0:
-            digest.update(repr(name).encode())
-            _update(digest, tensor)
+        for leaf in _leaves({name: tensor}) if dist.get_rank() == 0 else ():
+            digest.update(leaf)
     return digest.hexdigest()
 
 
-def _update(digest: Any, leaf: Any) -> None:
-    is_tensor = isinstance(leaf, Tensor)
-    digest.update((f"{tuple(leaf.shape)} {leaf.dtype}" if is_tensor else repr(leaf)).encode())
-    if is_tensor:
-        digest.update(raw_bytes(leaf))
+def _leaves(state: Any) -> Iterator[bytes | memoryview]:
+    """Yield what a digest is of; checkpoints hold digests, so it stays as it is."""
+    if isinstance(state, Tensor):
+        yield f"{tuple(state.shape)} {state.dtype}".encode()
+        yield raw_bytes(state)
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield repr(key).encode()
+            yield from _leaves(value)
+    elif isinstance(state, list | tuple):
+        yield str(len(state)).encode()
+        for value in state:
+            yield from _leaves(value)
+    else:
+        yield repr(state).encode()
 
 
 def agreed_checkpoint(folder: Path, *, log: Callable[[str], None]) -> Path | None:

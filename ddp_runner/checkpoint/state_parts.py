@@ -57,6 +57,9 @@ def _merged(trees: Sequence[Any]) -> Any:
         return first
     if all(isinstance(name, str) for tree in trees for name in tree):
         return [*dict.fromkeys(name for tree in trees for name in tree)]
+    if len({*map(len, trees)}) > 1:
+        fix = "make lists of one length on every rank, or write parallelism=fsdp"
+        raise UserError("the ranks of a pipeline have lists of several lengths in a state", fix)
     return type(first)(map(_merged, zip(*trees, strict=True)))
 
 

@@ -1,5 +1,6 @@
 """``task=evaluate``: evaluate a run's model on a split, exactly as the run itself does."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -53,13 +54,16 @@ def own_evaluation(model: TrainedModel, results: Mapping[str, float], config: Ru
     before = {name: logged[name] for name in names if isinstance(logged.get(name), float)}
     if not before:
         return f"the run itself has not evaluated step {step}"
-    gap, name = max(  # relative
-        (abs(value - results[name]) / max(abs(value), abs(results[name]), 1e-300), name)
-        for name, value in before.items()
-    )
+    gap, name = max((_difference(value, results[name]), name) for name, value in before.items())
     if not gap:
         return f"equal to the run's own evaluation at step {step}, to the last digit"
     return (
         f"the run's own evaluation at step {step}: {name} {before[name]:.6g}, here "
         f"{results[name]:.6g}, {gap:.0e} apart"
     )
+
+
+def _difference(first: float, second: float) -> float:
+    """Return the relative difference; inf if a value is not finite."""
+    difference = abs(first - second) / max(abs(first), abs(second), 1e-300)
+    return difference if math.isfinite(difference) else math.inf

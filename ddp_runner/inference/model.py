@@ -23,7 +23,7 @@ from ddp_runner.data.text_tokenizer import TextTokenizer, load_text_tokenizer
 from ddp_runner.data.tokenizer import TOKENIZER_FILE
 from ddp_runner.data.trees import inputs_of, shapes_on_failure
 from ddp_runner.distributed import from_rank_zero
-from ddp_runner.errors import UserError, any_error
+from ddp_runner.errors import UserError, any_error, os_errors
 from ddp_runner.files import is_missing, read_file
 from ddp_runner.parallelism.shards import send_module
 from ddp_runner.rank.records import log_facts, task_logger
@@ -172,12 +172,17 @@ def model_arguments(run_dir: RunDir) -> dict[str, Any]:
     Raises:
         UserError: run.json lacks them, or cannot be read.
     """
-    arguments = read_run_record(run_dir).get("model_arguments")
+    record = read_run_record(run_dir)
+    arguments = record.get("model_arguments")
     if not isinstance(arguments, dict):
+        if "uses" in record:  # a loop of the user's own
+            raise UserError(
+                f"the run of {run_dir.record} built its model in its own loop, so no other task "
+                "can build it",
+                "let the loop take it from run.model()",
+            )
         raise UserError(
-            f"the run of {run_dir.record} built its model in its own loop, so no other task can "
-            "build it",
-            "let the loop take it from run.model()",
+            f"{run_dir.record} lacks model_arguments, which task=train writes", "restore the file"
         )
     return arguments
 
@@ -197,7 +202,9 @@ def validate_kept_files(run_dir: RunDir, files: Mapping[str, bytes], *, dataset:
     """Raise a ``UserError`` if a dataset was not made with the run's tokenizer."""
     for name, content in files.items():
         path = run_dir.path / name
-        if not is_missing(path) and read_file(path) != content:
+        with os_errors(f"{path} cannot be read", fix="make it readable"):
+            is_other = not is_missing(path) and read_file(path) != content
+        if is_other:
             raise UserError(
                 f"dataset={dataset} has another {name} than the run ({path}), so its tokens mean "
                 "something else to the model",

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +76,14 @@ def read_runs(paths: AnyPath | Iterable[AnyPath]) -> "pd.DataFrame":
     the last value of each metric (``eval/accuracy``), and ``reason``, why a run cannot be compared.
 
     Raises:
-        UserError: a path contains no run.
+        UserError: a path contains no run, or pandas is not installed.
     """
-    import pandas
-
     from ddp_runner.compare.run_reader import read_runs as read
+    from ddp_runner.errors import UserError
+
+    if find_spec("pandas") is None:
+        raise UserError("read_runs returns a pandas data frame", "write pip install pandas")
+    import pandas
 
     runs = read([*map(Path, [paths] if isinstance(paths, str | os.PathLike) else paths)])
     index = pandas.Index([str(run.folder) for run in runs], name="run")
@@ -92,4 +96,6 @@ def _row(run: "RecordedRun") -> dict[str, Any]:
         for name, value in run.record.items()
         if value is None or isinstance(value, str | int | float)
     }
-    return {"status": None, **plain, **run.config, **run.final, "reason": run.reason}
+    metrics = run.record.get("metrics")
+    results = metrics if isinstance(metrics, dict) else {}
+    return {"status": None, **plain, **run.config, **results, "reason": run.reason}

@@ -22,6 +22,8 @@ from ddp_runner.tracking.start_block import placement, shown_path
 def run_own_loop(session: Session, stop_requested: Callable[[], bool]) -> Status:
     """Call the task's function with a ``Run`` and the keys under loop. Collective.
 
+    The status is PREEMPTED if ``Run.should_stop`` returned True, else COMPLETED.
+
     Raises:
         UserError: the function does not accept the keys, or raised this error.
         Exception: the function's exception, with a note of the line in its own code.

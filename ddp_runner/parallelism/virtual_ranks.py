@@ -63,8 +63,9 @@ class VirtualRanks:
                     f"{name or 'the model'} is a SyncBatchNorm, which adds over ranks itself",
                     "use BatchNorm in the model, or write batch.virtual_ranks=null",
                 )
-        tensors = (*module.parameters(), *module.buffers())
-        broadcast_tensors([tensor for tensor in tensors if not is_shard(tensor)])
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not is_shard(tensor):
+                broadcast_tensors([tensor])  # one by one: together they are a copy of the model
         return module
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

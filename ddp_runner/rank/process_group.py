@@ -52,19 +52,28 @@ def process_group(
     _validate_host(env, init_method)
     is_local, timeout = _choose_interface(env, init_method), timedelta(seconds=backend.timeout_s)
     has_store = backend.name != "mpi"
-    store = _open_store(env, init_method, timeout, is_local=is_local) if has_store else None
     # Groups and meshes that are made later have torch's default, half an hour, in place of ours.
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(distributed_c10d, name, timeout)
     with_gloo = f"cpu:gloo,{backend.device}:{backend.name}"
-    dist.init_process_group(
-        backend.name if backend.name in FOR_CPU else with_gloo,
-        init_method=None if store is not None else init_method,
-        store=store,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timeout,
-    )
+    try:
+        store = _open_store(env, init_method, timeout, is_local=is_local) if has_store else None
+        dist.init_process_group(
+            backend.name if backend.name in FOR_CPU else with_gloo,
+            init_method=None if store is not None else init_method,
+            store=store,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "of this machine")
+        raise UserError(
+            f"the network interface {interface} (GLOO_SOCKET_IFNAME) has no address",
+            f"bring it up (ip link set {interface} up), or set another interface",
+        ) from error
     _groups_until_exit.append(dist.group.WORLD)
     yield
     # Only on success: a rank that fails must end without waiting for others in a collective.

@@ -103,9 +103,6 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         if job.wire is not None and env.local_rank == 0:
             job.wire.send("claimed", run_dir.path)
         heartbeat = Heartbeat()
-        machines = gather_objects((socket.gethostname(), run_dir.record.exists()))
-        hosts = tuple(dict.fromkeys(host for host, _ in machines))
-        lacking = sorted({host for host, has_folder in machines if not has_folder})
         if env.is_rank_zero:
             beating = heartbeat.beating(run_dir.heartbeat, started_at=job.started_at)
             stack.enter_context(beating)
@@ -116,6 +113,10 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
         job = with_run_folder(job, run_dir, size)
         open_log = rank_log(run_dir, env, hide=job.secrets.hide, prefix=job.line_prefix)
         log = stack.enter_context(open_log)
+        # After a file was made in the folder: a file system of the network then looks for the rest.
+        machines = gather_objects((socket.gethostname(), run_dir.record.exists()))
+        hosts = tuple(dict.fromkeys(host for host, _ in machines))
+        lacking = sorted({host for host, has_folder in machines if not has_folder})
         if lacking and env.is_rank_zero:
             log(
                 f"{hosts[0]} keeps the run: {', '.join(lacking)} does not see its folder, and "

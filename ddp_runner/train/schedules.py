@@ -105,8 +105,9 @@ def cosine(
 ) -> LambdaLR:
     """Return a linear warm-up followed by half a cosine (arXiv:1608.03983, without restarts).
 
-    The optimizer's learning rates are the peak; `min_factor` is the fraction of it at the end. The
-    `total_steps` include the warm-up; by default they are all steps of the run.
+    The warm-up climbs from above zero to the optimizer's learning rates, the peak; `min_factor` is
+    the fraction of it at the end. The `total_steps` include the warm-up; by default they are all
+    steps of the run.
 
     Raises:
         UserError: the warm-up does not fit in the run.
@@ -132,7 +133,8 @@ def step_decay(
 ) -> LambdaLR:
     """Return a schedule that multiplies the learning rate by ``gamma`` every few epochs.
 
-    The epochs count from the first step of the warm-up.
+    `gamma` is the factor of a change, and `every_epochs` the epochs between two; they count from
+    the first step of the warm-up.
     """
     period = every_epochs * steps_per_epoch
     return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps) * gamma ** (step // period))

@@ -184,8 +184,7 @@ class TrainState:
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST)) -> MicroBatch:
         """Return training samples by their numbers; see ``NumberedSplit``."""
-        batch: MicroBatch = self.batches.split.first(numbers, seed=self.work.config.seed)
-        return batch
+        return self.batches.split.first(numbers, seed=self.work.config.seed)
 
 
 @contextmanager
