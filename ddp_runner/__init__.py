@@ -33,6 +33,7 @@ _HOMES = {
     "parallelism.mode": ("Engine", "Layout", "Mode", "local_engine", "no_wrapper"),
     "train.step": ("StepOutput",),
 }
+__all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:

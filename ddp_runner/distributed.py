@@ -27,9 +27,8 @@ def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
 def share_group(model_ranks: int, *, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the group with this rank and its counterpart in every other share. Collective.
 
-    Args:
-        model_ranks: number of neighbouring ranks that compute a share together.
-        group: the ranks of the loop, all of them if ``model_ranks`` is not 1; None: all.
+    `model_ranks` neighbouring ranks compute a share together. `group` is the loop's ranks, all of
+    them if ``model_ranks`` is not 1.
     """
     if model_ranks == 1:
         return group

@@ -97,9 +97,12 @@ def with_causes(error: BaseException) -> list[BaseException]:
     """Return an error and what it was raised from or amid, the latest first."""
     chain = [error]
     # In a debugger some errors of OmegaConf are their own cause.
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+    while True:
+        last = chain[-1]
+        cause = last.__context__ if last.__cause__ is None else last.__cause__
+        if cause is None or any(cause is link for link in chain):
+            return chain
         chain.append(cause)
-    return chain
 
 
 def is_lost_peer(error: BaseException) -> bool:

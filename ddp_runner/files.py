@@ -91,7 +91,8 @@ def locked(path: Path, *, wait_s: float = math.inf) -> Iterator[None]:
         TimeoutError: another holder still has the lock.
         OSError: it cannot be opened, or its file system has no locks.
     """
-    flags = os.O_CLOEXEC | (0 if path.is_dir() else os.O_RDWR | os.O_CREAT | NOFOLLOW)
+    is_folder = path.is_dir() and not path.is_symlink()
+    flags = os.O_CLOEXEC | (0 if is_folder else os.O_RDWR | os.O_CREAT | NOFOLLOW)
     descriptor, deadline = os.open(path, flags, 0o644), time.monotonic() + wait_s
     try:
         while True:

@@ -102,10 +102,8 @@ def headlines(names: Iterable[str]) -> list[str]:
 def best_end(name: str, directions: Mapping[str, str] | None = None) -> str | None:
     """Return the best value of a metric, min or max; None if unknown.
 
-    Args:
-        name: the metric; if it is not built in, its ending may decide.
-        directions: min or max by user metric, as in run.json. ``eval/NAME`` also covers
-            ``eval/NAME_KEY`` and ``best/NAME``.
+    The ending of a name that is not built in may decide. `directions` has min or max by user
+    metric, as in run.json; ``eval/NAME`` also covers ``eval/NAME_KEY`` and ``best/NAME``.
     """
     if name in LISTED:
         lower = LISTED[name].lower_is_better

@@ -76,12 +76,8 @@ class Distance:
     ) -> None:
         """Add a call's tensor.
 
-        Args:
-            found: the step's; None: it is missing.
-            expected: one process's.
-            own: for a gradient, that of this rank's samples alone.
-            position: of the call in the step.
-            dtypes: of both, if they must be equal.
+        `found` is the step's, None if it is missing. `own` is a gradient of this rank's samples
+        alone. `position` is that of the call in the step. The dtypes, if given, must be equal.
         """
         self.num_calls += 1
         right = wide(expected)
@@ -166,11 +162,9 @@ def first_fault(
 ) -> tuple[Stage, str] | None:
     """Return the stage of what is first wrong, and a sentence about it; None if nothing is.
 
-    Args:
-        by_rank: what is wrong on each rank.
-        order: of all that was compared. In each stage modules come in the order of the forward;
-            gradients are searched from the end, as the backward computes them.
-        numbers: of ranks, and of shares of the global batch, where there are several.
+    `order` has all that was compared: in each stage modules in the order of the forward. Gradients
+    are searched from the end, as the backward computes them. `numbers` are those of ranks, and of
+    shares of the global batch, where there are several.
     """
     for stage in Stage:
         stages = FORWARD if stage == Stage.INPUT else (stage,)  # inputs and outputs come in turns

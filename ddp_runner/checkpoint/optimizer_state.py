@@ -160,13 +160,10 @@ def load_scheduler(
 ) -> None:
     """Load a scheduler's state; keep settings that it never changed.
 
-    Args:
-        scheduler: the new scheduler.
-        saved: the state, with the saved run's state before its first step as ``settings``.
-        settings: the state of `scheduler` before its first step.
-        groups: its optimizer's groups before the first step. If the settings differ, the scheduler
-            repeats all steps from these, so that its rates are those of a run that always had them.
-            None: another scheduler changes the same rates, so it continues from the saved rates.
+    `saved` has the saved run's state before its first step as ``settings``, and `settings` is that
+    of the new scheduler. `groups` are its optimizer's before the first step: if the settings
+    differ, the scheduler repeats all steps from these, so that its rates are those of a run that
+    always had them. None: another scheduler changes the same rates, so it continues from the saved.
 
     Raises:
         UserError: the state belongs to another class.

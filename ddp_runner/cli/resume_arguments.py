@@ -29,10 +29,8 @@ def restore_interpolations(frozen: DictConfig, run: Any, dataset: Mapping[str, A
     pictures. Values that the run's command had changed stay. A run may come from anybody: only our
     own texts are resolved, among the run's values without interpolations.
 
-    Args:
-        frozen: the run's config.
-        run: the same as plain containers.
-        dataset: as this command composes it, unresolved.
+    `run` is the run's frozen config as plain containers, and the dataset is as this command
+    composes it, unresolved.
     """
     values = mapped(lambda value: None if "${" in str(value) else value, run)
     for (*owners, key), text in walk_texts(dataset):

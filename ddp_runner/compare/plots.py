@@ -213,7 +213,7 @@ def _step_parts(comparison: Comparison) -> "Figure | str":
             predicted = next((step.parts_ms for step in predictions if step), None)
             bars.append((in_short_lines(row.label), {**parts, REST: rest}, predicted))
     if not bars:
-        return "no run has measured the parts of its step time (perf/*_ms)"
+        return "no run has measured the parts of its step time"
     bars = sorted(bars, key=lambda bar: sum(bar[1].values()))[:MAX_BARS]
     names = [name for name in (*StepPart, REST) if any(parts.get(name) for _, parts, _ in bars)]
     colours = dict(zip(names, PART_COLOURS, strict=False))

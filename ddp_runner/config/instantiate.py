@@ -27,14 +27,10 @@ def make(
 ) -> Any:
     """Build the object that the ``_target_`` of a group, or of ``metrics.NAME``, names.
 
-    Args:
-        group: the dotted key of the settings.
-        settings: the keys of the group, with resolved interpolations.
-        *positional: such as an optimizer's parameters; with these ``_partial_`` is ignored.
-        kind: the class or protocol that the object must have, or a union of them.
-        allowed: the user's own packages.
-        before_each: called before each key's value is built, and before the object itself.
-        **arguments: win over the settings.
+    `group` is the dotted key of the settings, whose interpolations are resolved. With positional
+    arguments ``_partial_`` is ignored; keywords win over the settings. The object must be of a
+    `kind`: a class, a protocol or a union. `allowed` are the user's own packages. `before_each` is
+    called before each key's value is built, and before the object itself.
 
     Raises:
         UserError: the target is not allowed, cannot be imported, does not take the keys, or

@@ -136,6 +136,10 @@ def find_secrets(raw: DictConfig) -> Secrets:
     ``oc.env`` is watched while each interpolation is resolved: a value may come through other keys,
     in a longer text, in a list, or through other resolvers.
     """
+    texts = walk_texts(OmegaConf.to_container(raw, resolve=False))
+    unresolved = {path: text for path, text in texts if "${" in text}
+    if not any("oc.env" in text for text in unresolved.values()):
+        return Secrets()
     read, from_environ, written = list[str](), dict[str, str](), dict[KeyPath, str]()
 
     def watched(name: str, *default: Any) -> str | None:
@@ -147,9 +151,7 @@ def find_secrets(raw: DictConfig) -> Secrets:
 
     OmegaConf.register_new_resolver("oc.env", watched, replace=True)
     try:
-        for path, text in walk_texts(OmegaConf.to_container(raw, resolve=False)):
-            if "${" not in text:
-                continue
+        for path, text in unresolved.items():
             read.clear()
             with suppress(Exception):  # to_config reports a failed interpolation
                 value = reduce(getitem, path, cast(Any, raw))

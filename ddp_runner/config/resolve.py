@@ -24,11 +24,8 @@ def resolve(
 ) -> tuple[RunConfig, list[str]]:
     """Return the config with every derived value filled in, and warnings to print once.
 
-    Args:
-        config: as composed.
-        hardware: this machine's.
-        chosen: the keys given on the command line; they win over a conflicting key of a YAML.
-        env: this rank's facts where the ranks run already (torchrun, srun, mpirun).
+    The `chosen` keys of the command line win over a conflicting key of a YAML. `env` has this
+    rank's facts where the ranks run already (torchrun, srun, mpirun).
 
     Raises:
         UserError: a rule is broken.

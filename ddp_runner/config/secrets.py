@@ -56,7 +56,7 @@ class Secrets:
         try:
             yield
         except BaseException as error:  # sys.exit(TEXT) has a message too
-            for link in with_causes(error):
+            for link in with_causes(error) if self.values else ():
                 link.args = tuple(map(self._hidden, link.args))
                 if isinstance(getattr(link, "value", None), str):  # an OmegaConf error
                     vars(link)["value"] = self._hidden(vars(link)["value"])

@@ -150,10 +150,9 @@ def children() -> set[int]:
 def end_descendants(earlier: Collection[int], *, spares_trackers: bool = True) -> None:
     """Kill the fork server's children and this process's, with all their descendants.
 
-    Args:
-        earlier: children of this process to spare.
-        spares_trackers: spare trackers that still send. A copy that a tracker has forked looks the
-            same, so after waiting for the trackers spare only those in `earlier`.
+    Children in `earlier` are spared and, with `spares_trackers`, trackers that still send. A copy
+    that a tracker has forked looks the same, so after waiting for the trackers spare only those in
+    `earlier`.
     """
     deadline, server = time.monotonic() + KILL_S, _SERVER._forkserver_pid
     spared = {*earlier, server, _TRACKER._pid}  # either of the last two may be new

@@ -26,11 +26,8 @@ def columns_of(
 ) -> Columns:
     """Return the columns of a batch by name.
 
-    Args:
-        step: the training step's result for the batch.
-        split: train or eval.
-        numbers: of the samples in the split, from 0.
-        num_classes: each output with real scores gets a column with the best class; None: no.
+    `numbers` are those of the samples in the split, from 0. With `num_classes` each output with
+    real scores gets a column with the best class.
 
     Raises:
         UserError: the outputs are not tensors with a row for each sample, NumPy cannot hold them,

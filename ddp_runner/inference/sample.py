@@ -106,14 +106,10 @@ def sampled(
 ) -> Iterator[int]:
     """Yield ``inference.num_tokens`` tokens that the model writes after `tokens`.
 
-    Args:
-        model: maps int64 (1, length) to logits (1, length, vocabulary).
-        tokens: start of the text, at least one token.
-        settings: number of tokens, temperature and top_k.
-        vocab_size: tokens of the tokenizer; the model may have logits for more.
-        context: most tokens that the model sees; None: all.
-        generator: on the CPU, so that every device draws the same numbers.
-        device: of the model.
+    The model maps int64 (1, length) to logits (1, length, vocabulary), and may have logits for more
+    than the `vocab_size` tokens of the tokenizer. There is at least one token to start with.
+    `context` is the most tokens that the model sees; None: all. The generator is on the CPU, so
+    that every device draws the same numbers.
 
     Raises:
         UserError: the model returns other shapes, or logits that are not finite.

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
@@ -37,6 +37,7 @@ class Machine:
     joined: MachineFacts | None = None
     state: Literal["new", "waiting", "running", "ended", "failed", "rejected", "gone"] = "new"
     failure: Failure | None = None  # in this attempt
+    connected_at: float = field(default_factory=time.monotonic)
 
 
 class Hub:
@@ -70,7 +71,8 @@ class Hub:
             while not self._is_closed:
                 self._receive()
                 for machine in list(self._machines):
-                    if machine.state == "new" and machine.link.is_silent():
+                    is_late = time.monotonic() > machine.connected_at + SILENT_S
+                    if machine.state == "new" and is_late:
                         self._drop(machine)  # such as a port scanner
                 if self._group is None:
                     self._form()

@@ -123,7 +123,7 @@ def run_ranks(
                 return report_failure(job, Failure(None, "machine", sentence), folders)
             if group is None:  # stopped while it waited for machines
                 stop.announce(is_training=False)
-                for path in folders:  # an earlier attempt may have begun the run
+                for path in folders[-1:]:  # an earlier attempt may have begun the run
                     mark_ended(path)
                 return Outcome.stopped(stop.received or signal.SIGTERM)
             on_claim = partial(note_folder, on_first_machine=group.index == 0)

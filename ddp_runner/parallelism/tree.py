@@ -133,9 +133,7 @@ class TreeReduceScatter:
 
     FSDP2 calls it in the backward of each part. Its parameters get zeros until the last part.
 
-    Args:
-        tree: the place of the step.
-        replicas: the ranks with the same shard (HSDP); None: each shard exists once.
+    `replicas` are the ranks with the same shard (HSDP); None: each shard exists once.
     """
 
     allocate = staticmethod(new_buffer)

@@ -76,14 +76,10 @@ class Records:
     The constructor begins the run: it freezes the config, tells the launcher, and enters the stack.
     Call it after every check of the command: a resume that fails must leave the run as it was.
 
-    Args:
-        fields: fields for run.json; only rank 0's are written.
-        resume_step: step of the checkpoint that the run resumes from; None: it starts at step 0.
-        stack: closes both at the end of the run, also after an error.
-        keywords: further keywords of ``task_logger``.
-
-    Attributes:
-        logger: takes the metrics of steps and evaluations.
+    Only rank 0's `fields` are written to run.json. `resume_step` is that of the checkpoint that the
+    run resumes from; None: it starts at step 0. The stack closes both at the end of the run, also
+    after an error. `logger` takes the metrics of steps and evaluations; the further keywords are
+    those of ``task_logger``.
     """
 
     def __init__(

@@ -57,11 +57,9 @@ class Grid:
 class Search:
     """The trials of a study, as batches of jobs.
 
-    Args:
-        node: ``hydra.sweeper``.
-        overrides: of the command; those with several values or an interval are searched.
-        batch_size: number of trials in a batch, unless ``hydra.sweeper.n_jobs`` sets it.
-        retries: whether to try the values of failed trials again.
+    Overrides of the command with several values or an interval are searched. `batch_size` is the
+    number of trials in a batch, unless ``hydra.sweeper.n_jobs``, of the `node`, sets it. With
+    `retries` the values of failed trials are tried again.
 
     Raises:
         UserError: Optuna is missing, or cannot run this search.

@@ -32,12 +32,9 @@ class ProgressLine:
     The live line has epoch, step, loss, the last evaluation and samples/s. Without it, each step
     with metrics prints a plain line. A sweep's job erases its line at the end to print its result.
 
-    Args:
-        total_steps: optimizer steps of the whole run; 0: unknown; None: a user's own loop, whose
-            metrics are all shown by name.
-        total_epochs: epochs of the whole run; 0: unknown.
-        initial_step: steps taken before this session.
-        title: title of a sweep's job; empty for a single run.
+    Steps and epochs are those of the whole run; 0: unknown. Steps are None in a user's own loop,
+    whose metrics are all shown by name. `initial_step` was taken before this session. The title is
+    that of a sweep's job, empty for a single run.
     """
 
     def __init__(

@@ -46,10 +46,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def claim_run(job: Job, *, launch_ids: Sequence[str], held: ExitStack) -> tuple[RunDir, int | None]:
     """Find or create the folder of this run, and lock it.
 
-    Args:
-        job: its `run_dir` is the folder that the user named.
-        launch_ids: see ``own_launch_ids``.
-        held: holds the lock from now on.
+    The job's `run_dir` is the folder that the user named. `held` holds the lock from now on.
 
     Returns:
         The folder, and the global batch size that an earlier start of its run fixed; None: as

@@ -42,11 +42,9 @@ class NullLogger:
 class RunLogger:
     """Writes metrics.jsonl, TensorBoard, run.json and the terminal of one run. Rank 0 only.
 
-    Args:
-        run_dir: has a frozen config.
-        resume_step: step of the checkpoint that the run resumes from; None: it starts at step 0.
-        max_steps, total_epochs: see ``ProgressLine``; of 0 steps no progress is shown.
-        shows_curves: write files for TensorBoard.
+    The folder has a frozen config. `resume_step` is that of the checkpoint that the run resumes
+    from; None: it starts at step 0. For the lengths see ``ProgressLine``; of 0 steps no progress is
+    shown. `shows_curves` writes files for TensorBoard.
     """
 
     def __init__(

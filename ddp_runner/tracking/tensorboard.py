@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from ddp_runner.config.identity import affects_results, leaves, only_used
 from ddp_runner.config.schema import has_own_loop
-from ddp_runner.files import read_yaml, yaml_text
+from ddp_runner.files import LOADER
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import read_run_record
 
@@ -33,7 +34,8 @@ def header(run_dir: RunDir) -> list[Any]:
     """
     from torch.utils.tensorboard.summary import hparams, text
 
-    config, content = read_yaml(run_dir.config), yaml_text(run_dir.config)
+    content = run_dir.config.read_text(encoding="utf-8")
+    config = yaml.load(content, Loader=LOADER)  # a safe loader
     card, task = text("config", f"```yaml\n{content}\n```"), config.get("task", "train")
     if task != "train" and not has_own_loop(task):
         return [card]

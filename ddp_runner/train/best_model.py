@@ -137,11 +137,8 @@ def export_programs(
     The programs are traced on the CPU and take any number of samples; texts may be of any length.
     Rank 0 only.
 
-    Args:
-        work: has the training step, which calls the model, and prepares its samples.
-        run_dir: has the weights, in model.safetensors.
-        arguments: facts of the data that the model is built with.
-        samples: a batch of ``NUM_FIRST``, as the split loads it.
+    The folder has the weights, in model.safetensors. The model is built with `arguments`, facts of
+    the data. The samples are a batch of ``NUM_FIRST``, as the split loads it.
 
     Raises:
         UserError: torch cannot trace the model, or a file cannot be written.

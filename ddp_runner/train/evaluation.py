@@ -35,13 +35,9 @@ def evaluate(
     Random numbers are seeded by the step, so the same weights on the same number of ranks always
     give the same metrics. Collective: every rank of the loop must call.
 
-    Args:
-        work: of this rank.
-        module: the bare model: DDP's forward is a collective, and ranks may have different
-            numbers of batches.
-        splits: by default the evaluation set.
-        step: the optimizer steps behind the weights.
-        most_batches: evaluate at most this many batches on each rank, as a trial.
+    The module is the bare model: DDP's forward is a collective, and ranks may have other numbers of
+    batches. By default the split is the evaluation set. `step` is the optimizer steps behind the
+    weights. `most_batches` limits the batches on each rank, for a trial.
 
     Returns:
         Metrics: eval/loss, the scalars of the training step, the configured metrics and, if the

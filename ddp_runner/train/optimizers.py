@@ -124,11 +124,8 @@ def parameter_groups(
     A parameter belongs to the first group whose pattern matches it, else to the last group, which
     has the optimizer's own keys.
 
-    Args:
-        module: the bare model.
-        groups: each has a pattern as ``match``, and keys of the optimizer.
-        no_decay: put biases and parameters of at most 1 dim into groups without weight decay,
-            except where a group sets its own weight_decay.
+    A group has a pattern as ``match``, and keys of the optimizer. `no_decay` puts biases and
+    parameters of at most 1 dim into groups without weight decay, except where a group sets its own.
 
     Raises:
         UserError: a pattern matches no parameter, or only frozen and already grouped parameters.

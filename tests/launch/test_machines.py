@@ -17,7 +17,6 @@ from tiers import first_of, only
 
 from ddp_runner.config.sections import LaunchConfig
 from ddp_runner.errors import UserError
-from ddp_runner.host import network
 from ddp_runner.host.network import Link
 from ddp_runner.job import Failure, Job
 from ddp_runner.launch import hub, machines
@@ -393,7 +392,7 @@ def test_connections_that_do_not_join_are_closed(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes a descriptor of the launcher."""
-    monkeypatch.setattr(network, "SILENT_S", 0.5)
+    monkeypatch.setattr(hub, "SILENT_S", 0.1)
     first, _ = start(0, serves=True)
     assert first._hub is not None
     address = first._hub._listener.getsockname()

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.config.planned_gpus import PlanConfig, filled_in, missing
-from ddp_runner.planning.plan_task import GIB, plan_metrics, table, verdict
+from ddp_runner.planning.plan_task import GIB, plan_metrics, sending_s, step_times, table, verdict
 from ddp_runner.planning.rank_trace import RankTrace
-from ddp_runner.planning.step_times import sending_s, step_times
 from ddp_runner.planning.step_tracker import Collective
 
 GATHER = Collective("all-gather", group_size=8, first=0, last=7)
