@@ -20,6 +20,7 @@ from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.resume import with_resumed
 from ddp_runner.config.load import chosen_keys, find_secrets, to_config
 from ddp_runner.config.resolve import resolve
+from ddp_runner.config.secrets import Secrets
 from ddp_runner.data.sources.offline import RandomRegression
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
@@ -140,6 +141,18 @@ def test_an_error_that_is_its_own_cause_has_an_end() -> None:
     secrets = find_secrets(OmegaConf.create({"name": "${oc.env:MY_SECRET}"}))
     with pytest.raises(ValueError, match=r"no \$\{oc\.env:MY_SECRET\}"), secrets.hidden_in_errors():
         raise error
+
+
+def test_without_secrets_an_errors_arguments_are_not_read() -> None:
+    """A tensor of a broken device cannot be shown: that error would take the place of this one."""
+
+    class Unreadable:
+        def __str__(self) -> str:
+            raise RuntimeError("the device is gone")
+
+    with pytest.raises(ValueError, match="the loss") as caught, Secrets().hidden_in_errors():
+        raise ValueError("the loss", Unreadable())
+    assert caught.value.args[0] == "the loss"
 
 
 def test_an_error_amid_another_tells_no_secret_either() -> None:

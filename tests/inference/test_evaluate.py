@@ -1,17 +1,23 @@
 """task=evaluate equals the run's own evaluation, and leaves the run as it was."""
 
 import hashlib
+import math
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import own_metrics
 import pytest
 from commands import background, error_line, free_port, run_command, wait_for, wait_for_end
+from configs import freeze, resolved
 from run_folders import metrics, record
 from tiers import first_of
 
+from ddp_runner.inference.evaluate import own_evaluation
 from ddp_runner.tracking.alive import read_heartbeat
+from ddp_runner.tracking.run_dir import RunDir
 
 SHORT = (
     "train.epochs=2",
@@ -263,3 +269,17 @@ def test_a_model_that_draws_evaluates_to_the_runs_own_digits(tmp_path: Path) -> 
     assert end.exit_code == 0, end.stderr
     end = run_command("task=evaluate", f"resume={RUN}", mine[1], folder=tmp_path, environ=environ)
     assert "to the last digit" in end.stdout, end.stderr
+
+
+@pytest.mark.parametrize("here", [math.nan, math.inf])
+def test_a_metric_that_is_not_finite_is_not_equal(here: float, tmp_path: Path) -> None:
+    """A comparison with NaN is neither larger nor smaller."""
+    config = resolved("model=toy")[0]
+    config.inference.split = "eval"
+    freeze(tmp_path, config)
+    logged = {"eval/loss": 0.25, "eval/perplexity": 1.5}
+    model: Any = SimpleNamespace(
+        run_dir=RunDir(tmp_path), logged=logged, weights=SimpleNamespace(step=5)
+    )
+    sentence = own_evaluation(model, {"eval/loss": 0.25, "eval/perplexity": here}, config)
+    assert sentence.endswith(f"eval/perplexity 1.5, here {here}, inf apart")

@@ -2,11 +2,13 @@
 
 import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import error_line, run_command
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -76,3 +78,11 @@ def test_every_group_has_the_timeout_of_the_backend() -> None:
     for first, *others in run_ranks(timeouts, 2):
         assert others == [first, first]
         assert first < timedelta(minutes=30)
+
+
+def test_an_interface_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
+    """A cluster's profile may export its name for all machines."""
+    absent = {"GLOO_SOCKET_IFNAME": "eth9"}
+    end = run_command("model=toy", "world_size=2", folder=tmp_path, environ=absent)
+    sentence = error_line(end)
+    assert "the network interface eth9 (GLOO_SOCKET_IFNAME) has no address; bring it up" in sentence
