@@ -194,6 +194,21 @@ def test_a_job_gets_no_secret_of_another_one(monkeypatch: pytest.MonkeyPatch) ->
         assert job.secrets.written(job.config).notes == "${oc.env:${user.which}}"
 
 
+def test_a_swept_value_that_reads_the_environment_is_written_as_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With another job's text, a resume would read the other variable."""
+    command = parse(["-m", "model=toy"])
+    jobs = Jobs(compose(command), Invocation(command, None, 0.0, {}))
+    for number, name in enumerate(["FIRST", "SECOND", "FIRST"]):
+        monkeypatch.setenv(name, f"secret of {name}")
+        text = f"${{oc.env:{name}}}"
+        composed = jobs.compose(["model=toy", f"notes='{text}'"], number)
+        job = jobs.plan(composed, lambda _: (LAPTOP, None))
+        assert job.config.notes == f"secret of {name}"
+        assert job.secrets.written(job.config).notes == text
+
+
 def _described(make: Callable[[], Job]) -> object:
     try:
         return make()
