@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat, tee
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from torch import Tensor
 from ddp_runner.data.splits import MicroBatch, MicroPlan, NumberedSplit
 from ddp_runner.errors import UserError
 from ddp_runner.seeds import derive
-
-if TYPE_CHECKING:
-    from ddp_runner.data.stream import Split
 
 # Raise it when the order changes: a run cannot resume inside an epoch with another order.
 ORDER_VERSION = 2
@@ -42,7 +39,7 @@ class Batches(ABC):
     In most modes each rank has one share. The position can be saved and restored.
     """
 
-    split: "Split"
+    split: Any  # a ``Split``, whose module imports this one
     global_size: int  # most samples of an optimizer step, over all shares
     grad_accum_steps: int  # most micro-batches of a step
     share: int  # the first that this rank computes

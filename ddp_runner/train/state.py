@@ -184,7 +184,8 @@ class TrainState:
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST)) -> MicroBatch:
         """Return training samples by their numbers; see ``NumberedSplit``."""
-        return self.batches.split.first(numbers, seed=self.work.config.seed)
+        batch: MicroBatch = self.batches.split.first(numbers, seed=self.work.config.seed)
+        return batch
 
 
 @contextmanager
