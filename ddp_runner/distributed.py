@@ -1,5 +1,6 @@
 """Collectives that tasks use, and agreement between ranks; over gloo, on the CPU."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -13,6 +14,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import FOR_CPU
 
 T = TypeVar("T")
+VOTE_S, MOST_STEPS = 0.25, 64  # from one vote on stopping to the next, at most
 
 
 def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:
@@ -146,26 +148,37 @@ def ensure_own_devices(devices: Sequence[torch.device], *, backend: str) -> None
 class StopVote:
     """Lets all ranks stop at the same step.
 
-    A vote is counted at the next step, so the collective overlaps with the step's computation.
+    A vote takes a tenth of a short step, so several short steps share one. It is counted a step
+    later, so the collective overlaps with the step's computation.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._group, self._is_alone = group, dist.get_world_size(group) == 1
+        self._began, self._steps = time.perf_counter(), 0  # of the last vote, and since then
+        self._ballot = torch.zeros(2, dtype=torch.float64)  # wants to stop; seconds of a step
         self._pending: dist.Work | None = None
+        self._every = 1  # steps from one vote to the next, the same on all ranks
 
-    def agreed(self, want_stop: bool) -> bool:
+    def agreed(self, stop_requested: Callable[[], bool]) -> bool:
         """Return True on all ranks once any rank wants to stop. Collective, at every step."""
-        if dist.get_world_size(self._group) == 1:
-            return want_stop
+        self._steps += 1
         if self._pending is not None:
             self._pending.wait()
-            if self._flag.item():
+            self._pending = None
+            wants_stop, step_s = self._ballot.tolist()
+            self._every = min(MOST_STEPS, max(1, int(VOTE_S / step_s)))
+            if wants_stop:
                 return True
-        self._flag.fill_(want_stop)
-        self._pending = dist.all_reduce(
-            self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True
-        )
+        if self._is_alone:
+            return stop_requested()
+        if self._steps >= self._every:
+            now = time.perf_counter()
+            ballot = [stop_requested(), (now - self._began) / self._steps]
+            self._ballot = torch.tensor(ballot, dtype=torch.float64)
+            self._began, self._steps = now, 0
+            self._pending = dist.all_reduce(
+                self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+            )
         return False
 
     def settle(self) -> None:

@@ -6,6 +6,8 @@ import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from operator import le
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +19,10 @@ import torch.distributed as dist
 from ranks import GLOO, RankFailedError, run_ranks
 from torch import nn
 
+from ddp_runner import distributed
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.distributed import (
+    MOST_STEPS,
     StopVote,
     broadcast_tensors,
     ensure_agreement,
@@ -161,13 +165,16 @@ def test_ranks_that_share_a_gpu_are_named_under_nccl() -> None:
     assert run_ranks(own_devices, 3, ["a", "b", "a"], "gloo") == ["agreed"] * 3
 
 
-def stop_steps(env: DistEnv, wishes: dict[int, int]) -> int:
+def stop_steps(
+    env: DistEnv, wishes: dict[int, int], *, num_steps: int = 10, vote_s: float = 0.0
+) -> int:
     """Return the step at which this rank stops; wishes holds each rank's first step of wanting."""
+    distributed.VOTE_S = vote_s
     vote = StopVote()
-    for step in range(1, 11):
+    for step in range(1, num_steps + 1):
         time.sleep(0.005 * env.rank)  # ranks do not run in step
         dist.all_reduce(torch.ones(3))  # as a backward would, beside the vote
-        if vote.agreed(step >= wishes.get(env.rank, 99)):
+        if vote.agreed(partial(le, wishes.get(env.rank, num_steps + 1), step)):
             return step
     vote.settle()
     return 0
@@ -184,6 +191,22 @@ def test_one_rank_that_wants_to_stop_stops_all_at_one_step(
     assert others == [first, first]
     assert (first > 0) == (latest > 0)
     assert first <= latest
+
+
+def test_short_steps_share_a_vote() -> None:
+    """Of steps of 5 ms, about eight in 40 ms; a wish is heard by the end of the next vote."""
+    num_steps = 200
+    quiet = run_ranks(votes_of, 2, num_steps, 0.04)
+    assert num_steps / MOST_STEPS <= quiet[0] == quiet[1] <= num_steps / 2
+    first, second = run_ranks(partial(stop_steps, num_steps=num_steps, vote_s=0.04), 2, {1: 50})
+    assert 50 <= first == second <= 50 + MOST_STEPS + 1
+
+
+def votes_of(env: DistEnv, num_steps: int, vote_s: float) -> int:
+    """Return how many votes begin in steps of about 5 ms."""
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
+        stop_steps(env, {}, num_steps=num_steps, vote_s=vote_s)
+    return spy.call_count - num_steps
 
 
 def test_a_single_rank_stops_at_once() -> None:

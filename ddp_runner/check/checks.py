@@ -162,7 +162,7 @@ def wait_for_mean(state: TrainState, batch: StepBatch) -> Verdict:
     state.work = replace(work, step_fn=late_step)
     if layout.shares_per_rank == 1:
         # Only the last micro-batch reduces. No other collective may follow: it would wait.
-        batch = replace(batch, micro_batches=batch.micro_batches[-1:])
+        batch = batch._replace(micro_batches=batch.micro_batches[-1:])
     state.module.zero_grad(set_to_none=True)
     state.engine.backward(state, batch)
     synchronize(work.devices)

@@ -4,9 +4,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import repeat, tee
-from typing import Any
+from functools import cached_property, lru_cache
+from itertools import islice, repeat, tee
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ POOL_BATCHES = 50  # global batches within which sequences are sorted by length
 GLOBAL_SIZE = "batch.global_size"
 
 
-@dataclass(frozen=True)
-class StepBatch:
+class StepBatch(NamedTuple):
     """One rank's part of one optimizer step."""
 
     micro_batches: tuple[MicroBatch, ...]  # the same number on every rank: collectives match
@@ -127,21 +126,32 @@ class NumberedBatches(Batches):
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield the steps from the position on; skipped steps cost nothing."""
+        num_own = math.ceil(self.global_size / self.num_shares) * self.shares_per_rank
+        most_ahead = self.split.most_ahead(num_own)
         while True:
-            indices = range(self.step, self.steps_per_epoch)
             first = self.epoch * self.steps_per_epoch
-            planned, ahead = tee(self._plan(first + index) for index in indices)
+            numbers = range(first + self.step, first + self.steps_per_epoch)
+            planned, ahead = tee(map(self._plan, numbers))
             # The split may load more than a step ahead.
             loaded = self.split.load((plan for plans, _ in ahead for plan in plans), seed=self.seed)
-            for index, (plans, count) in zip(indices, planned, strict=True):
-                batch = self._step(plans, loaded, count=count, number=first + index)
-                self._advance(is_last=batch.is_last)
-                yield batch
+            steps = (
+                self._step(plans, loaded, count=count, number=number)
+                for number, (plans, count) in zip(numbers, planned, strict=True)
+            )
+            while batches := [*islice(steps, most_ahead)]:
+                for batch in batches:
+                    self._advance(is_last=batch.is_last)
+                    yield batch
 
-    @property
+    @cached_property
+    def num_samples(self) -> int:
+        """Return the number of samples of an epoch."""
+        return len(self.split)
+
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Return the optimizer steps of an epoch."""
-        return math.ceil(len(self.split) / self.global_size)
+        return math.ceil(self.num_samples / self.global_size)
 
     def step_at(self, number: int) -> StepBatch:
         """Return this share of a step by the step's number in the run."""
@@ -164,7 +174,7 @@ class NumberedBatches(Batches):
         self, plans: Iterable[MicroPlan], loaded: Iterator[Any], *, count: int, number: int
     ) -> StepBatch:
         micro_batches = tuple(
-            MicroBatch(next(loaded), len(plan.indices), plan.weight, plan.randoms) for plan in plans
+            MicroBatch(next(loaded), plan.num_samples, plan.weight, plan.randoms) for plan in plans
         )
         is_last = (number + 1) % self.steps_per_epoch == 0
         return StepBatch(micro_batches, global_count=count, number=number, is_last=is_last)
@@ -182,39 +192,39 @@ class NumberedBatches(Batches):
     def _plan(self, number: int) -> tuple[tuple[MicroPlan, ...], int]:
         """Return this share's micro-batches of a step, and the samples of all shares."""
         epoch, index = divmod(number, self.steps_per_epoch)
-        order = self._permutation(epoch)
-        global_batch = order[index * self.global_size : (index + 1) * self.global_size]
+        begin = index * self.global_size
+        count = min(self.global_size, self.num_samples - begin)
         if not self.is_computed:
-            return (), len(global_batch)
-        largest_share = math.ceil(len(global_batch) / self.num_shares)
-        num_pieces = math.ceil(largest_share / self.micro_size)
+            return (), count
+        num_pieces = math.ceil(math.ceil(count / self.num_shares) / self.micro_size)
 
-        def pieces_of(rows: Tensor) -> Iterator[Tensor]:
+        def pieces_of(rows: Tensor, begin: int = 0) -> Iterator[Tensor]:
             for share in range(self.share, self.share + self.shares_per_rank):
-                yield from rows[share :: self.num_shares].tensor_split(num_pieces)
+                own = rows[begin + share : begin + count : self.num_shares]
+                yield from own.tensor_split(num_pieces) if num_pieces > 1 else (own,)
 
-        first: Tensor | None = None
+        order, first = self._permutation(epoch), None
         randoms: Iterable[Tensor | None] = repeat(None)
         if self.num_randoms:
             # Drawn for the whole global batch, so they are the same at every world size.
             generator = torch.Generator()
             generator.manual_seed(derive(self.seed, "augmentation", epoch, index))
-            drawn = torch.rand(len(global_batch), self.num_randoms, generator=generator)
+            drawn = torch.rand(count, self.num_randoms, generator=generator)
             first, randoms = drawn[:1], pieces_of(drawn)
         plans = tuple(
             # A share with one sample fewer may lack a piece. The other ranks wait for its backward,
             # so it computes a placeholder.
             self._micro_plan(epoch, piece, piece_randoms)
-            if len(piece)
-            else self._micro_plan(epoch, global_batch[:1], first, weight=0.0)
-            for piece, piece_randoms in zip(pieces_of(global_batch), randoms, strict=False)
+            if piece.numel()
+            else self._micro_plan(epoch, order[begin : begin + 1], first, weight=0.0)
+            for piece, piece_randoms in zip(pieces_of(order, begin), randoms, strict=False)
         )
-        return plans, len(global_batch)
+        return plans, count
 
     def _micro_plan(
         self, epoch: int, indices: Tensor, randoms: Tensor | None, *, weight: float = 1.0
     ) -> MicroPlan:
-        if len(indices) == 1 and self.micro_size > 1:
+        if indices.numel() == 1 and self.micro_size > 1:
             # BatchNorm rejects a single sample in training: use it twice with half the weight.
             indices, weight = indices.repeat(2), weight / 2
             randoms = None if randoms is None else randoms.repeat(2, 1)

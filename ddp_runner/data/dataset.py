@@ -58,7 +58,7 @@ class Dataset:
         `randoms` (batch, num_randoms) are for the augmentation; None: do not augment.
         """
         if self.mean is None:
-            return to_device(data, device)
+            return data if device.type == "cpu" else to_device(data, device)
         inputs, targets = data
         if self.padding_id is not None and inputs.device.type == "cpu":  # on a GPU the split cuts
             inputs = inputs[:, : int(ends(inputs, self.padding_id).max())]

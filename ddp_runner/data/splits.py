@@ -13,17 +13,22 @@ from ddp_runner.errors import UserError
 
 IGNORED = -100  # a target that torch's losses leave out by default
 MOST_GPU_DATA = 2 * 2**30  # bytes; a split up to this size moves to the GPU as a whole
+MOST_AHEAD, BYTES_AHEAD = 64, 2**18  # batches that are loaded in one go, and their inputs' bytes
 NUM_FIRST = 2  # samples of an example batch; torch.compile would specialise on a size of 1
 
 
-@dataclass(frozen=True)
-class MicroPlan:
+class MicroPlan(NamedTuple):
     """The samples of one forward, before they are loaded."""
 
     indices: Tensor | range  # int64 (batch,)
     epoch: int = 0
     weight: float = 1.0  # weight of each sample in the loss; 0.0: a placeholder
     randoms: Tensor | None = None  # (batch, num_randoms), uniform in [0, 1), for the augmentation
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples."""
+        return len(self.indices) if isinstance(self.indices, range) else self.indices.numel()
 
 
 class MicroBatch(NamedTuple):  # a DataLoader pins the tensors of a tuple
@@ -77,6 +82,13 @@ class NumberedSplit(ABC):
     def near(self, device: torch.device) -> Self:
         """Return the split prepared for a device; on a GPU if it has at most MOST_GPU_DATA."""
         return self
+
+    def most_ahead(self, batch_size: int) -> int:
+        """Return how many batches of this size are loaded in one go, if they are in memory.
+
+        The code and the data of small batches then stay in the processor's caches.
+        """
+        return 1
 
     def first(self, numbers: Sequence[int] = range(NUM_FIRST), *, seed: int = 0) -> MicroBatch:
         """Return samples by their numbers; a number past the end gives the last sample."""
@@ -143,12 +155,16 @@ class TensorSplit(NumberedSplit):
             else:
                 # On the CPU index_select is six times as fast as inputs[indices].
                 rows, near = plan.indices, upload(plan.indices, self.inputs.device)
-                inputs, targets = (
-                    part.index_select(0, near) for part in (self.inputs, self.targets)
-                )
+                inputs = self.inputs.index_select(0, near)
+                targets = self.targets.index_select(0, near)
             if self.ends is not None:
                 inputs = inputs[:, : int(self.ends[rows].max())]
             yield inputs, targets
+
+    def most_ahead(self, batch_size: int) -> int:
+        """See ``NumberedSplit``."""
+        sample_bytes = max(1, self.inputs.nbytes // max(1, len(self.inputs)))
+        return min(MOST_AHEAD, max(1, BYTES_AHEAD // (sample_bytes * batch_size)))
 
     def near(self, device: torch.device) -> "TensorSplit":
         """See ``NumberedSplit``."""

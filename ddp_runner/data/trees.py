@@ -54,6 +54,8 @@ def tensors_of(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def first_tensor(tree: Any) -> Tensor | None:
     """Return the first tensor of a tree, or None."""
+    if isinstance(tree, Tensor):
+        return tree
     return next((tensor for _, tensor in tensors_of(tree)), None)
 
 

@@ -78,7 +78,7 @@ def _tables(
                 yield joined(parts, names.get(name), like=like)
             num_done += 1
             logger.step_done(step=num_done, epoch=1)
-            if num_done != num_rounds and vote.agreed(stop_requested()):
+            if num_done != num_rounds and vote.agreed(stop_requested):
                 raise _StoppedError
     vote.settle()
 

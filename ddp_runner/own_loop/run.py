@@ -241,7 +241,7 @@ class Run:
         self._at(step).step_done(step)
         every = self.config.checkpoint.every_steps
         is_due = every is not None and step % every == 0
-        self._is_stopped = self._vote.agreed(self._stop_requested())
+        self._is_stopped = self._vote.agreed(self._stop_requested)
         if (is_due or self._is_stopped) and self._objects and step != self._saved_step:
             self.save(step)
         seed_all(self.seed, "own loop", step, self._layout.share)

@@ -61,22 +61,23 @@ class Layout:
 
 @dataclass
 class Sums:
-    """This rank's parts of a step's results; the sum over the loop's ranks is the whole."""
+    """This rank's parts of a step's results; the sum over the loop's ranks is the whole.
 
-    loss: Tensor  # part of the mean over the global batch, a scalar
+    The losses are added up when somebody reads ``loss``: few steps are logged.
+    """
+
+    # Scalars, and the factors that make them parts of the mean over the global batch.
+    losses: list[tuple[Tensor, float | Tensor]]
     # Tokens of the global batch on this rank: the loop turns means over samples into means over
     # tokens. None when the loss counts samples.
     tokens: Tensor | None
     scalars: dict[str, Tensor]  # the training step's scalars by name, averaged as the loss
     grad_norm: Tensor | None = None  # norm of the whole gradient before clipping, if computed
 
-    def add(self, part: "Sums") -> None:
-        """Add the sums of a micro-batch; its loss has a graph."""
-        self.loss += part.loss.detach()
-        for name, value in part.scalars.items():
-            self.scalars[name] = self.scalars.get(name, 0) + value
-        if self.tokens is not None and part.tokens is not None:
-            self.tokens += part.tokens
+    @property
+    def loss(self) -> Tensor:
+        """Part of the mean over the global batch, a scalar."""
+        return sum((loss * factor for loss, factor in self.losses), start=torch.zeros(()))
 
 
 class Engine(ABC, Generic[StateT, BatchT]):

@@ -137,7 +137,7 @@ class PipelineEngine(Engine[Any, Any]):
         seed_all(self._seed, "micro-batch", index)
         try:
             model = _StandIn(self._module, record)
-            self._local.micro_sums(self._state, model, part, global_count=self._count)
+            self._local.micro_loss(self._state, model, part, self._sums, count=self._count)
         except _ModelCallError as call:
             return call.micro
         raise _wrong_calls(0)
@@ -196,12 +196,13 @@ class PipelineEngine(Engine[Any, Any]):
             return output.contiguous()
         model = _StandIn(self._module, lambda *_, **__: micro.own(output))
         seed_all(self._seed, "micro-batch", number)  # as when the inputs were recorded
-        part = self._local.micro_sums(self._state, model, micro.batch, global_count=self._count)
+        loss, share = self._local.micro_loss(
+            self._state, model, micro.batch, self._sums, count=self._count
+        )
         if model.num_calls != 1:
             raise _wrong_calls(model.num_calls)
-        self._sums.add(part)
-        loss: Tensor = part.loss
-        return loss.reshape(1).to(torch.get_default_dtype())
+        part: Tensor = loss * share
+        return part.reshape(1).to(torch.get_default_dtype())
 
     def _shared_sums(self) -> Sums:
         """Return the last stage's sums on every rank of the pipeline. Collective."""
@@ -216,7 +217,7 @@ class PipelineEngine(Engine[Any, Any]):
         dist.broadcast(packed, group=group, group_src=last)
         loss, tokens, *scalars = packed.to(sums.loss.dtype)
         by_name = dict(zip(sums.scalars, scalars, strict=True))
-        return Sums(loss, None if sums.tokens is None else tokens, by_name)
+        return Sums([(loss, 1.0)], None if sums.tokens is None else tokens, by_name)
 
 
 class _Computation(nn.Module):

@@ -129,7 +129,7 @@ class TreeEngine(Engine[Any, Any]):
         if layout.share:  # the loop adds the sums of all ranks
             loss, tokens, *others = torch.zeros_like(means[-1])
         scalars = dict(zip(sums.scalars, others, strict=False))
-        return Sums(loss, None if sums.tokens is None else tokens.float(), scalars)
+        return Sums([(loss, 1.0)], None if sums.tokens is None else tokens.float(), scalars)
 
     def _parts(self, state: Any, batch: Any) -> Iterator[Any]:
         """Yield this rank's parts of a batch, each at its place in the tree."""
@@ -137,7 +137,7 @@ class TreeEngine(Engine[Any, Any]):
         size = len(batch.micro_batches) // num_parts
         for index in range(num_parts):
             self._tree.index, self._tree.is_last = index, index == num_parts - 1
-            yield replace(batch, micro_batches=batch.micro_batches[index * size :][:size])
+            yield batch._replace(micro_batches=batch.micro_batches[index * size :][:size])
 
 
 def _numbers(sums: Sums, gradients: Sequence[Tensor | None]) -> Tensor:

@@ -58,7 +58,8 @@ class ProgressLine:
     def update(self, step: int, *, epoch: int, metrics: Mapping[str, float]) -> None:
         """Show a step. The live line keeps the last value of a metric that the step lacks."""
         if not self._is_live:
-            self._print(step, epoch, metrics)
+            if metrics:
+                self._print(step, epoch, metrics)
             return
         self._step, self._epoch = step, epoch
         self._metrics |= metrics

@@ -5,7 +5,6 @@ world size and every mode of parallelism takes the same steps. The same holds fo
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from ddp_runner.train.evaluation import evaluate
 from ddp_runner.train.progress import count_evaluation
 from ddp_runner.train.state import TrainState, forward
 from ddp_runner.train.step_metrics import ensure_tried, reduce_step_metrics
-from ddp_runner.train.torch_errors import torch_errors
+from ddp_runner.train.torch_errors import explain
 
 
 def train(
@@ -74,10 +73,12 @@ def train(
             logger.log(progress.metrics, step=progress.step, epoch=batches.epoch_number)
         if state.profiler is not None:
             state.profiler.step_done(progress.step)
-        every = {"steps": config.eval_every_steps, "epochs": config.eval_every_epochs}
-        progress.owes_evaluation = any(every.values()) if is_final else _is_due(state, **every)
+        steps_between, epochs_between = config.eval_every_steps, config.eval_every_epochs
+        progress.owes_evaluation = _is_due(state, steps=steps_between, epochs=epochs_between)
+        if is_final:
+            progress.owes_evaluation = bool(steps_between or epochs_between)
         # After the final step only the evaluation remains, and stopping would delay it.
-        if not is_final and state.engine.may_stop(vote.agreed(stop_requested())):
+        elif state.engine.may_stop(vote.agreed(stop_requested)):
             save()
             return Status.PREEMPTED
         _evaluate_and_save(state, vote, save=save, logger=logger)
@@ -134,20 +135,25 @@ def take_step(state: TrainState, batch: StepBatch) -> Sums:
     optimizer, work = state.optimizer, state.work
     seed_step(state)
     share_changing(state)
-    optimizer.zero_grad(set_to_none=True)
+    for group in optimizer.param_groups:  # as zero_grad does, which takes longer to tell a profiler
+        for parameter in group["params"]:
+            parameter.grad = None
     sums = state.engine.backward(state, batch)
     factor = None
     if sums.tokens is not None:
         factor = token_factor(sums.tokens, batch, group=work.data_group)
-        sums.loss = sums.loss * factor
+        sums.losses = [(sums.loss, factor)]
         sums.scalars = {name: value * factor for name, value in sums.scalars.items()}
     sums.grad_norm = scale_and_clip(state, factor)
-    name = f"optimizer={work.config.optimizer.get('name')}"
-    with torch_errors(state, name, dense="optimizer=sgd optimizer.weight_decay=0"):
+    try:
         if step_unless_overflowed(optimizer, state.scaler):
             state.schedule.step()
             if state.ema is not None:
                 state.ema.update(state.module)
+    except (RuntimeError, ValueError) as error:
+        name = f"optimizer={work.config.optimizer.get('name')}"
+        explain(error, state, name, dense="optimizer=sgd optimizer.weight_decay=0")
+        raise
     state.timer.mark(StepPart.OPTIMIZER)
     return sums
 
@@ -162,34 +168,47 @@ def accumulate_gradients(state: TrainState, batch: StepBatch) -> Sums:
 
     If tokens are counted, gradients and sums have yet to be multiplied by ``token_factor``.
     """
-    work, timer, sums = state.work, state.timer, new_sums(state)
-    for index, micro_batch in enumerate(batch.micro_batches, start=1):
-        is_last = index == len(batch.micro_batches)
-        with nullcontext() if is_last else work.mode.no_sync(state.model):
-            part = micro_sums(state, state.model, micro_batch, global_count=batch.global_count)
-            # The reduction averages over the shares, but global_count already counts them all.
-            scaled = state.scaler.scale(part.loss * state.batches.num_shares)
-            timer.mark(StepPart.FORWARD, ends_on=work.devices[-1])
-            reduces = is_last and work.layout.exchanges_in_backward
-            if reduces:
-                timer.mark_end_of_backward(scaled)
-            scaled.backward()
-            timer.mark(StepPart.COMM if reduces else StepPart.BACKWARD)
-        sums.add(part)
+    sums, count = new_sums(state), batch.global_count
+    *earlier, last = batch.micro_batches
+    for micro_batch in earlier:
+        with state.work.mode.no_sync(state.model):
+            _add_gradients(state, micro_batch, sums, count=count, reduces=False)
+    reduces = state.work.layout.exchanges_in_backward
+    _add_gradients(state, last, sums, count=count, reduces=reduces)
     return sums
+
+
+def _add_gradients(
+    state: TrainState, micro_batch: MicroBatch, sums: Sums, *, count: int, reduces: bool
+) -> None:
+    """Add a micro-batch's gradients; for `count` see ``micro_loss``. Collective if `reduces`."""
+    timer = state.timer
+    loss, share = micro_loss(state, state.model, micro_batch, sums, count=count)
+    # The reduction averages over the shares, but the count is that of all shares.
+    scale = torch.full_like(loss, share * state.batches.num_shares)
+    timer.mark(StepPart.FORWARD, ends_on=state.work.devices[-1])
+    if reduces:
+        timer.mark_end_of_backward(loss)
+    loss.backward(state.scaler.scale(scale))
+    timer.mark(StepPart.COMM if reduces else StepPart.BACKWARD)
 
 
 def new_sums(state: TrainState) -> Sums:
     """Return sums of zero for a step."""
-    total = torch.zeros((), device=state.work.devices[-1])
-    num_tokens = torch.zeros_like(total) if state.work.config.batch.count == "tokens" else None
-    return Sums(total, num_tokens, dict.fromkeys(state.scalars or (), torch.zeros(())))
+    counts_tokens = state.work.config.batch.count == "tokens"
+    tokens = torch.zeros((), device=state.work.devices[-1]) if counts_tokens else None
+    scalars = dict.fromkeys(state.scalars, torch.zeros(())) if state.scalars else {}
+    return Sums([], tokens, scalars)
 
 
-def micro_sums(
-    state: TrainState, model: Any, micro_batch: MicroBatch, *, global_count: int
-) -> Sums:
-    """Return the part of a micro-batch in a step's sums; the loss has a graph.
+def micro_loss(
+    state: TrainState, model: Any, micro_batch: MicroBatch, sums: Sums, *, count: int
+) -> tuple[Tensor, float]:
+    """Compute a micro-batch, and count it in the step's sums.
+
+    Returns:
+        The loss, summed over the samples, with its graph; and the factor that makes it a part of
+        the mean over the `count` samples of the global batch.
 
     Raises:
         UserError: the loss has no gradient.
@@ -200,12 +219,14 @@ def micro_sums(
             "the loss of a batch depends on no parameter of the model",
             "compute it, and the model's outputs, without no_grad, detach or item",
         )
-    share, scalars = micro_batch.weight / global_count, dict[str, Tensor]()
+    share = micro_batch.weight / count
+    sums.losses.append((step.loss_sum.detach(), share))
     for name, value in step.scalars.items():
         ensure_tried(name, state)
-        scalars[name] = value.detach() * share
-    tokens = torch.as_tensor(step.count * micro_batch.weight)
-    return Sums(step.loss_sum * share, tokens, scalars)
+        sums.scalars[name] = sums.scalars.get(name, 0) + value.detach() * share
+    if sums.tokens is not None:
+        sums.tokens += step.count * micro_batch.weight
+    return step.loss_sum, share
 
 
 def token_factor(
@@ -243,12 +264,15 @@ class LocalEngine(Engine[TrainState, StepBatch]):
             UserError: DDP waits for gradients of parameters that the loss does not depend on, or
                 the mode does not support sparse gradients.
         """
-        mode = f"parallelism={state.work.config.parallelism.get('name')}"
-        with torch_errors(state, mode, dense="parallelism=ddp"):
+        try:
             return accumulate_gradients(state, batch)
+        except (RuntimeError, ValueError) as error:
+            mode = f"parallelism={state.work.config.parallelism.get('name')}"
+            explain(error, state, mode, dense="parallelism=ddp")
+            raise
 
     new_sums = staticmethod(new_sums)  # for engines that compute the micro-batches in their own way
-    micro_sums = staticmethod(micro_sums)
+    micro_loss = staticmethod(micro_loss)
 
 
 def build_engine(state: TrainState) -> Engine[TrainState, StepBatch]:

@@ -35,6 +35,7 @@ DTYPES = {  # dtype of matrix products, by train.precision
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+HALF = {"bf16", "fp16"}  # by autocast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +65,16 @@ class Work:
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Return the context for a forward in this ``train.precision``."""
-    is_half = precision in ("bf16", "fp16")
-    return torch.autocast(device.type, dtype=DTYPES[precision], enabled=is_half)
+    return torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision in HALF)
 
 
 def forward(work: Work, model: nn.Module, batch: MicroBatch) -> StepOutput:
     """Run the training step on a batch."""
     device = work.devices[0]
     data = work.dataset.prepare(batch.data, device, randoms=batch.randoms)
-    with autocast(device, work.config.train.precision):
+    if (precision := work.config.train.precision) not in HALF:
+        return work.step_fn(model, data)
+    with autocast(device, precision):
         return work.step_fn(model, data)
 
 

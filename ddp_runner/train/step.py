@@ -58,23 +58,25 @@ def supervised(
         UserError: the batch is not a pair, or lacks the key.
     """
     inputs, expected = _inputs_and_targets(batch, targets)
-    if isinstance(inputs, Mapping):
-        outputs = model(**inputs)
-    elif isinstance(inputs, tuple | list):
-        outputs = model(*inputs)
-    else:
+    if isinstance(inputs, Tensor):
         outputs = model(inputs)
+    elif isinstance(inputs, Mapping):
+        outputs = model(**inputs)
+    else:
+        outputs = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
     produced = first_tensor(outputs)
-    if produced is not None:  # a model on several devices ends on the last device
-        expected = to_device(expected, produced.device)
     labels = first_tensor(expected)
+    if produced is not None and labels is not None and labels.device != produced.device:
+        # A model on several devices ends on the last device.
+        expected = to_device(expected, produced.device)
+        labels = first_tensor(expected)
     if labels is None:
         raise UserError(
             f"the targets of the dataset's batches are {shape_of(expected)}",
             "return tensors, or write a training step of your own: train.step=my_package.step",
         )
     ignored = _ignore_index(loss)
-    num_counted = len(labels) if count == "samples" else labels.ne(ignored).sum()
+    num_counted = labels.shape[0] if count == "samples" else labels.ne(ignored).sum()
     try:
         loss_sum = loss(outputs, expected)
     except IndexError:  # a target that is not a class; on a GPU, CUDA ends the process instead

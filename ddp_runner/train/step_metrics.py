@@ -47,10 +47,14 @@ def reduce_step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str
     is_settled = state.timer.running_s > SETTLED_S
     # Ranks that compute one share together have the same loss: count it on the first of them.
     is_counted = env.rank % state.work.layout.model_ranks == 0
+    step_time_ms = lap.metrics["perf/step_time_ms"]
     summands = [*(value * is_counted for value in values), *parts.values(), is_settled]
     # A column per rank: its peak memory, and the two times of each exchange.
     column = [peak_memory_gib(), *chain(*zip(*exchanges, strict=True))]
-    (loss, *totals, num_settled), by_rank = _over_ranks(state.work, summands, column)
+    (loss, *totals, num_settled, total_ms), by_rank = _over_ranks(
+        state.work, [*summands, step_time_ms], column
+    )
+    state.timer.choose_steps(total_ms / env.world_size)
     scalars, part_totals = totals[: len(sums.scalars)], totals[len(sums.scalars) :]
     state.memory_gib, times = by_rank[0].tolist(), by_rank[1:]
     if norm is None:
@@ -59,7 +63,6 @@ def reduce_step_metrics(state: TrainState, sums: Sums, *, lr: float) -> dict[str
         state.peaks = measure_peaks(state)
         state.timer.restart()
     flops, peak = state.peaks or (0.0, 0.0)
-    step_time_ms = lap.metrics["perf/step_time_ms"]
     metrics = {
         "train/loss": _finite_loss(loss, state),
         **{f"train/{name}": value for name, value in zip(sums.scalars, scalars, strict=True)},

@@ -17,6 +17,9 @@ MOST_EVENTS = 1024  # CUDA events kept; beyond that, the older half is read and 
 UNMEASURED_STEPS = 2  # ranks connect in the first step, DDP rebuilds its buckets in the second
 MOST_EXCHANGES = 128  # kept for a log line: the data that a line sends must not grow with its steps
 FEWEST_STEPS = 5  # that a session must measure to report its skew; fewer may be noise
+# Measuring the parts of a step takes a few hundredths of a millisecond. Of steps that take less
+# than CHEAP_MS, only some are measured, one of MOST_STEPS at least.
+CHEAP_MS, MOST_STEPS = 10.0, 8
 
 # This rank's times between the ends of two gradient exchanges, in ms: work until its gradients are
 # computed, without saving, evaluating and logging; then waiting for slower ranks and the exchange.
@@ -36,7 +39,7 @@ class StepTimer:
     """Throughput and parts of a step between two log lines, without saving and evaluating.
 
     Each ``mark`` assigns the time since the previous mark to a part. On a GPU the times come from
-    CUDA events.
+    CUDA events. Of short steps only some are measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,6 +49,7 @@ class StepTimer:
         self._work_ms = self._wait_ms = 0.0
         self._exchanges = deque[Exchange](maxlen=MOST_EXCHANGES)
         self._num_exchanges = self._num_steps = 0
+        self._every = 1  # steps from one that is measured to the next, the same on all ranks
         self._warm_since: float | None = None
         self._last = time.perf_counter()
         self._events = list[tuple[torch.Event, StepPart | None, bool]]()  # only on a GPU
@@ -54,6 +58,7 @@ class StepTimer:
     def restart(self) -> None:
         """Restart the interval, but keep the exchanges since the last lap."""
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
+        self._is_measuring, self._num_measured = True, 0
         self.mark(None, restarts=True)
 
     def forget(self) -> None:
@@ -73,6 +78,8 @@ class StepTimer:
 
         COMM ends the exchange of a step; WAIT is the wait for other ranks before it.
         """
+        if not self._is_measuring:
+            return
         if self._on_gpu:
             # Autograd's threads may have another current device, and CUDA cannot measure the time
             # between events of two devices.
@@ -92,6 +99,8 @@ class StepTimer:
 
     def mark_end_of_backward(self, loss: Tensor) -> None:
         """Mark the moment when autograd has computed all gradients, before DDP waits for ranks."""
+        if not self._is_measuring:
+            return
         # Before torch 2.15 the callback for autograd's end is private. Checked from torch 2.11 on.
         engine = torch.autograd.Variable._execution_engine
         loss.register_hook(lambda _: engine.queue_callback(lambda: self.mark(StepPart.BACKWARD)))
@@ -101,6 +110,10 @@ class StepTimer:
         self._steps += 1
         self._samples += samples
         self._num_steps += 1
+        self._num_measured += self._is_measuring
+        self._is_measuring = self._steps % self._every == 0
+        if self._every > 1:
+            self.mark(None)
         if self._num_steps == UNMEASURED_STEPS:
             self._warm_since = time.perf_counter()
 
@@ -118,12 +131,16 @@ class StepTimer:
                 "perf/samples_per_s": self._samples / elapsed_s,
                 "perf/step_time_ms": 1000 * elapsed_s / self._steps,
             },
-            parts={part: ms / self._steps for part, ms in self._parts_ms.items() if part},
+            parts={part: ms / self._num_measured for part, ms in self._parts_ms.items() if part},
             exchanges=tuple(self._exchanges),
         )
         self._exchanges.clear()
         self.restart()
         return lap
+
+    def choose_steps(self, step_ms: float) -> None:
+        """Choose which steps are measured from now on, by the mean over all ranks of a step."""
+        self._every = min(MOST_STEPS, max(1, int(CHEAP_MS / step_ms)))
 
     def _count(self, part: StepPart | None, ms: float, *, restarts: bool) -> None:
         """Add time to a part, and to the exchange that follows or ends with it."""

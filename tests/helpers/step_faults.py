@@ -247,14 +247,14 @@ def first_twice(state: TrainState, batch: StepBatch) -> StepBatch:
         return micro_batch._replace(data=(inputs[rows], targets[rows]))
 
     first, *others = batch.micro_batches
-    return replace(batch, micro_batches=(doubled(first), *others))
+    return batch._replace(micro_batches=(doubled(first), *others))
 
 
 def equal_weights(state: TrainState, batch: StepBatch) -> StepBatch:
     """Take the mean of the means of micro-batches, which have different sizes."""
     count = batch.global_count / state.batches.num_shares / len(batch.micro_batches)
     parts = [one._replace(weight=count / one.num_samples) for one in batch.micro_batches]
-    return replace(batch, micro_batches=tuple(parts))
+    return batch._replace(micro_batches=tuple(parts))
 
 
 def from_last_rank(state: TrainState) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from configs import resolved
 from torch import Tensor, nn
 
+from ddp_runner import distributed
 from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.checkpoint.shard_notes import Shards
 from ddp_runner.checkpoint.store import save_checkpoint
@@ -281,6 +282,7 @@ def run_loop(
         is_last = env.rank == env.world_size - 1
         return stop_after is not None and is_last and progress.step >= stop_after
 
+    distributed.VOTE_S = 0.0  # ask at each step, to stop where the test says
     if max_steps is not None:
         end_at(state, max_steps)
     state.engine = build_engine(state)
