@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a GPU as well")
     parser.add_argument("--parts", default=",".join(PARTS), help="names, separated by commas")
     parser.add_argument("--limit-s", type=float, default=1440, help="of the whole script")
-    parser.add_argument("--part", nargs=3, metavar=("NAME", "SETUP", "ROWS"),
+    parser.add_argument("--part", nargs=2, metavar=("NAME", "SETUP"),
                         help=argparse.SUPPRESS)  # fmt: skip
     args = parser.parse_args()
     if args.part:
@@ -71,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as scratch:
         setup = probe(rehearses=args.rehearse, scratch=Path(scratch))
         write_text(setup.data_root / TEXT_FILE)
-        results, rows = Results(args.out, setup), Path(scratch) / "rows.jsonl"
+        results = Results(args.out, setup)
         for name in chosen:
             left_s = args.limit_s - (time.monotonic() - started)
             limit_s = min(PARTS[name][1], left_s - GRACE_S)
@@ -80,7 +79,7 @@ def main() -> None:
                 continue
             print(f"{name}: at most {limit_s:.0f} s ...", flush=True)
             began = time.monotonic()
-            results.add(name, run_part(name, setup, rows, limit_s=limit_s))
+            results.add(name, run_part(name, setup, limit_s=limit_s))
             results.took(name, time.monotonic() - began)
     print(f"written: {args.out} and {args.out.with_suffix('.json')}")
     sys.exit(any(row["outcome"] == "FAILED" for row in results.rows))
@@ -96,10 +95,10 @@ def write_text(path: Path) -> None:
     path.write_text((text * (2 * half // len(text) + 1))[: 2 * half])
 
 
-def run_part(name: str, setup: Setup, rows: Path, *, limit_s: float) -> list[dict[str, Any] | Row]:
+def run_part(name: str, setup: Setup, *, limit_s: float) -> list[dict[str, Any] | Row]:
     """Run a part in a process of its own; return its rows, also those of a part that was ended."""
-    before = len(read(rows))
-    words = [sys.executable, __file__, "--part", name, json.dumps(asdict(setup)), str(rows)]
+    before = len(setup.measured())
+    words = [sys.executable, __file__, "--part", name, json.dumps(asdict(setup))]
     with subprocess.Popen(words, start_new_session=True, stdin=subprocess.DEVNULL) as process:
         try:
             code = process.wait(limit_s)
@@ -110,7 +109,7 @@ def run_part(name: str, setup: Setup, rows: Path, *, limit_s: float) -> list[dic
         except BaseException:  # this script is being ended
             end(process)
             raise
-    found: list[dict[str, Any] | Row] = list(read(rows)[before:])
+    found: list[dict[str, Any] | Row] = list(setup.measured()[before:])
     return [*found, *([Row(name, name, "FAILED", note=fault)] if fault else [])]
 
 
@@ -125,25 +124,17 @@ def end(process: "subprocess.Popen[bytes]") -> None:
             time.sleep(3)  # torchrun and launchers end their ranks
 
 
-def measure(name: str, setup_json: str, rows: str) -> None:
+def measure(name: str, setup_json: str) -> None:
     """Run a part in this process; append its rows as they come."""
     setup = Setup(**json.loads(setup_json))
     os.environ["DDP_RUNNER_CACHE"] = str(setup.folder / "cache")
     if setup.rehearses:
-        os.environ["OMP_NUM_THREADS"] = "1"
-    part: Any = PARTS[name][0]
-    if name == "memory":
-        part = partial(part, earlier=read(Path(rows)))
-    with Path(rows).open("a") as file:
-        for row in part(setup):
+        os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    with setup.rows.open("a") as file:
+        for row in PARTS[name][0](setup):
             file.write(json.dumps(row.facts()) + "\n")
             file.flush()
             print(f"  {' '.join(cell for cell in cells(row.facts())[1:8] if cell)}", flush=True)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in a file, if there is one."""
-    return [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
 
 
 class Results:
@@ -166,7 +157,7 @@ class Results:
         found = [row.facts() if isinstance(row, Row) else dict(row) for row in rows]
         for row in found:
             if row["outcome"] != "measured":
-                print(f"  {row['what']}: {row['outcome']}: {row['note'][-400:]}", flush=True)
+                print(f"  {row['what']}: {row['outcome']}: {cells(row)[-1]}", flush=True)
         self.rows += found
         self.write()
 

@@ -7,13 +7,12 @@ is a row, and the part goes on.
 import json
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from gpu_commands import MissingError, Rows, by_hand, need, run, steady, train, train_each, tried
-from gpu_setup import Row, Setup, Workload, workload
+from gpu_setup import NEEDED, Row, Setup, Workload, workload
 
 EAGER = ("fp32", "tf32", "bf16")
 COMPILED = "bf16+compiled"
@@ -55,10 +54,9 @@ def speed(setup: Setup) -> Rows:
 def _speed_of(name: str, setup: Setup) -> Rows:
     if name == "gpt_124m" and setup.rehearses:
         raise MissingError("for real GPUs only")
-    if name == "resnet18":
-        need("torchvision")
+    need(*NEEDED, *(["torchvision"] if name == "resnet18" else []))
     work = workload(name, rehearses=setup.rehearses)
-    theirs = by_hand(work, [*EAGER, COMPILED] if setup.kind == "cuda" else EAGER, setup)
+    theirs = by_hand(work, [*EAGER, *([COMPILED] if setup.kind == "cuda" else [])], setup)
     ours = train_each(work, f"train.precision={','.join(EAGER)}", setup)
     for variant in EAGER:
         row = partial(_speed_row, work, variant, ours[variant], theirs[variant])
@@ -100,19 +98,19 @@ def _several(work: Workload, what: str, setup: Setup) -> Rows:
         yield replace(row, what=what)
 
 
-def memory(setup: Setup, earlier: Sequence[Mapping[str, Any]]) -> Rows:
+def memory(setup: Setup) -> Rows:
     """The plan's peak of a rank, beside what the device's allocator counted in the same run."""
     for name in MODELS:
-        yield from tried("memory", name, partial(_memory_of, name, setup, earlier))
+        yield from tried("memory", name, partial(_memory_of, name, setup))
 
 
-def _memory_of(name: str, setup: Setup, earlier: Sequence[Mapping[str, Any]]) -> Rows:
+def _memory_of(name: str, setup: Setup) -> Rows:
     if setup.kind == "cpu":
         raise MissingError("on the CPU the peak is the whole process's")
     whats = {f"{name} {precision}": precision for precision in ("fp32", "bf16")}
     runs = {
         row["what"]: row["details"]
-        for row in earlier
+        for row in setup.measured()
         if row["part"] == "speed" and row["what"] in whats and row["outcome"] == "measured"
     }
     if not runs:

@@ -12,10 +12,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gpu_commands import MissingError, Rows, need, tried
+from gpu_commands import Rows, need, tried
 from gpu_setup import NEEDED, Row, Setup
 
 SIDE = 28  # pixels
+PEERS = {
+    "plain": [],
+    "accelerate": ["accelerate"],
+    "fabric": ["lightning"],
+    "trainer": ["lightning"],
+}  # programs of loader_programs.py, and what they import
 
 
 def write_mnist(setup: Setup) -> tuple[Path, str]:
@@ -25,7 +31,7 @@ def write_mnist(setup: Setup) -> tuple[Path, str]:
         return Path(own).resolve(), "MNIST"
     raw, randoms = setup.data_root / "MNIST" / "raw", Random(0)
     raw.mkdir(parents=True, exist_ok=True)
-    for name, count in (("train", 12000 if setup.rehearses else 60000), ("t10k", 1000)):
+    for name, count in (("train", 10000 if setup.rehearses else 60000), ("t10k", 1000)):
         pixels, labels = randoms.randbytes(count * SIDE**2), bytes(n % 10 for n in range(count))
         head = struct.pack(">4i", 0x803, count, SIDE, SIDE), struct.pack(">2i", 0x801, count)
         (raw / f"{name}-images-idx3-ubyte").write_bytes(head[0] + pixels)
@@ -58,11 +64,11 @@ def _tutorial(setup: Setup) -> Rows:
 
 def peers(setup: Setup) -> Rows:
     """A user's Dataset of MNIST in the runner and in each other loop that is installed."""
-    try:
-        need("torchvision", *NEEDED)
-    except MissingError as error:
-        yield Row("peers", "a user's Dataset", "skipped", note=str(error))
-        return
+    yield from tried("peers", "a user's Dataset", partial(_peers, setup))
+
+
+def _peers(setup: Setup) -> Rows:
+    need("torchvision", *NEEDED)
     from loader import speed as samples_per_s
 
     root, source = write_mnist(setup)
@@ -70,13 +76,11 @@ def peers(setup: Setup) -> Rows:
     args = Namespace(data_root=str(root), samples=samples, epochs=3, threads=2)
     measure = partial(samples_per_s, args=args, num_ranks=1, num_workers=workers)
     own = measure("runner")
-    modules = {"plain": [], "accelerate": ["accelerate"]}
-    for peer in ("plain", "accelerate", "fabric", "trainer"):
+    what = f"MNIST through a user's Dataset, {workers} workers"
 
-        def compared(peer: str = peer) -> Rows:
-            need(*modules.get(peer, ["lightning"]))
-            other = measure(peer)
-            what = f"MNIST through a user's Dataset, {workers} workers"
-            yield Row("peers", what, "measured", own, "samples/s", peer, other, source)
+    def beside(peer: str) -> Rows:
+        need(*PEERS[peer])
+        yield Row("peers", what, "measured", own, "samples/s", peer, measure(peer), source)
 
-        yield from tried("peers", f"beside {peer}", compared)
+    for peer in PEERS:
+        yield from tried("peers", f"{what}, {peer}", partial(beside, peer))

@@ -83,7 +83,7 @@ def batches_of(work: Workload, device: torch.device, data_root: Path) -> Batches
             return chosen[:, :-1], chosen[:, 1:]
 
         return of_text
-    size = {"num_samples": work.num_samples(dist.get_world_size()), "seed": 0}
+    size: dict[str, Any] = {"num_samples": work.num_samples(dist.get_world_size()), "seed": 0}
     source: Any
     if work.model == "toy":
         source = RandomRegression("random", eval_samples=40, input_size=10, target_size=5, **size)
@@ -119,7 +119,8 @@ def model_of(work: Workload) -> nn.Module:
         "gpt_10m": {"num_layers": 6, "width": 384, "num_heads": 6},
         "gpt_124m": {"num_layers": 12, "width": 768, "num_heads": 12, "min_vocab_size": 50304},
     }
-    return GPT(vocab_size=256, **sizes[work.model])
+    fewer = {} if work.layers is None else {"num_layers": work.layers}
+    return GPT(vocab_size=256, **sizes[work.model] | fewer)
 
 
 def optimizer_of(work: Workload, model: nn.Module) -> torch.optim.Optimizer:

@@ -34,6 +34,7 @@ class Workload:
     steps: int
     size: int = 0  # pixels of a side, or tokens of a sample
     channels: int = 1
+    layers: int | None = None  # fewer than the model's, for a rehearsal
 
     @property
     def unit(self) -> str:
@@ -62,6 +63,7 @@ class Workload:
         ]  # fmt: skip
         if self.is_text:
             text = f"dataset.path={TEXT_FILE}", f"dataset.sequence_length={self.size}"
+            words += [] if self.layers is None else [f"model.num_layers={self.layers}"]
             return [*words, "dataset=text", *text, "dataset.eval_fraction=0.5"]
         words.append(f"dataset.num_samples={self.num_samples(ranks)}")
         if self.model == "toy":
@@ -81,9 +83,9 @@ REAL = {
 }
 TINY = {
     "toy": Workload("toy", batch=20, every=50, epoch=200, steps=200),
-    "gpt_10m": Workload("gpt_10m", batch=2, every=2, epoch=640, steps=4, size=16),
+    "gpt_10m": Workload("gpt_10m", batch=2, every=2, epoch=640, steps=4, size=16, layers=2),
     "convnet": Workload("convnet", batch=16, every=4, epoch=4, steps=12, size=28),
-    "resnet18": Workload("resnet18", batch=2, every=1, epoch=2, steps=3, size=32, channels=3),
+    "resnet18": Workload("resnet18", batch=2, every=1, epoch=2, steps=3, size=16, channels=3),
 }
 
 
@@ -137,6 +139,15 @@ class Setup:
     def data_root(self) -> Path:
         """The folder of the text, and of generated MNIST files."""
         return self.folder / "data"
+
+    @property
+    def rows(self) -> Path:
+        """The file to which the parts append their rows."""
+        return self.folder / "rows.jsonl"
+
+    def measured(self) -> list[dict[str, Any]]:
+        """Return the rows so far, as the JSON file has them."""
+        return [*map(json.loads, self.rows.read_text().splitlines())] if self.rows.exists() else []
 
     def on_device(self) -> list[str]:
         """Return the keys of the runner that choose the device."""

@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         shared = tempfile.TemporaryDirectory(prefix="tests-")
         os.environ["DDP_RUNNER_TEST_COMPOSED"] = shared.name
         config.add_cleanup(shared.cleanup)
-        if config.option.numprocesses and not config.option.collectonly:
+        if config.getoption("numprocesses", None) and not config.option.collectonly:  # of xdist
             from warm import start_mother
 
             mother = start_mother(Path(shared.name))
