@@ -33,10 +33,10 @@ from gpu_setup import BENCHMARKS, TEXT_FILE, TEXT_TOKENS, Row, Setup, missing, p
 Part = Callable[[Setup], Rows]
 # By name, with the most seconds that it may take; what matters most comes first.
 PARTS: dict[str, tuple[Part, int]] = {
-    "one_gpu": (gpu_tests.one_gpu, 360),
-    "overhead": (gpu_parts.overhead, 180),
-    "speed": (gpu_parts.speed, 600),
-    "memory": (gpu_parts.memory, 180),
+    "one_gpu": (gpu_tests.one_gpu, 300),
+    "overhead": (gpu_parts.overhead, 150),
+    "speed": (gpu_parts.speed, 720),
+    "memory": (gpu_parts.memory, 120),
     "tutorial": (gpu_peers.tutorial, 150),
     "peers": (gpu_peers.peers, 240),
     "two_gpus": (gpu_tests.two_gpus, 420),
