@@ -89,7 +89,7 @@ def batches_of(work: Workload, device: torch.device, data_root: Path) -> Batches
         source = RandomRegression("random", eval_samples=40, input_size=10, target_size=5, **size)
         shift, factor = 0.0, 1.0
     else:
-        shape = {"channels": work.channels, "height": work.size, "width": work.size}
+        shape: dict[str, Any] = {"channels": work.channels, "height": work.size, "width": work.size}
         source = FakeImages("fake", eval_samples=200, num_classes=10, **shape, **size)
         shift, factor = 255 * source.mean, 1 / (255 * source.std)
     tensors = source.build(data_root)
