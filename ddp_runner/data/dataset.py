@@ -57,12 +57,14 @@ class Dataset:
 
         `randoms` (batch, num_randoms) are for the augmentation; None: do not augment.
         """
+        is_there = device.type == "cpu"  # where every batch is loaded
         if self.mean is None:
-            return data if device.type == "cpu" else to_device(data, device)
+            return data if is_there else to_device(data, device)
         inputs, targets = data
         if self.padding_id is not None and inputs.device.type == "cpu":  # on a GPU the split cuts
             inputs = inputs[:, : int(ends(inputs, self.padding_id).max())]
-        inputs, targets = to_device((inputs, targets), device)
+        if not is_there:
+            inputs, targets = to_device((inputs, targets), device)
         inputs = self.normalize(inputs)
         if self.augmentation is not None and randoms is not None:
             inputs = self.augmentation(inputs, upload(randoms, device))
