@@ -59,7 +59,7 @@ def run_runner(overrides: tuple[str, ...] | list[str]) -> dict[str, float]:
         process = subprocess.Popen(
             [sys.executable, *command, f"hydra.run.dir={folder}"], stdout=subprocess.DEVNULL
         )
-        marks = {"torch imported": first_grandchild(process) - start}
+        marks = {"torch imported": first_rank(process) - start}
         if process.wait():
             sys.exit(f"the command ended with {process.returncode}")
         ended, record = time.time(), json.loads((folder / "run.json").read_text())
@@ -74,21 +74,25 @@ def run_runner(overrides: tuple[str, ...] | list[str]) -> dict[str, float]:
         return marks | {"end after last write": ended - modified["run.json"]}
 
 
-def first_grandchild(process: "subprocess.Popen[bytes]") -> float:
-    """Wait until a process has a grandchild: its server has forked a rank. Return the time."""
+def first_rank(process: "subprocess.Popen[bytes]") -> float:
+    """Wait until a command's fork server has forked a process, and return the time."""
     while process.poll() is None:
         for child in _children(process.pid):
-            if _children(child):
+            if b"multiprocessing.forkserver" in _read(child, "cmdline") and _children(child):
                 return time.time()
         time.sleep(0.01)
     return time.time()
 
 
 def _children(pid: int) -> list[int]:
+    return [int(word) for word in _read(pid, f"task/{pid}/children").split()]
+
+
+def _read(pid: int, name: str) -> bytes:
     try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:  # it has ended
-        return []
+        return b""
 
 
 def run_floor() -> dict[str, float]:
@@ -118,7 +122,7 @@ def rank_marks() -> dict[str, float]:
     from torch.nn.parallel import DistributedDataParallel
 
     marks = {"torch imported": time.time()}
-    import torch._dynamo  # noqa: F401, the constructor of DDP imports it
+    import torch._dynamo  # the constructor of DDP imports it
 
     marks["dynamo imported"] = time.time()
     dist.init_process_group("gloo")

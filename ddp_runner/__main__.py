@@ -1,5 +1,6 @@
 """``python -m ddp_runner``: runs ``cli.app``, or with the argument ``new`` the module ``new``."""
 
+import gc
 import signal
 import sys
 
@@ -10,6 +11,10 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
 if sys.argv[1:2] == ["new"]:  # it needs none of the imports of a run
     from ddp_runner.new import main
 else:
+    from ddp_runner.cli.early_server import start_early
+
+    start_early(sys.argv[1:])
+    gc.disable()  # until ranks or jobs start: what is imported stays, and a mistake ends at once
     from ddp_runner.cli.app import main
 
 

@@ -1,4 +1,4 @@
-"""Reads the command line: Hydra's options, the overrides, and hints for a wrong key."""
+"""Reads and composes the command line, and gives hints for a wrong key."""
 
 import re
 from argparse import Namespace
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.cli.compose import (
@@ -22,11 +23,12 @@ from ddp_runner.cli.compose import (
 )
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.identity import dotted_keys
-from ddp_runner.config.schema import RUNNER_KEYS
+from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
 from ddp_runner.config.signatures import CLOSE
 from ddp_runner.errors import UserError, nearest
 
 T = TypeVar("T")
+GRID = "ddp_runner.sweep.search.Grid"  # the _target_ of hydra/sweeper=grid
 # Words of other programs for the last part of a key.
 SAME_MEANING = (
     {"path", "folder", "file", "dir", "directory", "root"},
@@ -90,6 +92,47 @@ def parse(arguments: Sequence[str]) -> CommandLine:
         asks_help=parsed.help,
         only_shows=bool(parsed.hydra_help or parsed.cfg or parsed.info),
     )
+
+
+def compose(command: CommandLine) -> DictConfig:
+    """Return the composed config of a run, or the part that all jobs of a sweep share.
+
+    Raises:
+        UserError: a key has several values and the command is not a sweep.
+        HydraException: the config cannot be composed.
+    """
+    sweeps = [item for item in command.overrides if item.is_sweep_override()]
+    shared = [str(item.input_line) for item in command.overrides if item not in sweeps]
+    composed = compose_config(shared, folders=command.folders)
+    for sweep in sweeps:
+        line = sweep.input_line
+        if is_sweep(command, composed):
+            if composed.hydra.sweeper.get("_target_") == GRID and not sweep.is_discrete_sweep():
+                raise UserError(
+                    f"{line} is an interval and this sweeper takes a list of values",
+                    "write hydra/sweeper=optuna, which searches intervals",
+                )
+        elif sweep.is_choice_sweep():
+            key = sweep.key_or_group
+            is_list = OmegaConf.is_list(OmegaConf.select(composed, key)) or key in LIST_GROUPS
+            raise UserError(
+                f"{line} has a comma; write -m for a sweep over its values, or "
+                + (f"{key}=[ONE,OTHER] for a list" if is_list else f"{key}=VALUE for one run")
+            )
+        else:
+            raise UserError(f"{line} is a sweep", "write -m for it")
+    if composed.hydra.verbose or composed.hydra.job.chdir:
+        raise UserError(
+            "hydra.verbose and hydra.job.chdir are not for this program",
+            "leave them out: a run writes all its files into its own folder, tracebacks into "
+            "RUN/logs",
+        )
+    return composed
+
+
+def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
+    """Return whether the command is a sweep: by -m, or by ``hydra.mode`` in a YAML."""
+    return command.is_multirun or composed.hydra.mode == RunMode.MULTIRUN
 
 
 def quoted_runs(override: str) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -127,6 +127,14 @@ def yaml_of(error: BaseException) -> str:
     """Return the YAML that Hydra was reading when it raised an error: some errors lack it."""
     paths = [frame.f_locals.get("full_path") for frame, _ in walk_tb(error.__traceback__)]
     return next(filter(None, paths), "a YAML")
+
+
+def config_at(error: BaseException) -> dict[str, Any] | None:
+    """Return the config to which Hydra was adding an override when it raised an error, or None."""
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_apply_overrides_to_config":
+            return cast(dict[str, Any], OmegaConf.to_container(frame.f_locals["cfg"]))
+    return None
 
 
 def _groups_text() -> str:

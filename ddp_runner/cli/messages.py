@@ -15,7 +15,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
 from ddp_runner.cli.command import nearest_key, with_known_config
-from ddp_runner.cli.compose import OWN_GROUPS, group_options, yaml_of
+from ddp_runner.cli.compose import OWN_GROUPS, config_at, group_options, yaml_of
 from ddp_runner.config.fields import KINDS, plain_kind, walk
 from ddp_runner.config.identity import dotted_keys
 from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, Config
@@ -144,7 +144,9 @@ def _missing_option(error: BaseException) -> str | None:
 def _unknown_key(error: BaseException, text: str, arguments: Sequence[str]) -> str | None:
     """Explain a key of the command line or of a YAML that the config does not have."""
     if match := re.match(r"Could not (?:override|delete from config\.) '([^'@]+)", str(error)):
-        return _key_hint(match[1], arguments)
+        # Where words may hold several values, the config lacks their groups.
+        has_sweep = any(re.search(r"[,(]", word) for word in arguments)
+        return _key_hint(match[1], arguments, None if has_sweep else config_at(error))
     key_match = re.search(r"Key '([^']*)' not in '\w*Config'\s+full_key: (\S+)", text)
     yaml_match = re.match(r"In '((\w+)/[^']+)'", str(error))
     if key_match is None or yaml_match is None:
@@ -159,10 +161,12 @@ def _unknown_key(error: BaseException, text: str, arguments: Sequence[str]) -> s
     return f"{path}.yaml: {_key_hint(key, arguments)}"
 
 
-def _key_hint(key: str, arguments: Sequence[str]) -> str:
+def _key_hint(key: str, arguments: Sequence[str], config: dict[str, Any] | None = None) -> str:
     if key.startswith(("loop.", "user.")):  # Hydra adds the user's own keys only with a plus
         return f"{key} is a key of your own that no YAML gives; write +{key}=VALUE"
-    return with_known_config(arguments, lambda config: _hint_from(config, key))
+    if config is not None:
+        return _hint_from(config, key)
+    return with_known_config(arguments, lambda known: _hint_from(known, key))
 
 
 def _hint_from(config: dict[str, Any], key: str) -> str:

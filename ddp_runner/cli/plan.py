@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.checkpoint.manifest import MANIFEST, WEIGHTS_INDEX
@@ -18,7 +17,7 @@ from ddp_runner.cli.chosen_options import (
     replace_targets,
 )
 from ddp_runner.cli.command import CommandLine
-from ddp_runner.cli.compose import UNNAMED, compose_config, opened, opened_node
+from ddp_runner.cli.compose import UNNAMED, opened, opened_node
 from ddp_runner.cli.resume import dropped_trackers, lacks_run, with_resumed
 from ddp_runner.cli.resume_arguments import resume_arguments
 from ddp_runner.config.load import chosen_keys, find_secrets, to_config
@@ -39,7 +38,6 @@ from ddp_runner.sweep.sweep_dir import sweep_command
 from ddp_runner.tracking.outputs import job_name
 from ddp_runner.tracking.run_dir import RunDir
 
-GRID = "ddp_runner.sweep.search.Grid"  # the _target_ of hydra/sweeper=grid
 MODEL_FILE = "config.json"  # in a folder of transformers' weights
 SMALL_BYTES = 2**26  # a dataset of this size fits into any memory
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
@@ -55,47 +53,6 @@ class Invocation:
     provenance: Mapping[str, Any]  # see ``Job``
     warnings: tuple[str, ...] = ()  # about stdout and stderr
     uncommitted: str = ""  # see ``uncommitted_changes``
-
-
-def compose(command: CommandLine) -> DictConfig:
-    """Return the composed config of a run, or the part that all jobs of a sweep share.
-
-    Raises:
-        UserError: a key has several values and the command is not a sweep.
-        HydraException: the config cannot be composed.
-    """
-    sweeps = [item for item in command.overrides if item.is_sweep_override()]
-    shared = [str(item.input_line) for item in command.overrides if item not in sweeps]
-    composed = compose_config(shared, folders=command.folders)
-    for sweep in sweeps:
-        line = sweep.input_line
-        if is_sweep(command, composed):
-            if composed.hydra.sweeper.get("_target_") == GRID and not sweep.is_discrete_sweep():
-                raise UserError(
-                    f"{line} is an interval and this sweeper takes a list of values",
-                    "write hydra/sweeper=optuna, which searches intervals",
-                )
-        elif sweep.is_choice_sweep():
-            key = sweep.key_or_group
-            is_list = OmegaConf.is_list(OmegaConf.select(composed, key)) or key in LIST_GROUPS
-            raise UserError(
-                f"{line} has a comma; write -m for a sweep over its values, or "
-                + (f"{key}=[ONE,OTHER] for a list" if is_list else f"{key}=VALUE for one run")
-            )
-        else:
-            raise UserError(f"{line} is a sweep", "write -m for it")
-    if composed.hydra.verbose or composed.hydra.job.chdir:
-        raise UserError(
-            "hydra.verbose and hydra.job.chdir are not for this program",
-            "leave them out: a run writes all its files into its own folder, tracebacks into "
-            "RUN/logs",
-        )
-    return composed
-
-
-def is_sweep(command: CommandLine, composed: DictConfig) -> bool:
-    """Return whether the command is a sweep: by -m, or by ``hydra.mode`` in a YAML."""
-    return command.is_multirun or composed.hydra.mode == RunMode.MULTIRUN
 
 
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:

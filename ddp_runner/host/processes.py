@@ -106,6 +106,14 @@ def start_fork_server() -> None:
         forkserver.ensure_running()
 
 
+def stop_fork_server() -> None:
+    """Kill the server if it runs; none of its ranks may run."""
+    if _SERVER._forkserver_pid is not None:
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended; it has no socket yet
+            os.kill(_SERVER._forkserver_pid, signal.SIGKILL)
+            _SERVER._stop()
+
+
 def _start_resource_tracker() -> None:
     """Start multiprocessing's resource tracker, without its warnings.
 

@@ -9,7 +9,6 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -260,6 +259,8 @@ def _seconds(session: SessionTimes, until: float) -> float:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, ddp_runner and the packages that decide the results."""
+    from importlib import metadata  # late: a mistake is answered without it
+
     return {
         "python": platform.python_version(),
         "ddp_runner": __version__,

@@ -9,8 +9,8 @@ from commands import run_command
 from configs import LAPTOP
 from run_folders import record
 
-from ddp_runner.cli.command import parse
-from ddp_runner.cli.plan import Invocation, compose, plan
+from ddp_runner.cli.command import compose, parse
+from ddp_runner.cli.plan import Invocation, plan
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import UserError
 

@@ -7,9 +7,9 @@ import pytest
 from configs import LAPTOP
 
 from ddp_runner.cli.app import main, run
-from ddp_runner.cli.command import parse
+from ddp_runner.cli.command import compose, is_sweep, parse
 from ddp_runner.cli.compose import compose_config
-from ddp_runner.cli.plan import Invocation, compose, is_sweep, job_folder, plan
+from ddp_runner.cli.plan import Invocation, job_folder, plan
 from ddp_runner.errors import UserError
 
 

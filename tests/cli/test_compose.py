@@ -11,9 +11,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
-from ddp_runner.cli.command import parse
+from ddp_runner.cli.command import compose, parse
 from ddp_runner.cli.compose import opened, parse_options, quoted, run_hydra, yaml_of
-from ddp_runner.cli.plan import compose
 
 
 def test_the_parser_has_every_option_that_is_read() -> None:

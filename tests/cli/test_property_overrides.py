@@ -30,6 +30,7 @@ from omegaconf import OmegaConf
 from properties import assert_one_line, examples
 
 import ddp_runner.cli.app
+import ddp_runner.cli.start_runs
 import ddp_runner.launch.launcher
 import ddp_runner.sweep.local
 from ddp_runner.cli.command import dotted_keys
@@ -232,13 +233,13 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         """Run the jobs in place of slots, which are processes."""
         return run_jobs(batch, execute=ddp_runner.launch.launcher.launch)
 
-    for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
+    for module in (ddp_runner.cli.start_runs, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "detect", lambda **_: LAPTOP)
     monkeypatch.setattr(Local, "_start_slots", lambda *_: None)
     monkeypatch.setattr(Local, "_run_in_slots", in_turn)
     monkeypatch.setattr(ddp_runner.launch.launcher, "run_ranks", launched)
-    monkeypatch.setattr(ddp_runner.cli.app, "git_revisions", dict)
+    monkeypatch.setattr(ddp_runner.cli.start_runs, "git_revisions", dict)
 
 
 @contextlib.contextmanager

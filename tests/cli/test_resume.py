@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from run_folders import checkpoint_steps, record
 from tiers import first_of
 
-from ddp_runner.cli.command import parse
+from ddp_runner.cli.command import compose, parse
 from ddp_runner.cli.compose import register
-from ddp_runner.cli.plan import Invocation, compose, plan
+from ddp_runner.cli.plan import Invocation, plan
 from ddp_runner.cli.resume import dropped_trackers, resumed_overrides, with_resumed
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.run_reader import read_runs

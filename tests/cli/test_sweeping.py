@@ -21,10 +21,10 @@ from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from tiers import first_of
 
 from ddp_runner.cli import sweeping
-from ddp_runner.cli.command import parse
+from ddp_runner.cli.command import compose, parse
 from ddp_runner.cli.compose import ROOT_CONFIG, register
 from ddp_runner.cli.messages import user_error
-from ddp_runner.cli.plan import Invocation, compose, plan
+from ddp_runner.cli.plan import Invocation, plan
 from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.config.schema import CONFIG_DIR
 from ddp_runner.errors import UserError

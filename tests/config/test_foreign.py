@@ -15,8 +15,8 @@ from run_folders import record
 from tiers import first_of
 
 import ddp_runner
-from ddp_runner.cli.command import parse
-from ddp_runner.cli.plan import Invocation, compose, plan
+from ddp_runner.cli.command import compose, parse
+from ddp_runner.cli.plan import Invocation, plan
 from ddp_runner.config.secrets import foreign_keys
 from ddp_runner.errors import UserError
 from ddp_runner.job import Job

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from configs import LAPTOP, config_error, resolved
 
-from ddp_runner.cli.command import parse
-from ddp_runner.cli.plan import Invocation, compose, plan, plan_at, validate_files
+from ddp_runner.cli.command import compose, parse
+from ddp_runner.cli.plan import Invocation, plan, plan_at, validate_files
 from ddp_runner.config.fields import walk
 from ddp_runner.config.identity import NEUTRAL_KEYS, config_hash, only_used
 from ddp_runner.config.instantiate import make

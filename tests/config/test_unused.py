@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from configs import LAPTOP, freeze, resolved
 
-from ddp_runner.cli.command import parse
-from ddp_runner.cli.plan import Invocation, compose, plan
+from ddp_runner.cli.command import compose, parse
+from ddp_runner.cli.plan import Invocation, plan
 from ddp_runner.config.fields import walk
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, Config
 from ddp_runner.config.task_rules import _UNUSED, _UNUSED_IN_OWN_LOOP, unused_note

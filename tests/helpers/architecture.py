@@ -17,7 +17,9 @@ COMMAND, RANK = "#2a6fb0", "#b0592a"
 # A run's functions in the order of a run, by process.
 FUNCTIONS = {
     "cli/app.py": ("main", "run"),
-    "cli/plan.py": ("compose", "plan"),
+    "cli/command.py": ("compose",),
+    "cli/start_runs.py": ("start_runs",),
+    "cli/plan.py": ("plan",),
     "config/resolve.py": ("resolve",),
     "tracking/run_folder_claim.py": ("claim_run",),
     "launch/launcher.py": ("launch", "run_ranks"),

@@ -5,8 +5,7 @@ That takes a tenth of a second, which no command spends that is forked from the 
 
 from hydra.core.global_hydra import GlobalHydra
 
-from ddp_runner.cli.command import parse
-from ddp_runner.cli.plan import compose
+from ddp_runner.cli.command import compose, parse
 
 for words in (["model=toy", "seed=1"], ["model=convnet", "parallelism=fsdp", "metrics=[top_k]"]):
     compose(parse(words))

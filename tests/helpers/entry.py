@@ -7,6 +7,7 @@ from commands import CommandResult
 from hydra.core.global_hydra import GlobalHydra
 
 import ddp_runner.cli.app
+import ddp_runner.cli.start_runs
 import ddp_runner.sweep.local
 
 
@@ -21,7 +22,7 @@ def answer_in_process(
     def started(*_: object) -> None:
         raise AssertionError("it was not rejected")
 
-    for module in (ddp_runner.cli.app, ddp_runner.sweep.local):
+    for module in (ddp_runner.cli.start_runs, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "launch", started)
     monkeypatch.chdir(folder)

@@ -35,6 +35,7 @@ MODULES = ("ddp_runner", "ddp_runner.compare", "ddp_runner.status")
 PRELOAD = (
     "ddp_runner.launch.preload",
     "ddp_runner.cli.app",
+    "ddp_runner.cli.start_runs",
     "ddp_runner.compare.__main__",
     "ddp_runner.status",
     "composed_once",

@@ -14,8 +14,8 @@ from run_folders import last_step, metrics, record, run_dirs
 from sweeps import only_sweep, statuses, table_row
 from tiers import first_of
 
-from ddp_runner.cli.command import parse
-from ddp_runner.cli.plan import Invocation, compose
+from ddp_runner.cli.command import compose, parse
+from ddp_runner.cli.plan import Invocation
 from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.compare.analysis import compare
 from ddp_runner.compare.run_reader import read_runs

@@ -18,8 +18,7 @@ from sweeps import POLL_S, both_train, needs_two_cores, only_sweep, statuses, ta
 from tiers import first_of
 
 from ddp_runner.cli.app import run
-from ddp_runner.cli.command import parse
-from ddp_runner.cli.plan import compose
+from ddp_runner.cli.command import compose, parse
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.search import Search
 from ddp_runner.sweep.search_space import search_direction

@@ -9,8 +9,7 @@ import pytest
 from configs import resolved
 from sweeps import batch_of, planned
 
-from ddp_runner.cli.command import parse
-from ddp_runner.cli.plan import compose
+from ddp_runner.cli.command import compose, parse
 from ddp_runner.job import COMPLETED, Job, Outcome, Status
 from ddp_runner.sweep import planner
 from ddp_runner.sweep.jobs import JobBatch, run_jobs
