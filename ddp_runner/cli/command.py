@@ -2,11 +2,11 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -27,7 +27,6 @@ from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
 from ddp_runner.config.signatures import CLOSE
 from ddp_runner.errors import UserError, nearest
 
-T = TypeVar("T")
 GRID = "ddp_runner.sweep.search.Grid"  # the _target_ of hydra/sweeper=grid
 # Words of other programs for the last part of a key.
 SAME_MEANING = (
@@ -214,23 +213,22 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
         if not value:
             value = next((word for word in parsed.overrides if "=" not in word), "VALUE")
         word = name.replace("-", "_")
-        match = with_known_config(arguments, lambda c: nearest_key(word, [*dotted_keys(c)]))
+        match = nearest_key(word, [*dotted_keys(known_config(arguments))])
         hint = f"keys have no dashes: write {match}={value}" if match else "see --help"
         if (dashed := option.replace("_", "-").partition("=")[0]) in ("--config-dir", "--help"):
             hint = f"write {dashed}"
         raise UserError(f"{option} is not an option", hint)
 
 
-def with_known_config(arguments: Sequence[str], hint: Callable[[dict[str, Any]], T]) -> T:
-    """Return a hint made from the plain config of a command line's groups.
+def known_config(arguments: Sequence[str]) -> Any:
+    """Return the plain config of a command line's groups, for a hint.
 
-    If they do not compose, make it from the default groups; if those fail too, from {}.
+    If they do not compose, return that of the default groups; if those fail too, {}.
     """
     for words in (arguments, ()):
         with suppress(Exception):  # a hint must not replace the command's own error
-            config: Any = OmegaConf.to_container(_compose_groups(words))
-            return hint(config)
-    return hint({})
+            return OmegaConf.to_container(_compose_groups(words))
+    return {}
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import reduce
 from operator import getitem
@@ -14,7 +15,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
-from ddp_runner.cli.command import nearest_key, with_known_config
+from ddp_runner.cli.command import known_config, nearest_key
 from ddp_runner.cli.compose import OWN_GROUPS, config_at, group_options, yaml_of
 from ddp_runner.config.fields import KINDS, plain_kind, walk
 from ddp_runner.config.identity import dotted_keys
@@ -164,23 +165,19 @@ def _unknown_key(error: BaseException, text: str, arguments: Sequence[str]) -> s
 def _key_hint(key: str, arguments: Sequence[str], config: dict[str, Any] | None = None) -> str:
     if key.startswith(("loop.", "user.")):  # Hydra adds the user's own keys only with a plus
         return f"{key} is a key of your own that no YAML gives; write +{key}=VALUE"
-    if config is not None:
-        return _hint_from(config, key)
-    return with_known_config(arguments, lambda known: _hint_from(known, key))
-
-
-def _hint_from(config: dict[str, Any], key: str) -> str:
+    config = config or known_config(arguments)
     known = list(dotted_keys(config))
     if key in known:
         return f"{key} takes no such override; write {key}=VALUE, or +{key}.KEY=VALUE for a new key"
     parent, _, last = key.rpartition(".")
     if f"{parent}._target_" in known:
         target = reduce(getitem, parent.split("."), config)["_target_"]
-        if last in (source_keywords(str(target)) or ()):
-            return (
-                f"{key} is not a key of the chosen option, but its class takes it; "
-                f"write +{key}=VALUE"
-            )
+        with suppress(ImportError):  # the key is wrong, too
+            if last in (source_keywords(str(target)) or ()):
+                return (
+                    f"{key} is not a key of the chosen option, but its class takes it; "
+                    f"write +{key}=VALUE"
+                )
     siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
     hint = f"see --help for all keys, and put your own under user, as in user.{key}"
     if match := nearest_key(key, known):

@@ -1,6 +1,5 @@
 """Starts what a composed command asks for: a run, a rank of one, or a sweep. Torch-free."""
 
-import gc
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,14 +30,7 @@ from ddp_runner.tracking.run_record import versions
 def start_runs(
     command: CommandLine, composed: DictConfig, *, started_at: float, warnings: Sequence[str]
 ) -> int:
-    """Start the run or the sweep of a composed command; return the exit code.
-
-    The command began at `started_at`, a time.time(). The `warnings` are printed with the config's.
-
-    Raises:
-        UserError: the config is invalid.
-    """
-    gc.enable()  # ``__main__`` has disabled it
+    """Start the run or the sweep of a composed command, and return the exit code; see ``run``."""
     if command.only_shows:
         run_hydra(lambda _: None, shown_arguments(command, composed))
         return EXIT_COMPLETED

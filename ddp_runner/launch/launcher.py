@@ -18,7 +18,7 @@ from ddp_runner.config.identity import work_hash
 from ddp_runner.config.schema import has_own_loop
 from ddp_runner.dist_env import prints_errors
 from ddp_runner.errors import UserError
-from ddp_runner.host.processes import adopt_orphans, start_fork_server
+from ddp_runner.host.processes import adopt_orphans
 from ddp_runner.host.streams import print_line
 from ddp_runner.host.temp_folder import temp_folder
 from ddp_runner.job import COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Failure, Job, Outcome, Status
@@ -103,7 +103,6 @@ def run_ranks(
 
     `folders` are the run's on this machine; ``note_folder`` adds those that ranks claim.
     """
-    start_fork_server()
     adopt_orphans()  # if the server is killed, which otherwise adopts a dead rank's children
     if job.shows_header:
         print_line(starting_lines(job))

@@ -5,11 +5,16 @@ import signal
 import subprocess
 import sys
 from multiprocessing import forkserver, get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddp_runner.host.processes import fork_server_is_gone, release_fork_server
+from ddp_runner.host.processes import (
+    fork_server_is_gone,
+    release_fork_server,
+    stop_fork_server,
+)
 
 
 def hold_and_release() -> None:
@@ -93,3 +98,26 @@ def test_signals_while_a_child_starts_reach_the_launcher_alone() -> None:
         start_new_session=True,
     )
     assert ended.stdout == "alive\n"
+
+
+def stop_and_start() -> None:
+    """Run in a fresh interpreter: a server is stopped, twice, and another one starts."""
+    server: Any = forkserver._forkserver
+    stop_fork_server()  # there is none
+    forkserver.ensure_running()
+    first = server._forkserver_pid
+    stop_fork_server()
+    stop_fork_server()
+    assert not Path(f"/proc/{first}").exists()
+    forkserver.ensure_running()
+    assert server._forkserver_pid not in (None, first)
+    assert not fork_server_is_gone()
+    os._exit(42)
+
+
+def test_a_stopped_server_is_replaced() -> None:
+    """By one with the variables that the command has set since."""
+    process = get_context("spawn").Process(target=stop_and_start)
+    process.start()
+    process.join()
+    assert process.exitcode == 42
