@@ -221,13 +221,27 @@ def _validate_options(parsed: Namespace, unknown: Sequence[str], arguments: Sequ
 
 
 def known_config(arguments: Sequence[str]) -> Any:
-    """Return the plain config of a command line's groups, for a hint.
+    """Return the plain config of a command line's groups alone, for a hint.
 
-    If they do not compose, return that of the default groups; if those fail too, {}.
+    A sweep has the first value of each group. If they do not compose, return the config of the
+    default groups; if those fail too, {}.
     """
     for words in (arguments, ()):
         with suppress(Exception):  # a hint must not replace the command's own error
-            return OmegaConf.to_container(_compose_groups(words))
+            parsed, _ = parse_options(words)
+            written = [word for word in parsed.overrides if "=" in word]
+            overrides = OverridesParser.create().parse_overrides(written)
+            folders = own_folders(parsed.config_dir, overrides)
+            groups = {path.name for root in group_folders(folders) for path in root.glob("*")}
+            chosen = list[str]()
+            for override in overrides:
+                group = override.key_or_group
+                is_group = group in groups or group.startswith("hydra/")
+                if is_group and override.is_choice_sweep():
+                    chosen.append(f"{group}={next(iter(override.sweep_string_iterator()))}")
+                elif is_group and not override.is_sweep_override():
+                    chosen.append(str(override.input_line))
+            return OmegaConf.to_container(compose_config(chosen, folders=folders))
     return {}
 
 
@@ -251,21 +265,3 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
     if siblings and parent:
         return None  # every key of this parent would be near the whole key
     return nearest(key, known, cutoff=0.8) or " or ".join(same_name) or None
-
-
-def _compose_groups(arguments: Sequence[str]) -> DictConfig:
-    """Compose only the groups of a command line; for a sweep, the first value of each."""
-    parsed, _ = parse_options(arguments)
-    written = [word for word in parsed.overrides if "=" in word]
-    overrides = OverridesParser.create().parse_overrides(written)
-    folders = own_folders(parsed.config_dir, overrides)
-    groups = {path.name for root in group_folders(folders) for path in root.glob("*")}
-    chosen = list[str]()
-    for override in overrides:
-        group = override.key_or_group
-        is_group = group in groups or group.startswith("hydra/")
-        if is_group and override.is_choice_sweep():
-            chosen.append(f"{group}={next(iter(override.sweep_string_iterator()))}")
-        elif is_group and not override.is_sweep_override():
-            chosen.append(str(override.input_line))
-    return compose_config(chosen, folders=folders)

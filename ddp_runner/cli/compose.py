@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -61,16 +61,12 @@ def run_hydra(task_function: TaskFunction, arguments: Sequence[str]) -> None:
 
     It reads sys.argv and its environment, which are restored afterwards.
     """
+    from unittest.mock import patch  # its imports take a while, and only these options need it
+
     entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=ROOT_CONFIG)
-    before, sys.argv[1:] = sys.argv[1:], arguments
-    kept = {name: value for name, value in os.environ.items() if name == FULL_ERROR}
-    os.environ[FULL_ERROR] = "1"
-    try:
+    argv = [sys.argv[0], *arguments]
+    with patch.object(sys, "argv", argv), patch.dict(os.environ, {FULL_ERROR: "1"}):
         entry(task_function)()
-    finally:
-        sys.argv[1:] = before
-        del os.environ[FULL_ERROR]
-        os.environ.update(kept)
 
 
 @cache
@@ -129,11 +125,11 @@ def yaml_of(error: BaseException) -> str:
     return next(filter(None, paths), "a YAML")
 
 
-def config_at(error: BaseException) -> dict[str, Any] | None:
-    """Return the config to which Hydra was adding an override when it raised an error, or None."""
+def config_at(error: BaseException) -> Any:
+    """Return the plain config to which Hydra was adding an override at the error; else None."""
     for frame, _ in walk_tb(error.__traceback__):
         if frame.f_code.co_name == "_apply_overrides_to_config":
-            return cast(dict[str, Any], OmegaConf.to_container(frame.f_locals["cfg"]))
+            return OmegaConf.to_container(frame.f_locals["cfg"])
     return None
 
 

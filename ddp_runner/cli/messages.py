@@ -162,7 +162,7 @@ def _unknown_key(error: BaseException, text: str, arguments: Sequence[str]) -> s
     return f"{path}.yaml: {_key_hint(key, arguments)}"
 
 
-def _key_hint(key: str, arguments: Sequence[str], config: dict[str, Any] | None = None) -> str:
+def _key_hint(key: str, arguments: Sequence[str], config: Any = None) -> str:
     if key.startswith(("loop.", "user.")):  # Hydra adds the user's own keys only with a plus
         return f"{key} is a key of your own that no YAML gives; write +{key}=VALUE"
     config = config or known_config(arguments)

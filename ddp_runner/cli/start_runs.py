@@ -47,7 +47,20 @@ def start_runs(
             raise UserError(
                 "hydra.run.dir is the folder of one run", "write hydra.sweep.dir=FOLDER"
             )
-        return _sweep(composed, invocation)
+        if env is not None:
+            raise UserError("-m starts its own ranks", "run a sweep without torchrun or srun")
+        jobs = Jobs(composed, invocation)
+        return run_sweep(
+            SweepCommand(
+                words=command.written,
+                overrides=[str(item.input_line) for item in command.overrides],
+                read=partial(parse_sweep, folders=command.folders),
+                common=composed,
+                compose=jobs.compose,
+                name_of=partial(job_folder, command=command),
+                plan=jobs.plan,
+            )
+        )
     if "hydra.sweep.dir" in keys:
         raise UserError("hydra.sweep.dir is the folder of a sweep", "write hydra.run.dir=FOLDER")
     if composed.sweep.dry_run:
@@ -101,20 +114,3 @@ def _named_folder(composed: DictConfig, job: Job) -> Path | None:
             "leave hydra.run.dir out: a run continues in its own",
         )
     return resumed
-
-
-def _sweep(composed: DictConfig, invocation: Invocation) -> int:
-    if invocation.env is not None:
-        raise UserError("-m starts its own ranks", "run a sweep without torchrun or srun")
-    command, jobs = invocation.command, Jobs(composed, invocation)
-    return run_sweep(
-        SweepCommand(
-            words=command.written,
-            overrides=[str(item.input_line) for item in command.overrides],
-            read=partial(parse_sweep, folders=command.folders),
-            common=composed,
-            compose=jobs.compose,
-            name_of=partial(job_folder, command=command),
-            plan=jobs.plan,
-        )
-    )

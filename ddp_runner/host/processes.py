@@ -99,8 +99,7 @@ def start_fork_server() -> None:
     if _SERVER._forkserver_pid is not None and (
         fork_server_is_gone() or not Path(_SERVER._forkserver_address).exists()
     ):
-        with suppress(FileNotFoundError):  # the socket
-            _SERVER._stop()  # waits for its end: until then multiprocessing believes that it runs
+        stop_fork_server()
     multiprocessing.set_forkserver_preload(["ddp_runner.launch.preload"])
     with stop_signals_held():
         forkserver.ensure_running()
@@ -111,7 +110,7 @@ def stop_fork_server() -> None:
     if _SERVER._forkserver_pid is not None:
         with suppress(ProcessLookupError, FileNotFoundError):  # it has ended; it has no socket yet
             os.kill(_SERVER._forkserver_pid, signal.SIGKILL)
-            _SERVER._stop()
+            _SERVER._stop()  # waits for its end: until then multiprocessing believes that it runs
 
 
 def _start_resource_tracker() -> None:
