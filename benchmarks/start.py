@@ -75,11 +75,14 @@ def run_runner(overrides: tuple[str, ...] | list[str]) -> dict[str, float]:
 
 
 def first_rank(process: "subprocess.Popen[bytes]") -> float:
-    """Wait until a command's fork server has forked a process, and return the time."""
+    """Wait until a command's fork server has forked a process, and return the time.
+
+    A forked process has the command line of the server; its imports start other processes, too.
+    """
     while process.poll() is None:
-        for child in _children(process.pid):
-            if b"multiprocessing.forkserver" in _read(child, "cmdline") and _children(child):
-                return time.time()
+        forked = [pid for child in _children(process.pid) for pid in _children(child)]
+        if any(b"multiprocessing.forkserver" in _read(pid, "cmdline") for pid in forked):
+            break
         time.sleep(0.01)
     return time.time()
 

@@ -14,6 +14,7 @@ from ddp_runner.dist_env import mistake_is_noted, note_mistake
 from ddp_runner.host.processes import handled_signals, stop_fork_server
 from ddp_runner.host.streams import keep_streams, print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR
+from ddp_runner.tracking.run_record import versions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,8 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     arguments = ["verbose=true" if word == "-v" else word for word in words]
     if "--version" in arguments:
-        from ddp_runner.tracking.run_record import versions
-
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         sys.exit()
     if mistake_is_noted():
