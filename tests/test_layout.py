@@ -83,7 +83,7 @@ ALLOWED = {
         *("tracking", "worker"),
     },
     "new": {"errors"},
-    "__main__": {"cli", "dist_env", "host", "new"},
+    "__main__": {"cli", "new"},
 }
 TORCH_FREE = {
     *GROUND - {"device", "seeds"},

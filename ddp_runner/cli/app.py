@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(run(arguments, started_at=started_at, warnings=warnings))
     except Exception as error:
-        stop_fork_server()
+        stop_fork_server()  # else it would import torch first, and keep stderr open
         if "COMP_LINE" in os.environ:  # a message would be pasted into the completed line
             sys.exit(EXIT_USER_ERROR)
         explained = user_error(error, arguments)

@@ -1,7 +1,6 @@
-"""A run's server imports torch while Hydra reads the command; a mistake is answered at once."""
+"""A run's server imports torch while its job is planned; a mistake is answered at once."""
 
-import importlib
-import runpy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,77 +12,45 @@ from entry import answer_in_process
 import ddp_runner.cli.app
 import ddp_runner.cli.command
 import ddp_runner.cli.start_runs
-import ddp_runner.host.processes
-from ddp_runner.dist_env import RANKS
+from ddp_runner.errors import UserError
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "is_early"),
+    ("words", "is_early"),
     [
-        ("", {}, True),
-        ("model=toy hydra.run.dir=run", {}, True),
-        ("new my_project", {}, False),
-        ("--help", {}, False),
-        ("-m seed=1,2", {}, False),
-        ("launch.nnodes=2", {}, False),
-        ("+hydra.job.env_set.OMP_NUM_THREADS=2", {}, False),
-        ("hydra/launcher=slurm experiment=scaling_study", {}, False),
-        ("model=toy", {"RANK": "0"}, False),
-        ("model=toy", {"COMP_LINE": "ddp-runner mod"}, False),
+        ("model=toy +hydra.job.env_set.SOME=1", True),
+        ("launch.nnodes=2 launch.rdzv_endpoint=here:1", False),
+        ("resume=RUN", False),
+        ("-m seed=1,2", False),
     ],
 )
-def test_a_run_starts_its_server_before_hydra_is_imported(
-    words: str, environ: dict[str, str], is_early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A command that starts no ranks, or ranks with other variables, must not pay for it."""
-    began = list[str]()
-    for name in RANKS:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        ddp_runner.host.processes, "start_fork_server", lambda: began.append("server")
-    )
-    app: Any = type(sys)("app")
-    app.main = lambda: began.append("command")
-    monkeypatch.setitem(sys.modules, "ddp_runner.cli.app", app)
-    monkeypatch.setattr(importlib.import_module("ddp_runner.new"), "main", app.main)
-    monkeypatch.setattr("sys.argv", ["ddp_runner", *words.split()])
-    for stream in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, stream, sys.__stderr__)
-    runpy.run_module("ddp_runner", run_name="__main__")
-    assert began == [*(["server"] if is_early else []), "command"]
-    monkeypatch.setattr("sys.stdout", None)  # a closed descriptor, whose number a pipe would get
-    runpy.run_module("ddp_runner", run_name="__main__")
-    assert began[-1] == "command"
-    assert began.count("server") == is_early
-
-
-@pytest.mark.parametrize(
-    ("words", "num_stops"),
-    [
-        ("trian.epochs=3", 1),
-        ("world_size=3 batch.global_size=4", 1),
-        ("world_size=3 batch.global_size=4 +hydra.job.env_set.SOME=1", 2),
-    ],
-)
-def test_a_mistake_or_another_environment_ends_the_server(
+def test_the_server_of_a_run_starts_before_its_job_is_planned(
     words: str,
-    num_stops: int,
+    is_early: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It would import torch for seconds, and a library reads its variables when it is imported."""
-    stops = list[str]()
+    """Torch's variables for several machines are known later; all others must be set by then."""
+    began = list[str]()
+
+    def planned(*_: object, **__: object) -> None:
+        began.append("plan")
+        raise UserError("planned", "stop here")
+
+    monkeypatch.setattr(ddp_runner.cli.app, "stop_fork_server", lambda: began.append("stop"))
+    monkeypatch.setattr(ddp_runner.cli.start_runs, "plan", planned)
+    monkeypatch.setattr(ddp_runner.cli.start_runs, "run_sweep", planned)
     monkeypatch.setenv("SOME", "0")  # so that the command's value is undone
-    for module in (ddp_runner.cli.app, ddp_runner.cli.start_runs):
-        monkeypatch.setattr(module, "stop_fork_server", lambda: stops.append("stop"))
     answer = answer_in_process(
-        *words.split(), folder=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+        *words.split(),
+        folder=tmp_path,
+        monkeypatch=monkeypatch,
+        capsys=capsys,
+        on_server=lambda: began.append(f"server {os.environ['SOME']}"),
     )
-    assert answer.exit_code == 2
-    assert len(stops) == num_stops
+    assert answer.stderr == "error: planned; stop here\n"
+    assert began == [*(["server 1"] if is_early else []), "plan", "stop"]
 
 
 @pytest.mark.parametrize(

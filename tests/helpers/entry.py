@@ -1,5 +1,6 @@
 """Give a command line to the entry in the test's own process, if it starts no run."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,18 @@ def answer_in_process(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    on_server: Callable[[], object] = lambda: None,
 ) -> CommandResult:
-    """Return the answer to a command line that is given in `folder`; fail if it starts a run."""
+    """Return the answer to a command line that is given in `folder`; fail if it starts a run.
+
+    `on_server` is called in place of the fork server's start.
+    """
 
     def started(*_: object) -> None:
         raise AssertionError("it was not rejected")
 
     for module in (ddp_runner.cli.start_runs, ddp_runner.sweep.local):
-        monkeypatch.setattr(module, "start_fork_server", lambda: None)
+        monkeypatch.setattr(module, "start_fork_server", on_server)
         monkeypatch.setattr(module, "launch", started)
     monkeypatch.chdir(folder)
     GlobalHydra.instance().clear()
