@@ -205,6 +205,7 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
 
 def yaml_dump(value: Any, **options: Any) -> str:
     """Return plain values as YAML, in their order; options are those of ``yaml.dump``."""
+    value = mapped(lambda item: item, value)  # a list that is there twice would become an alias
     text: str = yaml.dump(value, Dumper=DUMPER, sort_keys=False, allow_unicode=True, **options)
     return text
 

@@ -20,11 +20,12 @@ from ddp_runner.cli.command import CommandLine
 from ddp_runner.cli.compose import UNNAMED, opened, opened_node
 from ddp_runner.cli.resume import dropped_trackers, lacks_run, with_resumed
 from ddp_runner.cli.resume_arguments import resume_arguments
-from ddp_runner.config.load import chosen_keys, find_secrets, to_config
+from ddp_runner.config.load import chosen_keys, find_secrets, interpolations, to_config
 from ddp_runner.config.requires import validate_requires
 from ddp_runner.config.resolve import resolve
 from ddp_runner.config.rules import OFFLINE, validate_trackers
 from ddp_runner.config.schema import LIST_GROUPS, Config, has_own_loop
+from ddp_runner.config.secrets import KeyPath
 from ddp_runner.config.sections import AUTO, INFERENCE, SAMPLE
 from ddp_runner.config.task_rules import unused_note
 from ddp_runner.data.tokenizer import tokenizer_file
@@ -83,15 +84,22 @@ class PreparedConfig:
     lacks_run: bool  # the run to resume is not on this machine
     notes: Sequence[str]
     invocation: Invocation
+    texts: Mapping[KeyPath, str]  # of `raw`, with an interpolation
 
     def finish(
-        self, hardware_for: Callable[[Config], JobHardware], overrides: tuple[str, ...]
+        self,
+        hardware_for: Callable[[Config], JobHardware],
+        overrides: tuple[str, ...],
+        read: Callable[["PreparedConfig"], Config] = lambda prepared: to_config(prepared.raw),
     ) -> Job:
-        """Return the job, resolved and validated; `overrides` are those that the user wrote."""
-        invocation, choices, secrets = self.invocation, self.choices, find_secrets(self.raw)
-        own_groups = invocation.command.own_groups
+        """Return the job, resolved and validated.
+
+        `overrides` are those that the user wrote, and `read` gives the unresolved config.
+        """
+        invocation, choices = self.invocation, self.choices
+        own_groups, secrets = invocation.command.own_groups, find_secrets(self.raw, self.texts)
         with secrets.hidden_in_errors():
-            unresolved = to_config(self.raw)
+            unresolved = read(self)
             hardware, env = hardware_for(unresolved)
             config, warnings = resolve(
                 unresolved, hardware=hardware, chosen=chosen_keys(overrides), env=env
@@ -139,7 +147,8 @@ def prepare(given: DictConfig, node: HydraConf, invocation: Invocation) -> Prepa
     for group in LIST_GROUPS:  # Hydra leaves out groups with a list of options
         if raw[group]:
             choices[group] = f"[{','.join(map(str, raw[group]))}]"
-    return PreparedConfig(given, raw, choices, is_elsewhere, notes, invocation)
+    texts = interpolations(raw)
+    return PreparedConfig(given, raw, choices, is_elsewhere, notes, invocation, texts)
 
 
 def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:

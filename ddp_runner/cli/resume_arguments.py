@@ -4,7 +4,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import reduce
 from operator import getitem
 from typing import Any, cast
@@ -13,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_runner.cli.compose import literal
+from ddp_runner.config.fields import plain
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.config.secrets import foreign_keys, walk_texts
 from ddp_runner.config.targets import given_packages
@@ -62,7 +62,7 @@ def resume_arguments(
     if own_groups and "experiment" in choices:
         tree: Any = OmegaConf.to_container(given.trackers, resolve=False)
         trackers = [f"+trackers.{name}={literal(keys)}" for name, keys in tree.items()]
-    kept = {key: value for key, value in asdict(config).items() if key not in COMMAND_GROUPS}
+    kept = {key: value for key, value in plain(config).items() if key not in COMMAND_GROUPS}
     words = _words(foreign_keys(kept, {}))
     return (*([f"allowed_targets=[{allowed}]"] if allowed else []), *own_groups, *trackers, *words)
 

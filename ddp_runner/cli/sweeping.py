@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from ddp_runner.cli.compose import (
 from ddp_runner.cli.messages import user_error
 from ddp_runner.cli.plan import Invocation, PreparedConfig, prepare, written_words
 from ddp_runner.cli.resume import resumed_overrides
+from ddp_runner.config.load import changed_config, is_typed, to_config
 from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import AUTO
 from ddp_runner.job import Job
@@ -41,6 +42,21 @@ class PreparedJobs:
     composed: DictConfig  # the latest job's, with its ``hydra`` node
     values: Mapping[str, Any] = field(default_factory=dict)  # of the latest job's plain keys
     prepared: PreparedConfig | None = None  # the first job's, then the latest job's
+    config: Config | None = None  # of a job, unresolved
+
+    def read(self, prepared: PreparedConfig) -> Config:
+        """Return the unresolved config of the latest job.
+
+        Only the plain keys and what interpolations make of them differ between the jobs.
+        """
+        if self.config is not None:
+            paths = {*(tuple(key.split(".")) for key in self.values), *prepared.texts}
+            with suppress(Exception):  # to_config raises the error of the command alone
+                return changed_config(self.config, prepared.raw, paths)
+        config = to_config(prepared.raw)
+        if prepared is self.prepared and is_typed(prepared.raw, Config):
+            self.config = config
+        return config
 
 
 class Jobs:
@@ -109,7 +125,7 @@ class Jobs:
                 _set(prepared.raw, shape.values)
             with opened_node(composed) as node:
                 words = written_words(node, self._invocation.command)
-                return prepared.finish(hardware_for, words)
+                return prepared.finish(hardware_for, words, shape.read)
 
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import UnionType
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from ddp_runner.errors import UserError, in_yaml, nearest
 
@@ -32,8 +32,7 @@ class Rule:
     packages: Mapping[str, str] = field(default_factory=dict)  # choice -> the package it needs
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """One key of a config."""
 
     name: str  # dotted
@@ -59,10 +58,17 @@ def walk(owner: Any, prefix: str = "") -> Iterator[Key]:
     """
     for item in fields(owner):
         name, value = f"{prefix}{item.name}", getattr(owner, item.name)
-        if is_dataclass(value):
-            yield from walk(value, f"{name}.")
-        elif "rule" in item.metadata:
+        if "rule" in item.metadata:
             yield Key(name, item.type, item.metadata["rule"], value)
+        elif is_dataclass(value):
+            yield from walk(value, f"{name}.")
+
+
+def plain(owner: Any) -> dict[str, Any]:
+    """Return a config or a section as nested mappings; lists and groups are not copied."""
+    return {
+        name: plain(value) if is_dataclass(value) else value for name, value in vars(owner).items()
+    }
 
 
 def plain_kind(kind: Any) -> Any:

@@ -4,10 +4,10 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
+from ddp_runner.config.fields import plain
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, RunConfig, has_own_loop
 from ddp_runner.config.training import TrainConfig
 
@@ -55,7 +55,7 @@ def digest(values: Any) -> str:
 
 def flatten(config: RunConfig) -> dict[str, Any]:
     """Return the dotted keys that affect the results, with their values."""
-    return {key: value for key, value in leaves(asdict(config)) if affects_results(key)}
+    return {key: value for key, value in leaves(plain(config)) if affects_results(key)}
 
 
 def leaves(
@@ -94,7 +94,7 @@ def only_used(keys: Mapping[str, Any], *, uses: Any) -> dict[str, Any]:
     if not isinstance(uses, list) or not has_own_loop(str(keys.get("task"))):
         return used
     unused = RUNNER_KEYS.keys() - {"parallelism", *map(str, uses)}
-    defaults = dict(leaves({"train": asdict(TrainConfig())}))
+    defaults = dict(leaves({"train": plain(TrainConfig())}))
     return {
         key: value
         for key, value in used.items()

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache, reduce
@@ -17,7 +17,7 @@ from omegaconf.resolvers import oc
 from ddp_runner.config.fields import walk
 from ddp_runner.config.identity import dotted_keys
 from ddp_runner.config.schema import RUNNER_KEYS, Config
-from ddp_runner.config.secrets import KeyPath, Secrets, walk_texts
+from ddp_runner.config.secrets import KeyPath, Secrets, replaced, walk_texts
 from ddp_runner.errors import UserError, any_error, nearest, os_errors
 from ddp_runner.files import is_missing, yaml_text
 
@@ -35,7 +35,7 @@ def to_config(raw: DictConfig) -> Config:
         if OmegaConf.is_dict(keys) and group in keys and "_target_" not in keys:
             fix = "begin its YAML with the line # @package _global_"
             raise UserError(f"{group}.{group} has the keys of {group}", fix)
-    if not _is_typed(raw, Config):
+    if not is_typed(raw, Config):
         raw = cast(DictConfig, OmegaConf.merge(_schema(), raw))
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
@@ -43,7 +43,27 @@ def to_config(raw: DictConfig) -> Config:
     return config
 
 
-def _is_typed(node: DictConfig, kind: type[Any], prefix: str = "") -> bool:
+def changed_config(config: Config, raw: DictConfig, paths: Iterable[KeyPath]) -> Config:
+    """Return ``to_config(raw)``, if `config` is that of `raw` before the values at `paths` changed.
+
+    All values that an interpolation can change must be among them.
+
+    Raises:
+        OmegaConfBaseException: an interpolation fails, or a value is missing.
+    """
+    for path in paths:
+        config = replaced(config, path, _value_at(raw, path))
+    _validate_texts(config)
+    return config
+
+
+def _value_at(raw: DictConfig, path: KeyPath) -> Any:
+    """Return a resolved value as ``to_config`` does."""
+    value = reduce(getitem, path, cast(Any, raw))
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+
+
+def is_typed(node: DictConfig, kind: type[Any], prefix: str = "") -> bool:
     """Return whether a node and its sections have exactly the keys of their classes.
 
     Hydra composes such nodes unless the command adds a key. Merging them into the schema again
@@ -53,7 +73,7 @@ def _is_typed(node: DictConfig, kind: type[Any], prefix: str = "") -> bool:
         UserError: a key is not in the schema; OmegaConf would silently drop it inside a section.
     """
     types: dict[str, Any] = {item.name: item.type for item in fields(kind)}
-    is_typed = OmegaConf.get_type(node) is kind and set(node) == types.keys()
+    is_exact = OmegaConf.get_type(node) is kind and set(node) == types.keys()
     for key in map(str, node):
         if key not in types:
             hint = f"see --help for all keys, and put your own under user, as in user.{key}"
@@ -68,8 +88,8 @@ def _is_typed(node: DictConfig, kind: type[Any], prefix: str = "") -> bool:
                 "write an interpolation for each key",
             )
         is_section = OmegaConf.is_dict(node[key])
-        is_typed &= is_section and _is_typed(node[key], types[key], f"{prefix}{key}.")
-    return is_typed
+        is_exact &= is_section and is_typed(node[key], types[key], f"{prefix}{key}.")
+    return is_exact
 
 
 def _validate_texts(config: Config) -> None:
@@ -130,14 +150,19 @@ def chosen_keys(overrides: Sequence[str]) -> list[str]:
     return [override.partition("=")[0].lstrip("+~") for override in overrides]
 
 
-def find_secrets(raw: DictConfig) -> Secrets:
+def interpolations(raw: DictConfig) -> dict[KeyPath, str]:
+    """Return the texts of a composed config that hold an interpolation, by their paths."""
+    texts = walk_texts(OmegaConf.to_container(raw, resolve=False))
+    return {path: text for path, text in texts if "${" in text}
+
+
+def find_secrets(raw: DictConfig, unresolved: Mapping[KeyPath, str] | None = None) -> Secrets:
     """Return the values that a composed config reads from the environment.
 
     ``oc.env`` is watched while each interpolation is resolved: a value may come through other keys,
-    in a longer text, in a list, or through other resolvers.
+    in a longer text, in a list, or through other resolvers. `unresolved`: see ``interpolations``.
     """
-    texts = walk_texts(OmegaConf.to_container(raw, resolve=False))
-    unresolved = {path: text for path, text in texts if "${" in text}
+    unresolved = interpolations(raw) if unresolved is None else unresolved
     if not any("oc.env" in text for text in unresolved.values()):
         return Secrets()
     read, from_environ, written = list[str](), dict[str, str](), dict[KeyPath, str]()
@@ -154,9 +179,7 @@ def find_secrets(raw: DictConfig) -> Secrets:
         for path, text in unresolved.items():
             read.clear()
             with suppress(Exception):  # to_config reports a failed interpolation
-                value = reduce(getitem, path, cast(Any, raw))
-                if OmegaConf.is_config(value):
-                    OmegaConf.to_object(value)
+                _value_at(raw, path)
             if read:
                 written[path] = text
     finally:

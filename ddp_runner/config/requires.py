@@ -11,11 +11,10 @@ A YAML lists them in its block ``requires``, which the constructor does not get:
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_runner.config.fields import walk
+from ddp_runner.config.fields import plain, walk
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS, Config
 from ddp_runner.config.sections import SAMPLE
@@ -41,7 +40,7 @@ def validate_requires(config: Config) -> None:
     for owner, label, keys in _options(config):
         _validate_block(owner, label, keys, Path(config.data_root))
     # Without allowed_targets a config names no foreign code.
-    for name, target in foreign_targets(asdict(config) if config.allowed_targets else {}).items():
+    for name, target in foreign_targets(plain(config) if config.allowed_targets else {}).items():
         _validate_package(f"{name} ({target})", package_of(target))
 
 

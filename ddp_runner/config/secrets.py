@@ -5,14 +5,14 @@ so its config must not read this environment or name a server unless the present
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, field, is_dataclass
 from functools import reduce
 from itertools import takewhile
 from operator import getitem
-from typing import Any
+from typing import Any, TypeVar
 
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.errors import with_causes
@@ -22,6 +22,7 @@ ADDRESS = re.compile(
     r"://|^(?:\S*@)?(?:[a-z][\w.-]*|\d+(?:\.\d+){3}|\[[\da-f:.]+\]):\d{1,5}(?=/|$)", re.IGNORECASE
 )
 WORDS = ("name", "notes", "resume", "tags")  # keys that no code connects to
+T = TypeVar("T")
 KeyPath = tuple[str | int, ...]  # keys and list indices from the config's root
 
 
@@ -37,11 +38,10 @@ class Secrets:
 
         A run that is resumed from that file reads the environment again.
         """
-        shown = deepcopy(config) if self.texts else config
-        for (*owners, last), text in self.texts.items():
+        for path, text in self.texts.items():
             with suppress(LookupError):  # task=sample and calibrations replace whole groups
-                _items(reduce(lambda owner, key: _items(owner)[key], owners, shown))[last] = text
-        return shown
+                config = replaced(config, path, text)
+        return config
 
     def hide(self, text: str) -> str:
         """Return a sentence with ``${oc.env:X}`` in place of the value of X."""
@@ -89,8 +89,16 @@ def foreign_keys(config: Mapping[str, Any], composed: Mapping[str, Any]) -> dict
     return keys
 
 
-def _items(owner: Any) -> Any:
-    return vars(owner) if is_dataclass(owner) else owner
+def replaced(owner: T, path: Sequence[str | int], value: Any) -> T:
+    """Return a config, section, mapping or list with another value at a path; the rest is shared.
+
+    Raises:
+        LookupError: the owner of the last key does not exist.
+    """
+    (key, *rest), changed = path, copy(owner)
+    items: Any = vars(changed) if is_dataclass(changed) else changed
+    items[key] = replaced(items[key], rest, value) if rest else value
+    return changed
 
 
 def walk_texts(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:

@@ -6,12 +6,12 @@ imports them, and ``instantiate`` then validates the imported object.
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_runner.config.fields import plain
 from ddp_runner.config.identity import is_inside, leaves
 from ddp_runner.config.schema import PACKAGE, Config, has_own_loop
 from ddp_runner.errors import UserError, nearest
@@ -52,7 +52,7 @@ TORCH_LOSS_NAMES = (
 
 def validate_targets(config: Config) -> None:
     """Reject a config that names code outside the allowed modules: an import can run anything."""
-    tree = asdict(config)
+    tree = plain(config)
     for key, value in leaves(tree):
         if isinstance(value, str | list) and "${" in str(value):
             # A resumed run would resolve it from the frozen config.

@@ -7,10 +7,11 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_runner.config.fields import plain
 from ddp_runner.errors import UserError, os_errors
 from ddp_runner.files import READER_S, FileIn, is_locked, locked, read_file, replace_file, yaml_dump
 from ddp_runner.job import Job
@@ -138,14 +139,14 @@ class RunDir:
         Raises:
             UserError: the files cannot be written; the earlier files are intact.
         """
-        sections = asdict(job.secrets.written(job.config)).items()
+        sections = [{key: value} for key, value in plain(job.secrets.written(job.config)).items()]
         # YAML's markers for the start and end of a document reveal a truncated file.
         text = "".join(["---\n", *map(_yaml_of, sections), "...\n"])
         folder = self.config.parent
         with os_errors(f"{folder} cannot be written"):
             folder.mkdir(exist_ok=True)
             replace_file(self.overrides, yaml_dump(list(job.overrides)), sync=sync)
-            replace_file(self.choices, yaml_dump(dict(job.choices)), sync=sync)
+            replace_file(self.choices, _yaml_of(dict(job.choices)), sync=sync)
             replace_file(self.config, text, sync=sync)  # last: a resume reads it
 
     @property
@@ -170,13 +171,13 @@ def _quoted(word: str) -> str:
     return f'"{word}"' if is_list else shlex.quote(word)
 
 
-def _yaml_of(section: tuple[str, Any]) -> str:
+def _yaml_of(section: Mapping[str, Any]) -> str:
     """Return a config section as YAML. The cache helps sweeps: their jobs share most sections."""
     key = repr(section)
     if key not in _SECTIONS:
         if len(_SECTIONS) > MOST_SECTIONS:
             _SECTIONS.clear()
-        _SECTIONS[key] = yaml_dump(dict([section]))
+        _SECTIONS[key] = yaml_dump(section)
     return _SECTIONS[key]
 
 

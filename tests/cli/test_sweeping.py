@@ -139,6 +139,7 @@ SHAPES = (
                                       "collectives.ops=[broadcast]", "train.epochs=3"]),
     ("model=toy", ["optimizer._target_=torch.optim.Adam optimizer.lr=0.1",
                    "optimizer._target_=torch.optim.SGD optimizer.lr=0.2"]),
+    ("model=toy", ["seed=1", "seed=???", "seed=2", "seed=many"]),
 )  # fmt: skip
 
 
