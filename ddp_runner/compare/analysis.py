@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import cached_property
+from itertools import chain, groupby
 
 from ddp_runner.compare.parity import Parity, parities
 from ddp_runner.compare.recorded_run import RecordedRun, Stat, Target, nested, stat
@@ -49,7 +50,7 @@ class ComparisonRow:
     scalings: Mapping[str, Scaling]  # strong, weak, both or none
     parity: tuple[Parity, ...]  # for each run that was compared with a reference
 
-    @property
+    @cached_property
     def speed_remark(self) -> str | None:
         """Why the speed is doubtful, in a few words; None if it is reliable."""
         efficiencies = [scaling.efficiency for scaling in self.scalings.values()]
@@ -200,7 +201,7 @@ def _stats(runs: Sequence[RecordedRun], target: Target | None) -> dict[str, Stat
     """
     if runs[0].ran_out:
         return {}
-    logged = dict.fromkeys(name for run in runs for line in run.lines for name in line)
+    logged = dict.fromkeys(chain.from_iterable(line for run in runs for line in run.lines))
     final = sorted({name for run in runs for name in run.final if not name.startswith("perf/")})
     names = [*(name for name in logged if name.startswith("perf/")), *final]
     no_quantities = {metric.name for metric in METRICS if not metric.is_quantity}

@@ -7,6 +7,7 @@ function here builds HTML from values.
 
 import base64
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ddp_runner import __version__
-from ddp_runner.compare.analysis import Comparison
+from ddp_runner.compare.analysis import Comparison, ComparisonRow
 from ddp_runner.compare.cards import SIZE, Card, details
 from ddp_runner.compare.columns import results_table
 from ddp_runner.compare.drawing import data_url
-from ddp_runner.compare.formats import remarks
+from ddp_runner.compare.formats import Remark, remarks
 from ddp_runner.compare.recorded_run import RecordedRun
 from ddp_runner.compare.table import (
     NOTHING,
@@ -36,12 +37,14 @@ from ddp_runner.compare.table import (
 )
 from ddp_runner.config.identity import leaves
 from ddp_runner.errors import listed, printable
+from ddp_runner.metric_names import best_end, headlines
 from ddp_runner.tracking.git import code_version
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_DETAILED = 100  # runs with details; more would take megabytes and minutes
+MAX_ROWS = 1000  # of the tables; a browser needs seconds for more, and comparison.csv has all
 MAX_SHOWN = 50_000  # characters of a text; curves and commands are shorter
 
 Cards = Mapping[Path, Card]  # by the folder of the run
@@ -79,6 +82,8 @@ def _report(
     comparison: Comparison, plots: Mapping[str, "Figure | str"], paths: Sequence[Path]
 ) -> dict[str, Any]:
     """Return the values for the template, which leaves out None and empty values."""
+    whole, table = comparison, results_table(comparison)
+    comparison, cut_note = _with_best_rows(comparison)
     cards = _cards(comparison)
     is_single = len(cards) == 1
     detailed = [card for card in cards.values() if card.anchor]
@@ -88,11 +93,11 @@ def _report(
     has_table = bool(main.labels) and not is_single
     name = "A row for each run" if "seed" in comparison.keys else "A row for each setting"
     left_out = ("columns", "skipped", *(["notes"] if is_single else []))
+    sections = [*cut_note, *remarks(whole, table)]
     figures = [plot for plot in plots.values() if has_table and not isinstance(plot, str)]
-    sections = remarks(comparison, main)
     return {
         "title": detailed[0].name if is_single else listed([path.resolve().name for path in paths]),
-        "headline": main.name,
+        "headline": table.name,
         "paths": tuple(map(str, paths)),
         "date": date_text(time.time()),
         "version": __version__,
@@ -127,6 +132,32 @@ def _cards(comparison: Comparison) -> Cards:
     if len(cards) <= MAX_DETAILED:
         cards = [replace(card, anchor=f"run-{card.number.replace('.', '-')}") for card in cards]
     return {card.run.folder: card for card in cards}
+
+
+def _with_best_rows(comparison: Comparison) -> tuple[Comparison, list[Remark]]:
+    """Return the comparison with at most MAX_ROWS, the best by a metric, and a remark on it."""
+    rows, best = comparison.all_rows, comparison.best
+    if len(rows) <= MAX_ROWS:
+        return comparison, []
+    names = headlines(sorted({name for row in rows for name in row.stats}))
+    metric = best.metric if best else next(iter(names), "")
+    is_lower = (best.mode if best else best_end(metric, rows[0].runs[0].directions)) == "min"
+
+    def place(row: ComparisonRow) -> float:
+        mean = row.stats[metric].mean if metric in row.stats else math.inf
+        return mean if is_lower or mean == math.inf else -mean
+
+    kept = {id(row) for row in sorted(rows, key=place)[:MAX_ROWS]}
+    shown = [row for row in comparison.rows if id(row) in kept]
+    folders = {run.folder for row in shown for run in row.runs}
+    pairs = [one for one in comparison.parity if {one.run.folder, one.reference.folder} <= folders]
+    ran_out = tuple(row for row in comparison.ran_out if id(row) in kept)
+    note = (
+        f"{MAX_ROWS:,} of {len(rows):,}, the best by {metric}; comparison.csv has all, and "
+        "--best METRIC chooses them by another metric"
+    )
+    comparison = replace(comparison, rows=tuple(shown), ran_out=ran_out, parity=tuple(pairs))
+    return comparison, [("rows on this page", [note])]
 
 
 def _skipped_table(comparison: Comparison, cards: Cards) -> Table:

@@ -3,21 +3,27 @@
 A run that cannot be compared keeps the files that can be read, and a reason.
 """
 
+import json
 import os
 import re
 import reprlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ddp_runner import __version__
-from ddp_runner.compare.recorded_run import RecordedRun, best_step, is_finite, nested
+from ddp_runner.compare.recorded_run import MAX_NUMBER, RecordedRun, best_step, is_finite, nested
 from ddp_runner.config.identity import leaves
 from ddp_runner.config.sections import WITHOUT_METRICS
 from ddp_runner.errors import UserError, duration, listed, one_line
-from ddp_runner.files import is_missing, json_object, read_file, read_yaml
+from ddp_runner.files import LOADER, is_missing, json_object, read_file, yaml_text
 from ddp_runner.job import Status
 from ddp_runner.tracking.alive import LOST, Standing, standing
 from ddp_runner.tracking.run_dir import CONFIG_FILE, METRICS_FILE, RUN_RECORD, SUBFOLDERS, RunDir
@@ -133,26 +139,48 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    config = read_yaml(path)
+    text = yaml_text(path)
+    # A frozen config has its keys in blocks, and most are the same in all runs of a sweep.
+    blocks = re.split(r"^(?=[^\s#-])", text.removeprefix("---\n").removesuffix("...\n"), flags=re.M)
+    try:
+        return dict(chain.from_iterable(map(_read_block, filter(None, blocks))))
+    except Exception:  # a YAML in another form, or damaged: PyYAML raises errors of any type
+        return dict(_read_block(text))
+
+
+@lru_cache(maxsize=10_000)
+def _read_block(text: str) -> list[tuple[str, Any]]:
+    """Return the dotted keys of a YAML with their values."""
+    config = yaml.load(text, Loader=LOADER)
     if not isinstance(config, dict):
         raise ValueError("it is not a mapping")
-    return dict(leaves(config, whole_lists=True))  # lists may differ in length
+    return [*leaves(config, whole_lists=True)]  # lists may differ in length
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     """Return the valid lines of a metrics file, and the number of damaged lines."""
     lines: list[dict[str, float | None]] = []
-    num_damaged = 0
-    for text in read_file(path).splitlines() if path.exists() else ():
+    num_damaged, texts = 0, read_file(path).splitlines() if path.exists() else []
+    with suppress(ValueError, OverflowError, AttributeError, RecursionError):  # read line by line
+        whole = json.loads(b"[%s]" % b",".join(texts))  # 10,000 runs have millions of lines
+        if len(whole) == len(texts) and all(map(_is_plain, whole)):
+            return whole, 0
+    for text in texts:
         line = json_object(text) or {}
         has_numbers = all(isinstance(value, int | float | None) for value in line.values())
         if not (has_numbers and is_finite(line.get("step")) and is_finite(line.get("time_s"))):
             num_damaged += 1
             continue
-        # Share the keys between lines: 10,000 runs have millions of lines.
-        items = ((sys.intern(key), value) for key, value in line.items())
-        lines.append({key: value if is_finite(value) else None for key, value in items})
+        lines.append({key: value if is_finite(value) else None for key, value in line.items()})
     return lines, num_damaged
+
+
+def _is_plain(line: dict[str, Any]) -> bool:
+    """Return whether a line has a step, a time, and only finite numbers; faster than is_finite."""
+    values = line.values()
+    are_numbers = {int, float}.issuperset(map(type, values)) and all(map(isfinite, values))
+    has_step = "step" in line and "time_s" in line
+    return are_numbers and has_step and max(map(abs, values)) <= MAX_NUMBER
 
 
 def _sign_of_life(state: Standing) -> str:

@@ -22,11 +22,8 @@ def identity(setting: Setting, *, without: Collection[str] = ()) -> str:
     A key that ends in a dot, such as ``parallelism.``, stands for all keys of the group.
     """
     groups = tuple(key for key in without if key.endswith("."))
-    return "\n".join(
-        f"{key}={setting[key]!r}"
-        for key in sorted(setting)
-        if key not in without and not key.startswith(groups)
-    )
+    items = sorted(setting.items())
+    return repr([one for one in items if one[0] not in without and not one[0].startswith(groups)])
 
 
 def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:

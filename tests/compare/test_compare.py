@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from generated_runs import SINGLE, lines_of, write_run
 
 from ddp_runner.compare.analysis import Comparison, ComparisonRow, compare
 from ddp_runner.compare.formats import as_text
 from ddp_runner.compare.plots import figures
 from ddp_runner.compare.recorded_run import Stat, Target
-from ddp_runner.compare.run_reader import read_runs
+from ddp_runner.compare.run_reader import read_run, read_runs
+from ddp_runner.config.identity import leaves
 from ddp_runner.errors import UserError
+from ddp_runner.tracking.run_dir import RunDir
 
 STRONG = {1: (64, 64), 2: (64, 32), 4: (64, 16)}  # global batch, batch per rank
 WEAK = {1: (64, 64), 2: (128, 64), 4: (256, 64)}
@@ -484,9 +487,25 @@ def test_an_own_metric_is_a_column_and_splits_no_row(tmp_path: Path) -> None:
     ]
 
 
-def test_the_lines_of_many_runs_share_the_names_of_their_metrics(tmp_path: Path) -> None:
+def test_the_lines_of_a_run_share_the_names_of_their_metrics(tmp_path: Path) -> None:
     """Else the names take as much memory as the numbers of ten thousand runs."""
-    write_scaling(tmp_path, {1: 200.0, 2: 360.0}, batches=STRONG)
-    first, second = read_runs([tmp_path])
-    names = [next(key for key in run.lines[-1] if key == "train/loss") for run in (first, second)]
+    write_scaling(tmp_path, {1: 200.0}, batches=STRONG)
+    (run,) = read_runs([tmp_path])
+    names = [next(key for key in line if key == "train/loss") for line in run.lines[-2:]]
     assert names[0] is names[1]
+
+
+def test_configs_that_share_blocks_are_read_as_yaml_reads_them(tmp_path: Path) -> None:
+    """Whatever stands at the beginning of a line: a list, a comment, the end of a text."""
+    texts = (
+        "---\na:\n- 1\n- {b: 2}\nc: {d: [3]}\n...\n",
+        "---\na:\n- 1\n- {b: 2}\nc: {d: [4]}\n...\n",
+        "# a comment\na: {\nb: 1\n}\nc: |\n  d\n\n  e\n",
+        "a: 'one\n  b: 2'\nc: {}\n",
+        "{a: 1, c: 2}",
+    )
+    for index, text in enumerate(texts):
+        folder = tmp_path / str(index)
+        write_run(folder)
+        RunDir(folder).config.write_text(text)
+        assert read_run(folder).config == dict(leaves(yaml.safe_load(text), whole_lists=True))

@@ -383,6 +383,22 @@ def test_many_runs_have_a_table_but_no_details(
     assert "3 runs have no details here" in page.text
 
 
+def test_the_tables_of_many_settings_have_the_best_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A browser could not show ten thousand; the page says which it shows, and where all are."""
+    monkeypatch.setattr(report_page, "MAX_ROWS", 2)
+    for number, loss in enumerate((3.0, 1.0, 2.0)):
+        record = {"metrics": {"train/loss": loss, "eval/loss": loss}}
+        config = {"optimizer.lr": 0.1 + number}
+        write_run(tmp_path / "outputs" / str(number), config=config, record=record)
+    page = read_page(report(tmp_path / "outputs"))
+    rows = [[cell.text for cell in row] for row in cells(page.all("table", id="results")[0])]
+    assert [{"0.1", "1.1", "2.1"} & {*row} for row in rows] == [{"1.1"}, {"2.1"}]
+    assert "2 of 3, the best by eval/loss; comparison.csv has all" in page.text
+    assert "3 runs compared" in page.text
+
+
 def plots(page: Element) -> dict[str, ElementTree.Element]:
     """Return the plots of a page as XML, by their titles."""
     images = {one.attributes["alt"]: one.attributes["src"] for one in page.all("img")}
