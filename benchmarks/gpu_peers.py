@@ -69,18 +69,21 @@ def peers(setup: Setup) -> Rows:
 
 def _peers(setup: Setup) -> Rows:
     need("torchvision", *NEEDED)
-    from loader import speed as samples_per_s
+    from loader import measure
 
     root, source = write_mnist(setup)
     samples, workers = (400, 0) if setup.rehearses else (12000, 2)
-    args = Namespace(data_root=str(root), samples=samples, epochs=3, threads=2)
-    measure = partial(samples_per_s, args=args, num_ranks=1, num_workers=workers)
-    own = measure("runner")
+    args = Namespace(data_root=str(root), samples=samples, epochs=3, threads=2, dataset="own")
+
+    def speed(program: str) -> float:
+        return measure(program, args, num_ranks=1, num_workers=workers)[0]
+
+    own = speed("runner")
     what = f"MNIST through a user's Dataset, {workers} workers"
 
     def beside(peer: str) -> Rows:
         need(*PEERS[peer])
-        yield Row("peers", what, "measured", own, "samples/s", peer, measure(peer), source)
+        yield Row("peers", what, "measured", own, "samples/s", peer, speed(peer), source)
 
     for peer in PEERS:
         yield from tried("peers", f"{what}, {peer}", partial(beside, peer))

@@ -13,6 +13,7 @@ import pytest
 from ddp_runner.host.processes import (
     fork_server_is_gone,
     release_fork_server,
+    start_fork_server,
     stop_fork_server,
 )
 
@@ -67,6 +68,19 @@ def test_a_semaphore_that_a_rank_leaves_behind_causes_no_warning() -> None:
         timeout=120,
     )
     assert ended.stderr == ""
+
+
+@pytest.mark.parametrize("chosen", [None, "glibc.malloc.hugetlb=0"])
+def test_ranks_get_large_pages_unless_the_user_decides(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server inherits the variable, and glibc reads it only when a program starts."""
+    monkeypatch.setenv("GLIBC_TUNABLES", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("GLIBC_TUNABLES")
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
+    start_fork_server()
+    assert os.environ["GLIBC_TUNABLES"] == (chosen or "glibc.malloc.hugetlb=1")
 
 
 STARTS_A_CHILD = """
