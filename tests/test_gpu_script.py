@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from configs import resolved
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(
+    str(Path(__file__).resolve().parents[1] / "benchmarks")
+)  # after the helpers, of which one has the same name
 from gpu import cells
 from gpu_commands import MissingError, steady, tried
 from gpu_setup import REAL, TINY, Row, Workload

@@ -40,6 +40,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TRACKER = "ddp_runner.tracking.track"  # a command that sends what remains after a run, then ends
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W
 KILL_S = 5.0  # for killed processes to end; a process in uninterruptible sleep may not
+TUNABLES = "GLIBC_TUNABLES"
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
@@ -101,11 +102,17 @@ def start_fork_server() -> None:
     ):
         stop_fork_server()
     multiprocessing.set_forkserver_preload(["ddp_runner.launch.preload"])
-    # glibc reads it when the server starts: large pages for tensors, where Linux gives them on
+    # glibc reads it when the server starts. Large pages for tensors, where Linux gives them on
     # request, make a step with a few MiB of activations a twentieth faster.
-    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    with stop_signals_held():
-        forkserver.ensure_running()
+    chosen = os.environ.get(TUNABLES)
+    os.environ[TUNABLES] = chosen or "glibc.malloc.hugetlb=1"
+    try:
+        with stop_signals_held():
+            forkserver.ensure_running()
+    finally:
+        os.environ[TUNABLES] = chosen or ""
+        if chosen is None:
+            del os.environ[TUNABLES]
 
 
 def stop_fork_server() -> None:

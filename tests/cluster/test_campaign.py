@@ -10,7 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from undisturbed import assert_equal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(
+    str(Path(__file__).resolve().parents[2] / "benchmarks")
+)  # after the helpers, of which one has the same name
 from cluster_campaign import campaign, draws
 from cluster_checks import disturbed
 from cluster_faults import KINDS, Draw

@@ -14,7 +14,9 @@ from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.store import load_checkpoint, save_checkpoint
 from ddp_runner.config.training import CheckpointConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(
+    str(Path(__file__).resolve().parents[2] / "benchmarks")
+)  # after the helpers, of which one has the same name
 from kill_campaign import NUM_STEPS, campaign, uninterrupted
 
 pytestmark = pytest.mark.full

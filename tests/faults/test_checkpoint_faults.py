@@ -282,7 +282,9 @@ def test_sigterm_during_a_save_lets_it_finish(tmp_path: Path, uninterrupted: Pat
         partial(time.sleep, 3.0),
     )
     faults = [Fault(action, SAVE(4)) for action in actions]
-    end = run_training(tmp_path, *faults, args=("launch.shutdown_timeout_s=1",))
+    end = run_training(
+        tmp_path, *faults, args=("launch.shutdown_timeout_s=1", "checkpoint.keep=20")
+    )
     assert (end.exit_code, end.stderr) == (143, "")
     fields = record(end.run_dir)
     assert (fields["status"], fields["error"]) == ("preempted", None)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ddp_runner.host.processes import (
+    TUNABLES,
     fork_server_is_gone,
     release_fork_server,
     start_fork_server,
@@ -75,12 +76,14 @@ def test_ranks_get_large_pages_unless_the_user_decides(
     chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server inherits the variable, and glibc reads it only when a program starts."""
-    monkeypatch.setenv("GLIBC_TUNABLES", chosen or "")
+    monkeypatch.setenv(TUNABLES, chosen or "")
     if chosen is None:
-        monkeypatch.delenv("GLIBC_TUNABLES")
-    monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
+        monkeypatch.delenv(TUNABLES)
+    given = list[str]()
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: given.append(os.environ[TUNABLES]))
     start_fork_server()
-    assert os.environ["GLIBC_TUNABLES"] == (chosen or "glibc.malloc.hugetlb=1")
+    assert given == [chosen or "glibc.malloc.hugetlb=1"]
+    assert os.environ.get(TUNABLES) == chosen
 
 
 STARTS_A_CHILD = """
