@@ -10,7 +10,8 @@ from the second on, from end to end, without start-up, evaluation and checkpoint
 turns, and the first changes, so that a drifting machine speed affects all alike. Read the ratios.
 
 With `--dataset mnist` the runner trains on its own MNIST, which it keeps in memory, the others as
-before. Then the seconds of the whole commands count as well: give `--epochs 2`.
+before. Then the seconds of the whole commands count as well: give `--epochs 2`. With `--dataset
+pictures` all train ResNet-18 on random pictures of 32x32 pixels in memory.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--against", nargs="+", default=OPPONENTS, choices=OPPONENTS)
     parser.add_argument("--samples", type=int, default=12000, help="a multiple of 100 * ranks")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--dataset", default="own", choices=["own", "mnist"], help="the runner's")
+    parser.add_argument("--dataset", default="own", choices=["own", "mnist", "pictures"])
     args = parser.parse_args()
     names = ["runner", *args.against]
     print("ranks  workers  run  " + "  ".join(f"{name:>10}" for name in names) + "  (samples/s)")
@@ -71,6 +72,7 @@ def measure(
     """Run a program; return its samples per second over all ranks, and the command's seconds."""
     data_root = str(Path(args.data_root).resolve())
     threads = args.threads or max(1, (os.cpu_count() or 1) // num_ranks)
+    model = "resnet18" if args.dataset == "pictures" else "convnet"
     with tempfile.TemporaryDirectory() as folder:
         if name == "runner":
             own = (
@@ -83,9 +85,14 @@ def measure(
                     for split in ("train", "eval")
                 ),
             )  # fmt: skip
-            dataset = own if args.dataset == "own" else ("dataset=mnist", f"data_root={data_root}")
+            pictures = (
+                "dataset=fake_images", "dataset.channels=3", "dataset.height=32",
+                "dataset.width=32", f"dataset.num_samples={args.samples}",
+            )  # fmt: skip
+            in_memory = ("dataset=mnist", f"data_root={data_root}")
+            dataset = {"own": own, "mnist": in_memory, "pictures": pictures}[args.dataset]
             wall_s = timed(
-                "ddp_runner", "model=convnet", *dataset, f"world_size={num_ranks}",
+                "ddp_runner", f"model={model}", *dataset, f"world_size={num_ranks}",
                 "optimizer=sgd", "train.clip_norm=null", f"batch.per_rank={BATCH_SIZE}",
                 f"train.epochs={args.epochs}", f"train.num_threads={threads}", "optimizer.lr=1e-3",
                 f"train.log_every_steps={args.samples // (BATCH_SIZE * num_ranks)}",
@@ -101,7 +108,7 @@ def measure(
         result = Path(folder) / "result.json"
         wall_s = timed(
             "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", str(PROGRAMS),
-            name, "--data-root", data_root, "--samples", str(args.samples),
+            name, "--data-root", data_root, "--samples", str(args.samples), "--model", model,
             "--epochs", str(args.epochs), "--num-workers", str(num_workers),
             "--num-threads", str(threads), "--json", str(result), cwd=Path(folder),
             environ={"OMP_NUM_THREADS": str(threads)},

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from torchvision import transforms
+from torchvision import models, transforms
 from torchvision.datasets import MNIST
 from tutorial import BATCH_SIZE, ConvNet, init_process_group
 
@@ -38,11 +39,23 @@ def mnist(data_root: str, num_samples: int, train: bool = True) -> Dataset[Any]:
     return Subset(whole, range(num_samples))
 
 
+def pictures(num_samples: int) -> Dataset[Any]:
+    """Return random pictures of 32x32 pixels and classes, in memory."""
+    images = torch.rand(num_samples, 3, 32, 32)
+    return TensorDataset(images, torch.randint(0, 10, (num_samples,)))
+
+
+def model_of(args: argparse.Namespace) -> nn.Module:
+    """Return the model of every program."""
+    return ConvNet() if args.model == "convnet" else models.resnet18(num_classes=10)
+
+
 def parse_args() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Train the ConvNet on MNIST, sample by sample.")
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--data-root", required=True)
+    parser.add_argument("--model", default="convnet", help="resnet18 trains on random pictures")
     parser.add_argument("--samples", type=int, default=12000)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--num-workers", type=int, default=0)
@@ -53,8 +66,10 @@ def parse_args() -> argparse.Namespace:
 
 def loader_of(args: argparse.Namespace, **keys: Any) -> "DataLoader[Any]":
     """Return the loader of every program; its workers live as long as the run."""
+    on_mnist = args.model == "convnet"
+    dataset = mnist(args.data_root, args.samples) if on_mnist else pictures(args.samples)
     return DataLoader(
-        mnist(args.data_root, args.samples),
+        dataset,
         batch_size=BATCH_SIZE,
         num_workers=args.num_workers,
         persistent_workers=args.num_workers > 0,
@@ -70,10 +85,10 @@ def plain(args: argparse.Namespace) -> list[float]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    model = DistributedDataParallel(ConvNet().to(device))
+    model = DistributedDataParallel(model_of(args).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    dataset = mnist(args.data_root, args.samples)
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=True)
+    numbers: Any = range(args.samples)
+    sampler: DistributedSampler[Any] = DistributedSampler(numbers, shuffle=True)
     loader, ends = loader_of(args, sampler=sampler), list[float]()
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
@@ -94,7 +109,7 @@ def accelerate(args: argparse.Namespace) -> list[float]:
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.set_num_threads(args.num_threads)  # it chooses for itself
-    model: Any = ConvNet()
+    model: Any = model_of(args)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=LR)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(args, shuffle=True))
     ends = list[float]()
@@ -115,7 +130,7 @@ def fabric(args: argparse.Namespace) -> list[float]:
 
     runner = Fabric(**devices())
     runner.launch()
-    model: Any = ConvNet()
+    model: Any = model_of(args)
     model, optimizer = runner.setup(model, torch.optim.SGD(model.parameters(), lr=LR))
     loader: Any = runner.setup_dataloaders(loader_of(args, shuffle=True))
     ends = list[float]()
@@ -140,7 +155,7 @@ def trainer(args: argparse.Namespace) -> list[float]:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = ConvNet()
+            self.net = model_of(args)
 
         def training_step(self, batch: Any) -> torch.Tensor:
             images, labels = batch
