@@ -36,6 +36,7 @@ import_errors: list[str] = []  # of the fork server, when it imported torch and 
 _SERVER: Any = forkserver._forkserver
 _TRACKER: Any = resource_tracker._resource_tracker
 PROC = Path("/proc")
+IMPORTED_AT = time.time()  # at the start of a command, before any session of its runs
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TRACKER = "ddp_runner.tracking.track"  # a command that sends what remains after a run, then ends
 WITHOUT_WARNING = "ignore:resource_tracker:UserWarning"  # Python's option -W

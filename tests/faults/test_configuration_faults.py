@@ -269,16 +269,16 @@ def test_commands_in_the_same_second_get_separate_folders(is_sweep: bool, tmp_pa
 
 def revision_by_rank() -> None:
     """Give this rank a commit of its own."""
-    from ddp_runner.tracking import git
+    from ddp_runner.cli import start_runs
 
-    git.git_revisions = lambda: {"git_revision": f"commit-{os.environ['RANK']}"}
+    start_runs.git_revisions = lambda: {"git_revision": f"commit-{os.environ['RANK']}"}
 
 
 def torch_by_rank() -> None:
     """Give this rank a version of torch of its own."""
-    from ddp_runner.tracking import run_record
+    from ddp_runner.cli import start_runs
 
-    run_record.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
+    start_runs.versions = lambda: {"torch": f"2.{os.environ['RANK']}"}
 
 
 def nothing() -> None:
