@@ -59,11 +59,7 @@ class CsvText:
 
     def __post_init__(self) -> None:
         least_tokens = len(SPECIAL_TOKENS) + 1
-        shared.require_at_least(self, max_length=3, vocab_size=least_tokens)
-        if self.vocabulary not in VOCABULARIES:
-            raise UserError(
-                f"dataset.vocabulary ({self.vocabulary}) must be one of {', '.join(VOCABULARIES)}"
-            )
+        shared.validate_fields(self, VOCABULARIES, max_length=3, vocab_size=least_tokens)
         if len(self.delimiter) != 1 or self.delimiter in '\r\n"':
             raise UserError(
                 f"dataset.delimiter ({self.delimiter!r}) must be one character",

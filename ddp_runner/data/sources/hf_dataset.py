@@ -6,7 +6,6 @@ API: https://huggingface.co/docs/datasets/package_reference/loading_methods
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,10 @@ class HFDataset(TorchDataset):
     def _load(self, split: str, data_root: Path) -> Any:
         """Return a split as the library's Dataset, or as its IterableDataset if streaming."""
         datasets, path, folder = _library(), self.path, data_root / self.path
+
+        def under_root(file: str | None) -> str | None:  # addresses such as hf:// stay
+            return file if file is None or "://" in file else str(data_root / file)
+
         is_local = self.data_files is None and folder.exists()
         if not (is_local or path in FORMATS or "/" in path):
             raise UserError(
@@ -67,7 +70,7 @@ class HFDataset(TorchDataset):
                 rows = datasets.load_dataset(
                     str(folder) if is_local else path,
                     self.config_name,
-                    data_files=mapped(partial(_under, data_root), self.data_files),
+                    data_files=mapped(under_root, self.data_files),
                     split=split,
                     streaming=self.streaming,
                 )
@@ -121,8 +124,3 @@ def _saved(saved: Any, split: str, *, path: str) -> Any:
             f"a part of it, and dataset.train_split={only}",
         )
     return saved
-
-
-def _under(folder: Path, file: str | None) -> str | None:
-    """Return a file name joined to a folder; addresses such as hf:// stay."""
-    return file if file is None or "://" in file else str(folder / file)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.data.dataset import Dataset, TensorSource, splits
+from ddp_runner.data.dataset import Dataset, splits
 from ddp_runner.data.loader import LoaderSplit
 from ddp_runner.data.splits import MicroPlan
 from ddp_runner.data.stream import Split
@@ -35,14 +35,18 @@ def with_facts(source: Any, train: Split, evaluation: Split) -> Dataset:
     return Dataset(train=train, eval=evaluation, **facts)
 
 
-def require_at_least(source: TensorSource, **least: int) -> None:
-    """Raise a UserError if a field of a source is too small."""
+def validate_fields(source: Any, vocabularies: Sequence[str], **least: int) -> None:
+    """Raise a UserError if a field of a source of texts is too small, or not a vocabulary."""
     for name, smallest in least.items():
         if getattr(source, name) < smallest:
             raise UserError(
                 f"dataset.{name} ({getattr(source, name)}) must be at least {smallest}",
                 "increase it",
             )
+    if source.vocabulary not in vocabularies:
+        raise UserError(
+            f"dataset.vocabulary ({source.vocabulary}) must be one of {', '.join(vocabularies)}"
+        )
 
 
 def shuffled_split(

@@ -37,11 +37,7 @@ class Text:
     eval_fraction: float = 0.1  # fraction of the characters
 
     def __post_init__(self) -> None:
-        shared.require_at_least(self, sequence_length=1, vocab_size=NUM_BYTES)
-        if self.vocabulary not in VOCABULARIES:
-            raise UserError(
-                f"dataset.vocabulary ({self.vocabulary}) must be one of {', '.join(VOCABULARIES)}"
-            )
+        shared.validate_fields(self, VOCABULARIES, sequence_length=1, vocab_size=NUM_BYTES)
         paths = [self.path] if isinstance(self.path, str | None) else self.path
         if not paths or not all(path is None or (isinstance(path, str) and path) for path in paths):
             raise UserError(
