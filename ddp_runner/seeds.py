@@ -23,11 +23,6 @@ class _Generator(NamedTuple):
     is_same: Callable[[Any, Any], bool]
 
 
-def _same_numpy(state: Any, other: Any) -> bool:
-    # A state is (name, words, position, two cached values). The words change every 624 numbers.
-    return state[2:] == other[2:] and bool((state[1] == other[1]).all())
-
-
 # The global generators of a process, without those of its GPUs.
 GENERATORS = {
     "random": _Generator(random.getstate, random.setstate, random.seed, lambda a, b: bool(a == b)),
@@ -42,7 +37,8 @@ GENERATORS = {
         np.random.get_state,
         np.random.set_state,
         lambda seed: np.random.seed(seed % 2**32),
-        _same_numpy,
+        # A state is (name, words, position, two cached values). The words change every 624 numbers.
+        lambda a, b: a[2:] == b[2:] and bool((a[1] == b[1]).all()),
     ),
 }
 

@@ -56,11 +56,9 @@ class Tracker(Protocol):
 
         If the id differs from the earlier one, ``log`` gets all lines of the run again.
         """
-        ...
 
     def log(self, lines: Sequence[MetricLine]) -> None:
         """Send the lines since the last call, in order; at most about 64 KiB."""
-        ...
 
     def end(
         self, status: str, *, metrics: Mapping[str, float | None], files: Sequence[Path]
@@ -72,4 +70,3 @@ class Tracker(Protocol):
             metrics: last value of each metric; None: not finite.
             files: files to keep with the run, with ``model.safetensors`` if it has completed.
         """
-        ...
