@@ -11,6 +11,7 @@ from ddp_runner.files import replacing
 from ddp_runner.parallelism.shards import StoredTensor, shard_like, whole_state
 
 Tensors = Mapping[str, Tensor | StoredTensor]
+COMPILED = "_orig_mod."  # torch.compile's prefix of a key
 
 
 def load_tensors(module: nn.Module, tensors: Tensors, *, named: str) -> None:
@@ -33,10 +34,10 @@ def fitting_tensors(
         UserError: the tensors are from another model.
     """
     expected = whole_state(module)
-    given = {_without_compile(name): tensor for name, tensor in tensors.items()}
+    given = {name.replace(COMPILED, ""): tensor for name, tensor in tensors.items()}
     if not any(name.startswith("module.") for name in expected):  # from a saved DDP module
         given = {name.removeprefix("module."): tensor for name, tensor in given.items()}
-    keys = {_without_compile(key): key for key in expected}
+    keys = {key.replace(COMPILED, ""): key for key in expected}
     differences = []
     if missing := [name for name in keys if name not in given]:
         differences.append(f"it lacks {listed(missing)}")
@@ -93,8 +94,3 @@ def read_export(path: Path, *, named: str) -> tuple[dict[str, Tensor], dict[str,
     """
     with any_error(f"{named} cannot be read", "restore the file, or give another"):
         return read_tensors(path)
-
-
-def _without_compile(name: str) -> str:
-    """Return a key without torch.compile's prefix."""
-    return name.replace("_orig_mod.", "")

@@ -179,8 +179,7 @@ def load_scheduler(
         return
     for group, first in zip(scheduler.optimizer.param_groups, groups, strict=True):
         group.update({key: copy.deepcopy(first[key]) for key in SCHEDULED & first.keys()})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the optimizer has taken no step in this process
+    with warnings.catch_warnings(action="ignore"):  # the optimizer has taken no step here
         for _ in range(last_step - first_step):
             scheduler.step()  # a ValueError of OneCycleLR past its end names its number of steps
 

@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from ddp_runner.checkpoint.manifest import FileFacts
@@ -28,16 +27,15 @@ class Shards:
 
     def __init__(self, rank: int, num_ranks: int, wire: Wire | None = None) -> None:
         self.rank, self._num_ranks = rank, num_ranks
-        self._wire, self._has_failed = wire, Event()
+        self._wire = wire
+        self.has_failed = (
+            False  # then wait no longer for ranks that write nothing: they may be gone
+        )
 
     @property
     def _is_ending(self) -> bool:
         is_asked = self._wire is not None and (self._wire.stop or self._wire.has_signal)
-        return is_asked or self._has_failed.is_set()
-
-    def give_up(self) -> None:
-        """Wait no longer for ranks that write nothing: one of them may be gone."""
-        self._has_failed.set()
+        return is_asked or self.has_failed
 
     def write(self, folder: Path, *, parts: Mapping[str, Part]) -> dict[str, FileFacts]:
         """Write this rank's file and its note; on rank 0, wait for the files of all ranks.

@@ -98,7 +98,7 @@ class CheckpointWriter:
                 self.wait()
                 return
             if self._shards is not None:
-                self._shards.give_up()
+                self._shards.has_failed = True
             if self._pending is not None and (failure := self._pending.exception()) is not None:
                 self._log(f"in addition, {failure}")  # the error that ended the run is raised
         finally:

@@ -6,7 +6,7 @@ https://docs.pytorch.org/docs/stable/onnx_export.html
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -155,7 +155,9 @@ def export_programs(
         try:
             with (
                 os_errors(f"{path} cannot be written"),
-                _quiet(),
+                warnings.catch_warnings(action="ignore"),
+                redirect_stdout(StringIO()),  # of torch's exporter
+                redirect_stderr(StringIO()),
                 torch.no_grad(),
                 temp_folder_in(folder, prefix=".export-") as temp,
             ):
@@ -221,11 +223,3 @@ def _save(program: torch.export.ExportedProgram, path: Path) -> None:
         return
     num_bytes = sum(tensor.nbytes for tensor in program.state_dict.values())
     torch.onnx.export(program, f=path, external_data=num_bytes > MAX_INLINE, verbose=False)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the output and the warnings of torch's exporter in the block."""
-    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        warnings.simplefilter("ignore")
-        yield
