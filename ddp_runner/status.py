@@ -33,7 +33,18 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the status of the runs; return the exit code: 1 if a run is lost or silent."""
-    args = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_runner.status",
+        description="Show which runs are alive, with their step and speed, and which were killed.",
+        epilog="Exit code: 0; 1 if a run is lost (no process runs it) or silent (its process gives "
+        "no sign of life); 2 for a mistake in the command.",
+    )
+    add = parser.add_argument
+    help_paths = "a run, a sweep, or all outputs (default: outputs)"
+    add("paths", nargs="*", type=Path, default=[OUTPUTS], metavar="PATH", help=help_paths)
+    add("--all", action="store_true", help="show ended runs, too")
+    add("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(arguments)
     runs, sweeps = survey(args.paths)
     shown = [run for run in runs if args.all or run.is_shown]
     shown_sweeps = [sweep for sweep in sweeps if args.all or sweep.is_shown]
@@ -92,21 +103,6 @@ def _facts(run: RunStatus) -> Iterator[str]:
         yield f"tags: {' '.join(run.tags)}"
     if run.seen_s is not None:
         yield f"last sign of life {duration(run.seen_s)} ago"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m ddp_runner.status",
-        description="Show which runs are alive, with their step and speed, and which were killed.",
-        epilog="Exit code: 0; 1 if a run is lost (no process runs it) or silent (its process gives "
-        "no sign of life); 2 for a mistake in the command.",
-    )
-    add = parser.add_argument
-    help_paths = "a run, a sweep, or all outputs (default: outputs)"
-    add("paths", nargs="*", type=Path, default=[OUTPUTS], metavar="PATH", help=help_paths)
-    add("--all", action="store_true", help="show ended runs, too")
-    add("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 if __name__ == "__main__":

@@ -45,10 +45,8 @@ def key(default: T, doc: str, **rule: Any) -> T:
     """Return a field of the schema; `rule` has the other fields of ``Rule``."""
     metadata = {"rule": Rule(doc, **rule)}
     if isinstance(default, list | dict):
-        result: T = field(default_factory=lambda: copy(default), metadata=metadata)
-    else:
-        result = field(default=default, metadata=metadata)
-    return result
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def walk(owner: Any, prefix: str = "") -> Iterator[Key]:

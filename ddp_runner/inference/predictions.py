@@ -160,9 +160,7 @@ def _printable(name: str) -> str:
 
 
 def _has_rows(value: Any, count: int) -> bool:
-    if not isinstance(value, Tensor) or value.is_nested:
-        return False
-    return value.ndim > 0 and len(value) == count
+    return isinstance(value, Tensor) and not value.is_nested and value.shape[:1] == (count,)
 
 
 def _array(name: str, values: Tensor) -> NDArray[Any]:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -223,22 +223,21 @@ def _is_scalar(parameter: nn.Parameter) -> bool:
 
 
 def _average_scalars(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let each backward average the gradients of scalar parameters, which FSDP2 ignores."""
+    """Let each backward average the gradients of scalar parameters, which FSDP2 ignores.
+
+    A gradient may include the average of earlier micro-batches, which does not change.
+    """
     groups = [mesh[axis].get_group() for axis in _data_axes(mesh)]
+
+    def average(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        for group in groups:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= group.size()
+
     for scalar in filter(_is_scalar, module.parameters()):
         if scalar.requires_grad:
-            scalar.register_post_accumulate_grad_hook(partial(_average, groups=groups))
-
-
-def _average(parameter: Tensor, *, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Average the gradient of a parameter that FSDP2 ignores. Collective in each backward.
-
-    It may include the average of earlier micro-batches, which does not change.
-    """
-    assert parameter.grad is not None
-    for group in groups:
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= group.size()
+            scalar.register_post_accumulate_grad_hook(average)
 
 
 @lru_cache(maxsize=1)
