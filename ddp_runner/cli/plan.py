@@ -40,7 +40,6 @@ from ddp_runner.tracking.outputs import job_name
 from ddp_runner.tracking.run_dir import RunDir
 
 MODEL_FILE = "config.json"  # in a folder of transformers' weights
-SMALL_BYTES = 2**26  # a dataset of this size fits into any memory
 WEIGHT_FILES = (".safetensors", ".pt", ".pth")
 
 
@@ -57,13 +56,6 @@ class Invocation:
 
 
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
-    """Return the job of a composed config on this machine; see ``plan_at``."""
-    return plan_at(composed, lambda _: (hardware, invocation.env), invocation)
-
-
-def plan_at(
-    composed: DictConfig, hardware_for: Callable[[Config], JobHardware], invocation: Invocation
-) -> Job:
     """Return the job of a composed config, with its ``hydra`` node; it has no run folder yet.
 
     Raises:
@@ -71,7 +63,8 @@ def plan_at(
     """
     with opened(composed) as (given, node):
         words = written_words(node, invocation.command)
-        return prepare(given, node, invocation).finish(hardware_for, words)
+        prepared = prepare(given, node, invocation)
+        return prepared.finish(lambda _: (hardware, invocation.env), words)
 
 
 @dataclass(frozen=True)
@@ -239,8 +232,8 @@ def _validate_memory(dataset: Mapping[str, Any]) -> None:
     else:
         sample_bytes = 4 * (sizes.get("input_size", 0) + sizes.get("target_size", 0))
     count = sizes.get("num_samples", 0) + sizes.get("eval_samples", 0)
-    if count * sample_bytes < SMALL_BYTES:
-        return  # each job of a sweep would measure the memory again
+    if count * sample_bytes < 2**26:
+        return  # it fits into any memory, which each job of a sweep would measure again
     needed, memory = (size / 2**30 for size in (count * sample_bytes, memory_bytes()))
     if needed > memory:
         raise UserError(

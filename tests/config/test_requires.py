@@ -8,7 +8,8 @@ import pytest
 from configs import LAPTOP, config_error, resolved
 
 from ddp_runner.cli.command import compose, parse
-from ddp_runner.cli.plan import Invocation, plan, plan_at, validate_files
+from ddp_runner.cli.compose import opened
+from ddp_runner.cli.plan import Invocation, plan, prepare, validate_files, written_words
 from ddp_runner.config.fields import walk
 from ddp_runner.config.identity import NEUTRAL_KEYS, config_hash, only_used
 from ddp_runner.config.instantiate import make
@@ -158,4 +159,6 @@ def test_the_memory_of_a_machine_that_only_submits_does_not_count() -> None:
     with pytest.raises(UserError, match="this machine has"):
         plan(compose(command), LAPTOP, invocation)
     srun = DistEnv(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="srun")
-    plan_at(compose(command), lambda _: (LAPTOP, srun), invocation)
+    with opened(compose(command)) as (given, node):
+        words = written_words(node, command)
+        prepare(given, node, invocation).finish(lambda _: (LAPTOP, srun), words)
