@@ -64,11 +64,11 @@ class Pipeline(Single):
         with torch.device("meta" if self.meta_init else "cpu"):
             module = build()
         keys: dict[str, Any] = {"patterns": self.blocks, "ends": self.ends, "split": self.split}
-        cut = plan_cut(module, size * per_rank, **keys)
+        blocks, users = plan_cut(module, size * per_rank, **keys)
         remember_whole(module)
-        shared = tie_groups(cut.users, dict(module.named_parameters()), size)
+        shared = tie_groups(users, dict(module.named_parameters()), size)
         own = frozenset(range(rank, size * per_rank, size))
-        drop_others(module, lambda name: bool(cut.users[name] & own))
+        drop_others(module, lambda name: bool(users[name] & own))
         if any(parameter.is_meta for parameter in module.parameters()):
             initialise(module.to_empty(device=device))
         module = module.to(device)
@@ -82,12 +82,12 @@ class Pipeline(Single):
             broadcast_tensors([tensor.data for tensor in tensors], group=replicas)
         stages = Stages(
             module,
-            cut.blocks,
+            blocks,
             _subgroup(world, firsts, range(size)),
             replicas,
             device,
             ties,
-            frozenset(n for n, _ in module.named_parameters() if min(cut.users[n]) % size != rank),
+            frozenset(n for n, _ in module.named_parameters() if min(users[n]) % size != rank),
         )
         cast(Any, module).pipeline_stages = stages
         module.forward = stages.forward

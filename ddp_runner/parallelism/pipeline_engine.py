@@ -139,7 +139,8 @@ class PipelineEngine(Engine[Any, Any]):
             model = _StandIn(self._module, record)
             self._local.micro_loss(self._state, model, part, self._sums, count=self._count)
         except _ModelCallError as call:
-            return call.micro
+            micro: _Micro = call.args[0]
+            return micro
         raise _wrong_calls(0)
 
     def _prepare(self) -> None:
@@ -230,10 +231,6 @@ class _Computation(nn.Module):
 
 class _ModelCallError(BaseException):
     """Ends a training step where it calls the model; ``except Exception`` does not catch it."""
-
-    def __init__(self, micro: _Micro) -> None:
-        super().__init__()
-        self.micro = micro
 
 
 class _StandIn:

@@ -127,15 +127,6 @@ def whole_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: present.get(value, value) for name, value in whole.items()}
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Which stages use which tensors of a whole model."""
-
-    blocks: Sequence[Sequence[nn.Module]]  # of each stage
-    # The stages of each tensor by name; all names of a tensor have all its stages.
-    users: Mapping[str, frozenset[int]]
-
-
 def plan_cut(
     module: nn.Module,
     num_stages: int,
@@ -143,9 +134,10 @@ def plan_cut(
     patterns: Sequence[str],  # the key model.blocks
     ends: Mapping[str, Sequence[str]],  # the key model.pipeline
     split: Sequence[int] | None,  # the first block of each later stage; None: by parameters
-) -> Cut:
-    """Return how a whole model is cut into the stages of all ranks of a pipeline.
+) -> tuple[Sequence[Sequence[nn.Module]], Mapping[str, frozenset[int]]]:
+    """Return the blocks of each stage of all ranks of a pipeline, and the stages of each tensor.
 
+    The latter are by name, and all names of a tensor have all its stages.
     `ends` has the parts outside the blocks that each method uses; a part in neither is on every
     stage.
 
@@ -191,7 +183,7 @@ def plan_cut(
         used[value] |= {(num_stages - 1) * ENDS.index(end) for end in parts if name in parts[end]}
     users = {name: frozenset(used[value] or range(num_stages)) for name, value in named.items()}
     modules = [*blocks.values()]
-    return Cut([[modules[index] for index in stage] for stage in stages], users)
+    return [[modules[index] for index in stage] for stage in stages], users
 
 
 def _below(named: Mapping[str, Tensor], part: str) -> set[str]:

@@ -175,7 +175,7 @@ def test_stages_are_balanced_with_both_ends(num_stages: int, expected: list[int]
         model = GPT(vocab_size=64, num_layers=8, width=16, num_heads=2)
         model.wide = nn.Linear(16, 300)  # of the head
     ends = {"embed": ["tokens"], "head": ["tokens", "norm", "wide"]}
-    cut = plan_cut(model, num_stages, patterns=["blocks.*"], ends=ends, split=None)
-    assert [len(blocks) for blocks in cut.blocks] == expected
+    stages, _ = plan_cut(model, num_stages, patterns=["blocks.*"], ends=ends, split=None)
+    assert [len(blocks) for blocks in stages] == expected
     with pytest.raises(UserError, match="names 8 blocks, fewer than the 9 stages of"):
         plan_cut(model, 9, patterns=["blocks.*"], ends=ends, split=None)
