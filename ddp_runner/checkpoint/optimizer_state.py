@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddp_runner.errors import UserError, is_lost_peer, listed, typed
 from ddp_runner.parallelism.shards import StoredTensor, map_leaves, shard_like
@@ -200,13 +200,6 @@ def groups_of(
     if sum(value.optimizer is optimizer for value in schedulers) > 1:
         return None
     return next((settings[name] for name, value in objects.items() if value is optimizer), None)
-
-
-def set_rates(scheduler: LambdaLR) -> None:
-    """Set the rates of the scheduler's current step, which determines them."""
-    groups = scheduler.optimizer.param_groups
-    for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
-        group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
 
 
 def _names_by_number(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, str]:

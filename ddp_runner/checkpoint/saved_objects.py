@@ -12,7 +12,7 @@ uses its own setting.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +100,12 @@ class Saver:
             local[name] = _local_part(value, states[name], compares_buffers=self.compares_buffers)
         mark = bad, {name: digest_of(local[name]) for name in local}
         all_bad, digests = zip(*gather_objects(mark, group=self.group), strict=True)
-        _validate_finite(all_bad, step)
+        if (first := next(filter(None, all_bad), None)) is not None:
+            raise UserError(
+                f"parameter {first} became NaN or infinite by step {step}",
+                "it was not saved: start again with a smaller optimizer.lr, or resume from a "
+                "checkpoint whose loss was still small",
+            )
         differing = [name for name in local if len({digest[name] for digest in digests}) > 1]
         by_rank: list[Any] = []
         if differing:
@@ -216,16 +221,6 @@ class Saver:
 
 def _on_cpu(_: str, value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def _validate_finite(bad: Sequence[str | None], step: int) -> None:
-    """Reject NaN and infinity, given the first such parameter of each rank."""
-    if (first := next(filter(None, bad), None)) is not None:
-        raise UserError(
-            f"parameter {first} became NaN or infinite by step {step}",
-            "it was not saved: start again with a smaller optimizer.lr, or resume from a "
-            "checkpoint whose loss was still small",
-        )
 
 
 def _state(value: Any, settings: Any, names: Mapping[int, str]) -> Any:

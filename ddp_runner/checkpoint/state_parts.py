@@ -121,7 +121,10 @@ def split_off(state: Any, holders: Mapping[str, int], *, rank: int) -> tuple[Any
             raise TypeError(f"the state has two tensors with the name {name}")
         names.add(name)
         if is_shard(value) and any(place.is_partial() for place in value.placements):
-            value = _added(value)
+            from torch.distributed.tensor import Replicate  # each rank has a summand: add them
+
+            placements = [Replicate() if p.is_partial() else p for p in value.placements]
+            value = value.redistribute(placements=placements)
         holder, part = holders.get(name, 0), own_part(value)
         if not is_shard(value):
             if rank == holder:
@@ -136,14 +139,6 @@ def split_off(state: Any, holders: Mapping[str, int], *, rank: int) -> tuple[Any
         return spec_of(value)
 
     return map_leaves(spec, state), parts
-
-
-def _added(tensor: Any) -> Any:
-    """Return a tensor of which each rank had a summand, now whole on each. Collective."""
-    from torch.distributed.tensor import Replicate
-
-    placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
-    return tensor.redistribute(placements=placements)
 
 
 def _place(tensor: Any) -> tuple[tuple[int, ...], frozenset[int]]:

@@ -159,13 +159,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
-def redistribute_like(value: Tensor, reference: Tensor) -> Tensor:
-    """Return a tensor split as the reference is. Collective if its layout changes."""
-    if is_shard(reference) and is_shard(value):
-        return value.redistribute(placements=reference.placements)
-    return value
-
-
 def shard_like(value: Any, reference: Any) -> Any:
     """Return a whole or stored tensor split as the reference is; anything else unchanged."""
     if not is_shard(reference):

@@ -42,7 +42,14 @@ def split_layers(
             "parallelism.tensor_parallel_size needs a model that says how its layers are split",
             "write model.tensor_parallel={PATTERN:colwise}, or parallelism=fsdp",
         )
-    styles, numbers = _styles(SPLIT if is_sequence_split else WHOLE), _RankNumbers(mesh)
+    between, numbers = SPLIT if is_sequence_split else WHOLE, _RankNumbers(mesh)
+    styles: Mapping[str, Callable[[], ParallelStyle]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": lambda: RowwiseParallel(output_layouts=between),
+        "gather": lambda: _Gather(between),
+        "sequence": SequenceParallel,
+        "split": _Split,
+    }
     module.register_forward_pre_hook(numbers.begin)
     names_of = defaultdict[nn.Parameter, list[str]](list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -124,17 +131,6 @@ def _validate_ties(names: Iterable[Sequence[str]]) -> None:
                 "and torch would make them two",
                 "leave both layers out of it, or write parallelism=fsdp",
             )
-
-
-def _styles(between: Placement) -> Mapping[str, Callable[[], ParallelStyle]]:
-    """Return the plan's styles, given the placement of activations between layers."""
-    return {
-        "colwise": ColwiseParallel,
-        "rowwise": lambda: RowwiseParallel(output_layouts=between),
-        "gather": lambda: _Gather(between),
-        "sequence": SequenceParallel,
-        "split": _Split,
-    }
 
 
 class _Gather(ParallelStyle):

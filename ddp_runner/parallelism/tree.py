@@ -120,14 +120,6 @@ def _views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.as_strided(t.shape, t.stride()) for part, t in zip(parts, dense, strict=True)]
 
 
-def _sum_over(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a vector summed over the group's ranks. Collective."""
-    padded = pad(values, (0, -len(values) % group.size()))
-    total = torch.empty_like(padded)
-    dist.all_gather_into_tensor(total, own_chunk(padded, group), group=group)
-    return total[: len(values)]
-
-
 class TreeReduceScatter:
     """Adds the gradients of an FSDP2 group in the tree, and keeps this rank's shard of the mean.
 
@@ -162,6 +154,9 @@ class TreeReduceScatter:
         (total,) = self._stack.pop()
         assert total is not None
         shard = own_chunk(total, group)
-        if self._replicas is not None:
-            shard = _sum_over(shard, self._replicas)
+        if (replicas := self._replicas) is not None:
+            padded = pad(shard, (0, -len(shard) % replicas.size()))
+            gathered = torch.empty_like(padded)
+            dist.all_gather_into_tensor(gathered, own_chunk(padded, replicas), group=replicas)
+            shard = gathered[: len(shard)]
         torch.div(shard, self._tree.count, out=output_tensor)

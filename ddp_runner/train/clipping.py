@@ -10,11 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_runner.device import sum_dtype
-from ddp_runner.parallelism.shards import full_tensor, is_shard, own_part, redistribute_like
+from ddp_runner.parallelism.shards import full_tensor, is_shard, own_part
 from ddp_runner.parallelism.stages import stages_of
 from ddp_runner.train.state import TrainState
-
-SMALLEST_NORM = 1e-6  # torch's; a norm of 0 would divide by 0
 
 
 def scale_and_clip(state: TrainState, factor: Tensor | None) -> Tensor | None:
@@ -34,7 +32,7 @@ def scale_and_clip(state: TrainState, factor: Tensor | None) -> Tensor | None:
         if factor is not None:
             norm = norm * factor.to(norm.device)
         if config.clip_norm is not None:
-            clip = (config.clip_norm / (norm + SMALLEST_NORM)).clamp(max=1.0)
+            clip = (config.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does: no 0 / 0
             factor = clip if factor is None else clip * factor.to(clip.device)
     if factor is not None:
         scale_gradients(parameters, factor)
@@ -58,8 +56,10 @@ def clip_values(parameters: Iterable[nn.Parameter], limit: float) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             continue
+        grad: Tensor = parameter.grad
         # Under sequence parallelism a rank has only summands of a norm layer's gradient.
-        grad = redistribute_like(parameter.grad, parameter)
+        if is_shard(grad) and is_shard(parameter):
+            grad = grad.redistribute(placements=parameter.placements)
         if grad.is_sparse:  # an index may occur several times, with summands
             grad = grad.coalesce()
         parameter.grad = grad

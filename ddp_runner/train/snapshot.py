@@ -6,7 +6,6 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_runner.checkpoint.optimizer_state import set_rates
 from ddp_runner.checkpoint.saved_objects import Saver
 from ddp_runner.train.same_data import RunData
 from ddp_runner.train.state import TrainState, forward
@@ -103,4 +102,5 @@ def _set_rates(state: TrainState) -> None:
     is_in_epochs = state.work.config.train.max_steps is None
     if batches.is_resized and is_in_epochs and batches.steps_per_epoch is not None:
         scheduler.last_epoch = batches.epoch * batches.steps_per_epoch
-    set_rates(scheduler)
+    for group, factor in zip(scheduler.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+        group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)

@@ -55,7 +55,10 @@ class MLflow:
         self._run, self._id = run, mlflow_run.info.run_id
         client.update_run(self._id, status="RUNNING", name=run.name)
         sent = mlflow_run.data.params
-        current = {_key(key): _text(value) for key, value in run.parameters.items()}
+        current = {
+            _key(key): (value if isinstance(value, str) else json.dumps(value))[:CHARACTERS]
+            for key, value in run.parameters.items()
+        }
         changed = [
             f"{key}={current[key]}"
             for key in sent
@@ -146,8 +149,3 @@ def _key(name: str) -> str:
         return name
     ending = f"_{digest(name)[:8]}"
     return key[: KEY_CHARACTERS - len(ending)] + ending
-
-
-def _text(value: Any) -> str:
-    """Return a value as in YAML, cut to MLflow's limit."""
-    return (value if isinstance(value, str) else json.dumps(value))[:CHARACTERS]
