@@ -30,7 +30,6 @@ DUMPER: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 MOST_YAML_KIB, MOST_YAML_VALUES = 1024, 20_000  # a run's config has 10 KiB, hundreds of values
 MAX_NAME_BYTES = 200  # file systems allow 255
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # a link could lead out of a run folder
-LOCK_POLL_S = 0.02
 READER_S = 0.1  # a reader, such as the status command, holds a lock for an instant
 
 
@@ -102,7 +101,7 @@ def locked(path: Path, *, wait_s: float = math.inf) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"{path} is locked") from None
-            time.sleep(LOCK_POLL_S)
+            time.sleep(0.02)
         try:
             yield
         finally:

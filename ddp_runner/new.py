@@ -20,7 +20,6 @@ PACKAGE = Path(__file__).resolve().parent
 IS_INSTALLED = (PACKAGE / "template").is_dir()
 TEMPLATE = (PACKAGE if IS_INSTALLED else PACKAGE.parent) / "template"
 PLACEHOLDER = "my_project"  # the name of the template
-REQUIREMENT = '"ddp-runner"'  # in its pyproject.toml
 NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")  # also valid for a distribution
 # Folders of each project, and packages that it needs.
 RESERVED = {"conf", "data", "hydra_plugins", "outputs", "pytest", "tests"}
@@ -61,7 +60,7 @@ def create(folder: Path, name: str) -> int:
     for file in files:
         text = file.read_text(encoding="utf-8").replace(PLACEHOLDER, name)
         if file.name == "pyproject.toml":
-            text = text.replace(REQUIREMENT, f'"ddp-runner>={__version__}"') + uv_source()
+            text = text.replace('"ddp-runner"', f'"ddp-runner>={__version__}"') + uv_source()
         path = folder / str(file.relative_to(TEMPLATE)).replace(PLACEHOLDER, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -39,7 +39,6 @@ MAX_BYTES = 16 * 2**20  # of a split's inputs to compare over ranks
 MAX_LOADED = 64  # samples to compare in a split that loads each sample separately
 WITHOUT_NUMBERS = "not checked: the samples of a stream have no numbers"
 NUM_STEPS = 2  # after the step that is compared with one process's; see ``equal_parameters``
-EVAL_STEPS = 2  # evaluation batches per rank
 DELAY_S = 0.3  # by which the last rank delays its backward
 
 
@@ -199,7 +198,7 @@ def equal_buffers(state: TrainState) -> Verdict:
     """Check that all ranks evaluate and save the same buffers, after some training steps."""
     buffers = with_other_stages(state.module, dict(state.module.named_buffers()))
     num_differed = len(differences(buffers))
-    evaluate(state.work, state.module, step=state.step, most_batches=EVAL_STEPS)
+    evaluate(state.work, state.module, step=state.step, most_batches=2)
     buffers = with_other_stages(state.module, dict(state.module.named_buffers()))
     saved = with_other_stages(state.module, state.module.state_dict())
     detail = (

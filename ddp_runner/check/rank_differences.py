@@ -18,8 +18,6 @@ from ddp_runner.errors import listed
 from ddp_runner.parallelism.shards import full_tensor, is_shard, own_part, whole_state
 from ddp_runner.parallelism.stages import stages_of
 
-ABSENT = ("none", "")  # stands for a tensor that a rank does not have
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -56,7 +54,7 @@ def differences(tensors: Mapping[str, Tensor | None]) -> list[str]:
     )
     sentences = list[str]()
     for name in dict.fromkeys(name for marks in by_rank for name in marks):
-        first, *others = marks = [marks.get(name, ABSENT) for marks in by_rank]
+        first, *others = marks = [marks.get(name, ("none", "")) for marks in by_rank]
         ranks = [rank for rank, mark in enumerate(marks) if mark != first]
         if not ranks:
             continue

@@ -31,7 +31,6 @@ DTYPES = {  # the format's names
     **{torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
-ALIGNMENT = 8  # of the first tensor, so that all can be used in place
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -65,7 +64,7 @@ def write_tensors(
         entry = {"dtype": DTYPES[spec.dtype], "shape": [*spec.shape], "data_offsets": [begin, end]}
         header[name] = entry
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-len(text) % 8)  # aligns the first tensor, so that all can be used in place
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         start: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]

@@ -26,7 +26,6 @@ from ddp_runner.errors import UserError, in_yaml, os_sentence, with_causes
 OURS = "ddp_runner"
 PACKAGE_LINE = "begin it with the line # @package _global_"
 GROUP_EXAMPLE = "params.groups=[{match:head.*,lr:0.01}]"
-LIBRARIES = ("hydra", "omegaconf", "antlr4", "yaml")
 # Class names of errors, which do not help a user.
 EVALUATING = re.compile(r" \w+ while evaluating ")
 RESOLVING = re.compile(r"\w+ (?:raised )?while resolving interpolation: ")
@@ -94,7 +93,7 @@ def _is_from_libraries(error: BaseException) -> bool:
     """
     modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     names = [module.partition(".")[0] for module in modules]
-    packages = [name for name in names if name in (*LIBRARIES, OURS)]
+    packages = [name for name in names if name in ("hydra", "omegaconf", "antlr4", "yaml", OURS)]
     return isinstance(error, Exception) and bool(packages) and packages[-1] != OURS
 
 

@@ -21,7 +21,6 @@ from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 
 OFFLINE = "ddp_runner.data.sources.offline."  # generated and bundled datasets
-MLFLOW = "ddp_runner.tracking.trackers.mlflow.MLflow"
 # W&B limits the length. Names in MLflow have no empty part, and its own tags have these prefixes.
 TAG = re.compile(r"(?!(?:mlflow|ddp_runner|version)\.)[\w:-][\w .:-]{0,63}")
 
@@ -217,7 +216,7 @@ def validate_trackers(config: Config) -> None:
     """Reject MLflow without a server: its own default needs the whole package, with SQLAlchemy."""
     for name, keys in config.trackers.items():
         uri = keys.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""
-        is_mlflow = keys["_target_"] == MLFLOW
+        is_mlflow = keys["_target_"] == "ddp_runner.tracking.trackers.mlflow.MLflow"
         if is_mlflow and "://" not in uri and uri != "databricks":  # a password: do not print it
             raise UserError(
                 f"trackers.{name}.tracking_uri, or else the variable MLFLOW_TRACKING_URI, "

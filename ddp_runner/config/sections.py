@@ -25,7 +25,6 @@ DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8",
 
 YEAR_S = 31_536_000  # libraries overflow beyond it
 ENDPOINT = re.compile(r"(?:\[([\da-fA-F:.]+(?:%\w+)?)\]|([^\s\[\]:/@]+))(?::(\d{1,5}))?")
-DEFAULT_PORT = 29400  # torchrun's
 
 
 def validate_weights(weights: object) -> None:
@@ -79,7 +78,7 @@ def meeting_place(launch: LaunchConfig) -> tuple[str, int]:
         UserError: it is neither HOST nor HOST:PORT.
     """
     match = ENDPOINT.fullmatch(launch.rdzv_endpoint or "")
-    port = int(match[3] or DEFAULT_PORT) if match else 0
+    port = int(match[3] or 29400) if match else 0  # torchrun's default
     if match is None or not 1 <= port <= 65535:
         raise UserError(
             f"launch.rdzv_endpoint ({launch.rdzv_endpoint}) must be HOST:PORT, with a port from 1 "

@@ -185,8 +185,6 @@ NO_FACTS = {
     *("prepare", "mean", "std", "augmentation", "channels", "height", "width"),
     *("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "shuffle_buffer"),
 }
-DOWNLOAD_LOCK = ".download.lock"  # beside the files: machines may share them, but not the cache
-DOWNLOAD_TIMEOUT_S = 10  # torchvision itself would wait for ever
 
 
 def build_dataset(config: Config, *, log: Callable[[str], None]) -> Dataset:
@@ -262,7 +260,8 @@ def _alone_to_download(root: Path) -> Iterator[None]:
     with ExitStack() as stack:
         with suppress(OSError):  # a read-only folder holds complete files
             root.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(root / DOWNLOAD_LOCK))
+            # Beside the files: machines may share them, but not the cache.
+            stack.enter_context(locked(root / ".download.lock"))
         stack.callback(socket.setdefaulttimeout, socket.getdefaulttimeout())
-        socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
+        socket.setdefaulttimeout(10)  # seconds; torchvision itself would wait for ever
         yield

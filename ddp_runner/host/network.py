@@ -17,7 +17,6 @@ from typing import Any
 INTERFACES = Path("/sys/class/net")
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 ANYWHERE = "192.0.2.1"  # an address that nobody has: https://www.rfc-editor.org/rfc/rfc5737
-ANY_PORT = 9
 BEAT_S = 1.0  # between two beats of a link
 SILENT_S = 5.0  # without a message, after which the other end of a link counts as silent
 SEND_S = 2.0  # the most that sending a message may take: the network may be down
@@ -73,7 +72,7 @@ def outer_interface(other: str) -> str | None:
 def _route(host: str) -> tuple[str, str] | None:
     """Return this machine's address and the host's on the route to it; nothing is sent."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, ANY_PORT))
+        probe.connect((host, 9))  # any port
         return str(probe.getsockname()[0]), str(probe.getpeername()[0])
     return None  # the name does not resolve, or there is no route
 

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HASH_FACTOR = 1_000_003  # rolling hash of a group of tokens to its row
-
 
 class Bert(nn.Module):
     """transformers' BERT classifier over token ids; padding does not change a logit.
@@ -85,7 +83,7 @@ class Bert(nn.Module):
         key = ids.long()
         for size, table in enumerate(self.ngrams, start=1):
             earlier = F.pad(ids, (size, 0))[:, : ids.shape[1]]  # the token `size` places before
-            key = (key * HASH_FACTOR + earlier) % self.ngram_buckets
+            key = (key * 1_000_003 + earlier) % self.ngram_buckets  # a rolling hash
             embeddings = embeddings + table(key)
         return cast(Tensor, self.network(inputs_embeds=embeddings, attention_mask=mask).logits)
 

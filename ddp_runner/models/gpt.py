@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-INIT_STD = 0.02  # as in GPT-2
 ROTARY_BASE = 10_000.0
-FEEDFORWARD_MULTIPLE = 64  # GPUs multiply faster if it divides a matrix's size
 
 
 class ResidualLinear(nn.Linear):
@@ -114,7 +112,7 @@ class GPT(nn.Module):
             )
         self.num_layers, self.head_dim = num_layers, width // num_heads
         if feedforward is None:  # three matrices then have the parameters of two of 4 x width
-            multiple = FEEDFORWARD_MULTIPLE
+            multiple = 64  # GPUs multiply faster if it divides a matrix's size
             feedforward = math.ceil(8 * width / 3 / multiple) * multiple
         self.tokens = nn.Embedding(max(vocab_size, min_vocab_size), width)
         self.dropout = nn.Dropout(dropout)
@@ -135,7 +133,7 @@ class GPT(nn.Module):
         if isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, nn.Linear | nn.Embedding):
-            std = INIT_STD
+            std = 0.02  # as in GPT-2
             if isinstance(module, ResidualLinear):  # two per block: keeps the size of their sum
                 std /= math.sqrt(2 * self.num_layers)
             nn.init.normal_(module.weight, std=std)

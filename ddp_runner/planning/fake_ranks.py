@@ -17,8 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp_runner.planning.step_tracker import tensors_of
 
-READ = torch.ops.aten._local_scalar_dense.default  # of Tensor.item
-
 
 class NumberlessTensors(FakeTensorMode):
     """Compute shapes and dtypes alone; an ``item`` is 1."""
@@ -33,7 +31,7 @@ class NumberlessTensors(FakeTensorMode):
             if inputs and not any(tensor.is_meta for tensor in inputs):
                 with torch._C._DisableTorchDispatch():
                     return func(*args, **(kwargs or {}))
-        if func is READ:
+        if func is torch.ops.aten._local_scalar_dense.default:  # of Tensor.item
             return torch.ones((), dtype=args[0].dtype, device="cpu").numpy()[()].item()
         return super().dispatch(func, types, args, kwargs or {})
 

@@ -41,7 +41,6 @@ from ddp_runner.train.state import TrainState, Work
 
 CPU = torch.device("cpu")
 NUM_STEPS = 2  # the first makes the optimizer's state, the second repeats itself
-MANY_STEPS = 10**9  # of the run, so that every schedule fits
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def trace_rank(config: RunConfig, *, rank: int, log: Callable[[str], None]) -> R
     Raises:
         UserError: the dataset is a stream, or the shapes of a step depend on numbers.
     """
-    train = replace(config.train, max_steps=MANY_STEPS, compile=False)
+    train = replace(config.train, max_steps=10**9, compile=False)  # so that every schedule fits
     config = replace(config, train=train)
     mode = make_mode(config)
     dataset, size = planned_dataset(config, log=log), config.world_size

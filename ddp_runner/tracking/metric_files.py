@@ -19,7 +19,6 @@ from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.tensorboard import MOST_CLASSES, confusion_picture, header
 
-EVENT_FILES = "events.out.tfevents.*"
 CONFUSION_FILE = "confusion.jsonl"  # counts of each evaluation, to redraw them after a resume
 # This prefix makes a separate group, the last of TensorBoard's Time Series tab.
 CONFUSION_TAG = "visuals/confusion_matrix"
@@ -69,7 +68,7 @@ class MetricFiles:
             self._began = time.monotonic() - (lines[-1]["time_s"] if lines else 0.0)
             # TensorBoard's default loader ignores purge_step and shows everything in the files. So
             # write new files from the lines, which survive a kill.
-            earlier_files = list(run_dir.path.glob(EVENT_FILES))
+            earlier_files = list(run_dir.path.glob("events.out.tfevents.*"))
             self._events = (
                 FileWriter(str(run_dir), flush_secs=FLUSH_S) if has_events else NoEvents()
             )

@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile, schedule, supported_activi
 from ddp_runner.config.training import WARMUP_STEPS, traced_steps
 from ddp_runner.host.hardware import CUDA
 
-NUM_ROWS = 40  # operators in a rank's table
 MAX_ALLOCATIONS = 100_000  # recorded on a GPU, with their stacks
 
 
@@ -143,7 +142,7 @@ class Profiler:
             shutil.copyfileobj(file, packed)
         trace.unlink()
         sort_by = f"self_{'cpu' if self._device.type == 'cpu' else 'device'}_time_total"
-        table = self._tracer.key_averages().table(sort_by=sort_by, row_limit=NUM_ROWS)
+        table = self._tracer.key_averages().table(sort_by=sort_by, row_limit=40)
         (folder / f"{rank}.txt").write_text(table, encoding="utf-8")
         if self._has_history:
             dump_history(folder / f"memory-{rank}.pickle")

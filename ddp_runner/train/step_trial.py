@@ -19,7 +19,6 @@ from ddp_runner.seeds import seed_all
 from ddp_runner.train.state import TrainState, Work, forward
 from ddp_runner.train.step import StepOutput, step_of
 
-NEGLIGIBLE = 1e-6  # a smaller loss is only rounding
 # Our sum for each mean of torch.nn.functional.
 SUMS = {"cross_entropy": "cross_entropy", "nll_loss": "nll", "mse_loss": "mse"}
 
@@ -174,8 +173,8 @@ def _validate_step(step: object, name: str) -> None:
 def _compared(once: float, twice: float, state: TrainState, dtype: torch.dtype) -> Trial:
     """Return the kind of a loss from its two values; training will reject NaN and infinity."""
     is_exact = state.work.config.train.precision == "fp32" and dtype.itemsize > 2
-    # Far above rounding, and far below the factor of 2 between a sum and a mean.
-    near = partial(math.isclose, twice, rel_tol=1e-3 if is_exact else 5e-2, abs_tol=NEGLIGIBLE)
+    # Far above rounding, as any smaller loss is, and far below the factor of 2 of a sum and a mean.
+    near = partial(math.isclose, twice, rel_tol=1e-3 if is_exact else 5e-2, abs_tol=1e-6)
     kind: Kind = "mean" if near(once) else "other"
     if near(2 * once) or not (math.isfinite(once) and math.isfinite(twice)):
         kind = "sum"

@@ -15,7 +15,6 @@ from ddp_runner.data.sources.shared import image_dataset
 
 TRAIN_DIGITS = 1437  # of 1797: four fifths
 DIGIT_SIZE = 28  # pixels, as in MNIST
-SPLIT_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Digits:
         images = interpolate(images, size=(DIGIT_SIZE, DIGIT_SIZE), mode="bilinear")
         images = images.round_().to(torch.uint8).expand(-1, self.channels, -1, -1)
         targets = torch.from_numpy(scans.target).long()
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         tensors: dict[str, Tensor] = {}
         for split, part in (("train", order[:TRAIN_DIGITS]), ("eval", order[TRAIN_DIGITS:])):
             tensors |= {f"{split}_inputs": images[part], f"{split}_targets": targets[part]}
