@@ -18,16 +18,19 @@ from ddp_runner.data.dataset import Augmentation, Dataset
 from ddp_runner.data.loader import Collate, LoaderSplit
 from ddp_runner.data.sources.shared import (
     files_digest,
-    first_batch,
     image_dataset,
-    prepared,
     shuffled_split,
     with_facts,
 )
-from ddp_runner.data.splits import AbsentSplit
+from ddp_runner.data.splits import AbsentSplit, MicroPlan
 from ddp_runner.data.stream import Split, StreamSplit
+from ddp_runner.data.trees import shape_of
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import memory_bytes
+from ddp_runner.seeds import generator_states, moved
+
+PREPARED_AT_ONCE = 256  # samples
+DO_NOT_PREPARE = "write dataset.prepare=false"
 
 
 @dataclass(frozen=True)
@@ -216,3 +219,51 @@ class TorchDataset:
             len(train), self.eval_fraction, seed=self.split_seed, noun="samples", origin=self.name
         )
         return {name: Subset(train, numbers) for name, numbers in parts.items()}
+
+
+def first_batch(split: Split) -> tuple[Any, bool]:
+    """Return a batch of the first sample, and whether loading it draws random numbers."""
+    if not isinstance(split, LoaderSplit):
+        raise UserError(getattr(split, "fix", f"a stream cannot be prepared; {DO_NOT_PREPARE}"))
+    before = generator_states()
+    batch = next(replace(split, num_workers=0).load([MicroPlan(range(1))]))
+    return batch, bool(moved(before))
+
+
+def prepared(split: Split, room: float) -> list[Tensor]:
+    """Return all inputs and all targets of a split as tensors of at most `room` bytes."""
+    first, draws = first_batch(split)
+    assert isinstance(split, LoaderSplit)
+    if draws:
+        raise UserError(
+            f"the {split.name} samples draw random numbers, and prepared they would be the same in "
+            "each epoch",
+            f"{DO_NOT_PREPARE}, or draw them in dataset.augmentation",
+        )
+    is_pair = isinstance(first, list | tuple) and len(first) == 2
+    if not is_pair or not all(isinstance(part, Tensor) for part in first):
+        raise UserError(
+            f"a {split.name} sample becomes a batch of type {type(first).__name__}, and only pairs "
+            "of tensors (input, target) can be prepared",
+            f"{DO_NOT_PREPARE}",
+        )
+    needed = sum(part.nbytes for part in first) * len(split)
+    if needed > room:
+        raise UserError(
+            f"the {len(split):,} {split.name} samples take {needed / 2**30:.1f} GiB, and half of "
+            f"the memory leaves {room / 2**30:.1f} GiB",
+            f"{DO_NOT_PREPARE}, or make them smaller",
+        )
+    tensors = [torch.empty((len(split), *part.shape[1:]), dtype=part.dtype) for part in first]
+    starts = range(0, len(split), PREPARED_AT_ONCE)
+    plans = [MicroPlan(range(start, min(start + PREPARED_AT_ONCE, len(split)))) for start in starts]
+    for start, batch in zip(starts, split.load(plans), strict=True):
+        for tensor, part in zip(tensors, batch, strict=True):
+            if (part.shape[1:], part.dtype) != (tensor.shape[1:], tensor.dtype):
+                raise UserError(
+                    f"the {split.name} samples from {start} on are {shape_of(part[0])}, and the "
+                    f"first {shape_of(tensor[0])}",
+                    f"give all of them one shape, or {DO_NOT_PREPARE}",
+                )
+            tensor[start : start + len(part)] = part
+    return tensors
