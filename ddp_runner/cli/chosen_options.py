@@ -19,6 +19,7 @@ from ddp_runner.errors import listed
 
 GROUPS = (*RUNNER_KEYS, "backend", *LIST_GROUPS)
 MERGED_LAST = ("model", "experiment")  # their YAMLs may set keys of any group
+_composed = lru_cache(maxsize=99)(compose_config)  # the jobs of a sweep choose the same options
 
 
 def keep_chosen_options(
@@ -41,14 +42,14 @@ def keep_chosen_options(
         words_within = [word for key, word in given.items() if key.startswith(f"{group}.")]
         # With ++ a key may exist or not.
         keys = [word if word[0] == "~" else f"++{word.lstrip('+')}" for word in words_within]
-        alone = _composed(*(f"~{key}" for key in last), given[group], *keys, folders=folders)
+        alone = _composed((*(f"~{key}" for key in last), given[group], *keys), folders=folders)
         # All options of backend share the other keys, such as timeout_s.
         part = "backend.name" if group == "backend" else group
         before = _keys(raw)
         wanted = OmegaConf.select(alone, part)
         if OmegaConf.select(raw, part) == wanted:
             continue
-        if _is_same(alone, _composed(*last_words, folders=folders), group):
+        if _is_same(alone, _composed(tuple(last_words), folders=folders), group):
             continue
         OmegaConf.update(raw, part, wanted, merge=False)
         after = _keys(raw)
@@ -70,7 +71,7 @@ def replace_targets(raw: DictConfig, words: Sequence[str], *, folders: tuple[str
         owner = key.removesuffix("._target_")
         pairs = zip(given, words, strict=True)
         others = [word for other, word in pairs if not other.startswith(f"{owner}.")]
-        before = OmegaConf.select(_composed(*others, folders=folders), key)
+        before = OmegaConf.select(_composed(tuple(others), folders=folders), key)
         node = OmegaConf.select(raw, owner)
         if before in (None, node._target_):
             continue
@@ -94,14 +95,9 @@ def changes(raw: DictConfig, kept: DictConfig) -> list[str]:
 
 def changed_keys(raw: DictConfig, words: Sequence[str]) -> list[str]:
     """Return the keys and groups that the chosen model and experiment change."""
-    usual = _keys(_composed(*(f"~{key}" for key in MERGED_LAST if key in chosen_keys(words))))
+    usual = _keys(_composed(tuple(f"~{key}" for key in MERGED_LAST if key in chosen_keys(words))))
     changed = [key for key, value in _keys(raw).items() if usual.get(key) != value]
     return [key.partition(".")[0] if key.startswith(GROUPS) else key for key in changed]
-
-
-@lru_cache(maxsize=99)  # the jobs of a sweep choose the same options
-def _composed(*words: str, folders: tuple[str, ...] = ()) -> DictConfig:
-    return compose_config(words, folders=folders)
 
 
 def _is_same(alone: DictConfig, usual: DictConfig, group: str) -> bool:

@@ -45,8 +45,7 @@ def run_plan(session: Session, stop_requested: Callable[[], bool]) -> Status:
     if torch.__version__ < "2.15" and "tensor_parallel_size" in config.parallelism:
         old = f"torch {torch.__version__} counts DTensor's bookkeeping, so the peak is too high"
         session.log(f"warning: {old}; plan with torch 2.15 or newer")
-    logger = task_logger(session)
-    with logger:
+    with task_logger(session) as logger:
         traces = [trace_rank(config, rank=rank, log=session.log) for rank in ranks]
         logger.step_done(step=0, epoch=0)  # the start-up ends here
         trace = max(traces, key=lambda one: one.peak)
