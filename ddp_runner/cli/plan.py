@@ -56,7 +56,7 @@ class Invocation:
 
 
 def plan(composed: DictConfig, hardware: Hardware, invocation: Invocation) -> Job:
-    """Return the job of a composed config, with its ``hydra`` node; it has no run folder yet.
+    """Return the job of a composed config on this machine; it has no run folder yet.
 
     Raises:
         UserError: the config is invalid, or a file that it names does not exist.

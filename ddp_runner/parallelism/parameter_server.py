@@ -98,7 +98,11 @@ class Trainer(Engine[Any, Any]):
             seed_all(batches.seed, "step", step, batches.share)
             batch = batches.step_at(step)
             sums = self.backward(state, batch)
-            _validate_gradients(module)
+            if any(p.grad is not None and p.grad.is_sparse for p in module.parameters()):
+                raise UserError(
+                    "parallelism=ps cannot push sparse gradients",
+                    "leave out sparse=True in the model, or write parallelism=ddp",
+                )
             # Per sample, since the last batch of an epoch may be smaller than the server's.
             tokens = 0.0 if sums.tokens is None else float(sums.tokens) / batch.global_count
             numbers = [waited_s, float(sums.loss), tokens, *map(float, sums.scalars.values())]
@@ -209,14 +213,6 @@ class Server(Engine[Any, Any]):
         self._staleness += [self._version - self._versions.pop(rank) for rank in senders]
         self._idle += senders
         return pushes
-
-
-def _validate_gradients(module: nn.Module) -> None:
-    if any(p.grad is not None and p.grad.is_sparse for p in module.parameters()):
-        raise UserError(
-            "parallelism=ps cannot push sparse gradients",
-            "leave out sparse=True in the model, or write parallelism=ddp",
-        )
 
 
 def flatten_state(module: nn.Module) -> Tensor:

@@ -39,7 +39,6 @@ LEARNING = (
     "batch.virtual_ranks",
 )
 LENGTH = ("train.max_steps", "train.epochs")
-RANKS = {"world_size", "batch.global_size"}
 
 
 def run_training(session: Session, stop_requested: Callable[[], bool]) -> Status:
@@ -137,7 +136,7 @@ def _changes(session: Session, state: TrainState) -> list[str]:
     shown = {group: values[f"{group}.name"] for group in groups}
     shown |= {key: pair for key, pair in values.items() if not is_inside(key, groups)}
     # Under torchrun the number of ranks may change without a key: a restart must not fail.
-    of_ranks = RANKS & set(chosen_keys(session.job.overrides))
+    of_ranks = {"world_size", "batch.global_size"} & set(chosen_keys(session.job.overrides))
     unused = [key for key in shown if is_inside(key, (*LEARNING, *of_ranks)) and key not in LENGTH]
     if unused and state.is_done:
         raise UserError(
