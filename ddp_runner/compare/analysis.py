@@ -34,6 +34,7 @@ TOLERANCE = 1e-3  # relative difference of losses that still counts as parity
 SUPERLINEAR = 1.1  # a higher efficiency has another cause than the additional devices
 NO_METRICS = {"startup_s", "wall_s", "time_to_target_s", "sessions"}  # stats that are not metrics
 BUSY = 0.1  # share of the cores' time that other work may use
+NO_QUANTITIES = {metric.name for metric in METRICS if not metric.is_quantity}
 # The first of these tasks that has runs gets the rows. Evaluations have no training to compare
 # with, and benchmarks beside other runs only serve predictions.
 TASKS = ("train", "evaluate", "plan", "collectives")
@@ -135,10 +136,10 @@ def compare(
     ]
     copies = with_copies(varied_keys(settings), settings)
     keys = (*copies, *(["seed"] if each else []))
-    named_groups: dict[str, list[RecordedRun]] = {}
+    named_groups: dict[object, list[RecordedRun]] = {}
     for run in shown:
-        name = str(run.folder) if each else identity(run.setting, without=averaged)
-        named_groups.setdefault(f"{run.ran_out}\n{name}", []).append(run)
+        name = run.folder if each else identity(run.setting, without=averaged)
+        named_groups.setdefault((run.ran_out, name), []).append(run)
     parity = parities(compared, tolerance=tolerance)
     rows = _rows([*named_groups.values()], keys, target=target, fits=fits, parity=parity)
     completed = tuple(row for row in rows if not row.runs[0].ran_out)
@@ -201,12 +202,11 @@ def _stats(runs: Sequence[RecordedRun], target: Target | None) -> dict[str, Stat
     """
     if runs[0].ran_out:
         return {}
-    logged = dict.fromkeys(chain.from_iterable(line for run in runs for line in run.lines))
+    logged = dict.fromkeys(chain.from_iterable(chain.from_iterable(run.lines for run in runs)))
     final = sorted({name for run in runs for name in run.final if not name.startswith("perf/")})
     names = [*(name for name in logged if name.startswith("perf/")), *final]
-    no_quantities = {metric.name for metric in METRICS if not metric.is_quantity}
     stats = {
-        name: stat(run.result(name) for run in runs) for name in names if name not in no_quantities
+        name: stat(run.result(name) for run in runs) for name in names if name not in NO_QUANTITIES
     }
     stats |= {
         "time_to_target_s": stat(target.time_s(run) for run in runs) if target else None,
@@ -215,7 +215,8 @@ def _stats(runs: Sequence[RecordedRun], target: Target | None) -> dict[str, Stat
         "sessions": stat(len(run.sessions) or None for run in runs),
     }
     present = {name: value for name, value in stats.items() if value is not None}
-    if len({f"{run.seed}\n{identity(run.setting)}" for run in runs}) == 1:
+    has_one_seed = len({str(run.seed) for run in runs}) == 1
+    if has_one_seed and len({identity(run.setting) for run in runs}) == 1:
         present |= {name: replace(present[name], sd=None) for name in final if name in present}
     return present
 

@@ -43,14 +43,14 @@ def parities(runs: Sequence[RecordedRun], *, tolerance: float) -> list[Parity]:
 
     A relative difference up to `tolerance` counts as parity.
     """
-    groups: dict[str, list[RecordedRun]] = {}
+    groups: dict[object, list[RecordedRun]] = {}
     for run in runs:
         has_losses = run.setting.get("batch.global_size") is not None and run.values(LOSS)
         if has_losses and promises_parity(run):
-            key = f"{run.seed!r}\n{identity(run.setting, without=MAY_DIFFER)}"
+            key = repr(run.seed), identity(run.setting, without=MAY_DIFFER)
             groups.setdefault(key, []).append(run)
     results = []
-    for group in groups.values():
+    for group in filter(lambda group: len(group) > 1, groups.values()):
         reference = min(group, key=_simplicity)
         same = identity(reference.setting, without=("parallel_jobs",))
         for run in group:

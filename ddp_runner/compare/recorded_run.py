@@ -32,7 +32,7 @@ class RecordedRun:
     def setting(self) -> Setting:
         """The keys and values that repetitions of a run share."""
         used = only_used(self.config, uses=self.record.get("uses"))
-        return {key: value for key, value in used.items() if _is_of_setting(key)} | {
+        return {key: used[key] for key in filter(_is_of_setting, used)} | {
             "world_size": self.world_size,
             "num_devices": self.num_devices,
             "parallel_jobs": self.is_parallel_job,  # other jobs slow it down
@@ -101,7 +101,7 @@ class RecordedRun:
         """Whether other jobs of its sweep ran on the same machine at the same time."""
         return self.record.get("parallel_jobs") is True
 
-    @property
+    @cached_property
     def final(self) -> dict[str, float]:
         """The finite metrics of run.json; see ``RunFields``."""
         metrics = self.record.get("metrics")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from math import isfinite
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
     """
     runs: dict[object, RecordedRun] = {}
     for path in paths:
-        folders = sorted(_run_folders(path))
+        folders = sorted(_run_folders(path), key=attrgetter("parts"))
         if not folders:
             raise UserError(
                 f"{path} contains no run (a folder with a {RUN_RECORD})",
@@ -129,7 +130,8 @@ def _run_folders(path: Path) -> Iterator[Path]:
 def _link_beside(record: Path) -> str | None:
     """Return the name of a link among the files of a report; None if there is none."""
     # A folder may come from somebody else, and a report is passed on: a link could lead anywhere.
-    return next((name for name in SHOWN if (record.parent / name).is_symlink()), None)
+    folder = record.parent
+    return next((name for name in SHOWN if (folder / name).is_symlink()), None)
 
 
 def _read_record(path: Path) -> dict[str, Any]:
@@ -160,12 +162,13 @@ def _read_block(text: str) -> list[tuple[str, Any]]:
 def read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     """Return the valid lines of a metrics file, and the number of damaged lines."""
     lines: list[dict[str, float | None]] = []
-    num_damaged, texts = 0, read_file(path).splitlines() if path.exists() else []
-    with suppress(ValueError, OverflowError, AttributeError, RecursionError):  # read line by line
-        whole = json.loads(b"[%s]" % b",".join(texts))  # 10,000 runs have millions of lines
-        if len(whole) == len(texts) and all(map(_is_plain, whole)):
+    num_damaged, content = 0, read_file(path) if path.exists() else b""
+    with suppress(ValueError, OverflowError, TypeError, RecursionError):  # else line by line
+        # Together: 10,000 runs have millions of lines.
+        whole = json.loads(b"[%s]" % content.rstrip().replace(b"\n", b","))
+        if len(whole) == content.count(b"\n") and _are_plain(whole):
             return whole, 0
-    for text in texts:
+    for text in content.splitlines():
         line = json_object(text) or {}
         has_numbers = all(isinstance(value, int | float | None) for value in line.values())
         if not (has_numbers and is_finite(line.get("step")) and is_finite(line.get("time_s"))):
@@ -175,12 +178,13 @@ def read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
     return lines, num_damaged
 
 
-def _is_plain(line: dict[str, Any]) -> bool:
-    """Return whether a line has a step, a time, and only finite numbers; faster than is_finite."""
-    values = line.values()
-    are_numbers = {int, float}.issuperset(map(type, values)) and all(map(isfinite, values))
-    has_step = "step" in line and "time_s" in line
-    return are_numbers and has_step and max(map(abs, values)) <= MAX_NUMBER
+def _are_plain(lines: list[dict[str, Any]]) -> bool:
+    """Return whether all lines have a step and a time, and only finite numbers."""
+    values = [*chain.from_iterable(map(dict.values, lines))]
+    has_steps = all("step" in line and "time_s" in line for line in lines)
+    are_numbers = has_steps and {int, float}.issuperset(map(type, values))
+    # The sum with a NaN is NaN, but the largest value may be another one.
+    return are_numbers and isfinite(sum(values)) and max(map(abs, values)) <= MAX_NUMBER
 
 
 def _sign_of_life(state: Standing) -> str:

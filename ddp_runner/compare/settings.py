@@ -1,6 +1,8 @@
 """The settings of runs: compare, sort and label them."""
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from ddp_runner.config.schema import RUNNER_KEYS, has_own_loop
@@ -16,14 +18,19 @@ LONGEST_LABEL = 60  # characters
 Setting = Mapping[str, Any]  # dotted keys and values
 
 
-def identity(setting: Setting, *, without: Collection[str] = ()) -> str:
-    """Return a text that is equal for settings that differ only in the keys `without`.
+def identity(setting: Setting, *, without: Collection[str] = ()) -> Hashable:
+    """Return a value that is equal for settings that differ only in the keys `without`.
 
     A key that ends in a dot, such as ``parallelism.``, stands for all keys of the group.
     """
+    keys = _sorted_keys(tuple(setting), tuple(without))
+    return keys, repr([setting[key] for key in keys])
+
+
+@lru_cache(maxsize=1000)  # thousands of runs have the same keys
+def _sorted_keys(keys: Iterable[str], without: Collection[str]) -> tuple[str, ...]:
     groups = tuple(key for key in without if key.endswith("."))
-    items = sorted(setting.items())
-    return repr([one for one in items if one[0] not in without and not one[0].startswith(groups)])
+    return tuple(sorted(key for key in {*keys} - {*without} if not key.startswith(groups)))
 
 
 def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
@@ -33,7 +40,7 @@ def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
     unless it differs between settings with the same name, or is a number in all of them. A batch
     size follows from the other batch size and the world size.
     """
-    keys = dict.fromkeys(key for setting in settings for key in setting)
+    keys = dict.fromkeys(chain.from_iterable(settings))
     varied = {key for key in keys if len(_values(settings, key)) > 1}
     shown = {
         key
@@ -63,7 +70,7 @@ def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
     Raises:
         UserError: there is no key `over`, or it is equal in all settings.
     """
-    keys = dict.fromkeys(key for setting in settings for key in setting)
+    keys = dict.fromkeys(chain.from_iterable(settings))
     named = {title_of(key): key for key in keys} | {key: key for key in keys}
     if over not in named:
         hint = f"did you mean {meant}?" if (meant := nearest(over, named)) else "see run.json"
@@ -80,15 +87,13 @@ def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
 
 def missing_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
     """Return the keys that only some settings have, except keys of groups with a ``_target_``."""
-    keys = dict.fromkeys(key for setting in settings for key in setting)
+    keys = dict.fromkeys(chain.from_iterable(settings))
+    common = {*keys}.intersection(*settings)
     groups = {key.partition(".")[0] for key in keys if key.endswith("._target_")}
     if any(has_own_loop(str(setting.get("task"))) for setting in settings):
         groups |= {"loop", "train", *RUNNER_KEYS}  # see only_used
-    return tuple(
-        key
-        for key in keys
-        if key.partition(".")[0] not in groups and any(key not in setting for setting in settings)
-    )
+    missing = (key for key in keys if key not in common)
+    return tuple(key for key in missing if key.partition(".")[0] not in groups)
 
 
 def same_keys(settings: Sequence[Setting]) -> Setting:

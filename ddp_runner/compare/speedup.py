@@ -131,12 +131,12 @@ def _scalings(settings: Sequence[Measured], fits: AllReduceFits, key: str) -> di
     return results
 
 
-def _by_mode(settings: Sequence[Measured], key: str) -> Iterable[Mapping[str, Sequence[int]]]:
+def _by_mode(settings: Sequence[Measured], key: str) -> Iterable[Mapping[object, Sequence[int]]]:
     """Return groups of settings with a common baseline, each by mode; a setting is its index.
 
     The settings of a mode differ only in the number of devices and in the other batch size.
     """
-    groups: dict[str, dict[str, list[int]]] = {}
+    groups: dict[object, dict[object, list[int]]] = {}
     for index, (run, stats) in enumerate(settings):
         setting, stat = run.setting, stats.get("perf/samples_per_s")
         # Not weak scaling: the work per rank shrinks as more ranks share a sample, or a fixed
@@ -145,7 +145,7 @@ def _by_mode(settings: Sequence[Measured], key: str) -> Iterable[Mapping[str, Se
         shrinks = size != 1 or setting.get("batch.virtual_ranks") is not None
         is_left_out = run.is_parallel_job or (key == BATCH_PER_RANK and shrinks)
         if stat and stat.mean and setting.get(key) is not None and not is_left_out:
-            same = f"{identity(setting, without=[*SIZE_KEYS, 'parallelism.'])}\n{setting[key]!r}"
+            same = identity(setting, without=[*SIZE_KEYS, "parallelism."]), repr(setting[key])
             modes = groups.setdefault(same, {})
             modes.setdefault(identity(setting, without=SIZE_KEYS), []).append(index)
     return groups.values()

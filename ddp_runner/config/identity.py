@@ -20,6 +20,7 @@ NEUTRAL_KEYS = (
 _REQUIRED = re.compile(
     rf"(?:{'|'.join(RUNNER_KEYS)}|(?:{'|'.join(LIST_GROUPS)})\.[^.]+)\.requires(?:\.|$)"
 )
+_is_required = lru_cache(maxsize=10_000)(_REQUIRED.match)  # thousands of runs repeat their keys
 RANK_KEYS = ("world_size", "batch.global_size", "batch.per_rank")  # they depend on the ranks
 
 
@@ -28,10 +29,10 @@ def is_inside(name: str, owners: Iterable[str]) -> bool:
     return any(f"{name}.".startswith(f"{owner.rstrip('.')}.") for owner in owners)
 
 
-@lru_cache(maxsize=10_000)  # the jobs of a sweep repeat their keys
+@lru_cache(maxsize=10_000)
 def affects_results(key: str) -> bool:
     """Return whether a dotted key can change the results of a run, so it is in its identity."""
-    return not (is_inside(key, NEUTRAL_KEYS) or _REQUIRED.match(key))
+    return not (is_inside(key, NEUTRAL_KEYS) or _is_required(key))
 
 
 def config_hash(config: RunConfig) -> str:
@@ -90,7 +91,7 @@ def only_used(keys: Mapping[str, Any], *, uses: Any) -> dict[str, Any]:
     Blocks `requires` are dropped. The user's own loop has in run.json the groups that it `uses`;
     its other groups and defaults of `train` are dropped too: the runner does not apply them.
     """
-    used = {key: value for key, value in keys.items() if not _REQUIRED.match(key)}
+    used = {key: value for key, value in keys.items() if not _is_required(key)}
     if not isinstance(uses, list) or not has_own_loop(str(keys.get("task"))):
         return used
     unused = RUNNER_KEYS.keys() - {"parallelism", *map(str, uses)}
