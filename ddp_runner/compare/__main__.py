@@ -5,6 +5,7 @@ python -m ddp_runner.compare outputs/SWEEP --target eval/accuracy=0.95 --out rep
 """
 
 import argparse
+import gc
 import io
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from ddp_runner.host.streams import wrap_lines
 
 def main() -> None:
     """Run the command and exit."""
+    gc.disable()  # the runs stay in memory to the end: searching them for garbage is a tenth
     if isinstance(sys.stdout, io.TextIOWrapper):  # a run's name may not be encodable
         sys.stdout.reconfigure(errors="backslashreplace")
     exit_with(run)

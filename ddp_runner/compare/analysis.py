@@ -215,8 +215,7 @@ def _stats(runs: Sequence[RecordedRun], target: Target | None) -> dict[str, Stat
         "sessions": stat(len(run.sessions) or None for run in runs),
     }
     present = {name: value for name, value in stats.items() if value is not None}
-    has_one_seed = len({str(run.seed) for run in runs}) == 1
-    if has_one_seed and len({identity(run.setting) for run in runs}) == 1:
+    if len({str(run.seed) for run in runs}) == 1 == len({identity(run.setting) for run in runs}):
         present |= {name: replace(present[name], sd=None) for name in final if name in present}
     return present
 

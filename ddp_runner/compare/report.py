@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ddp_runner import __version__
-from ddp_runner.compare.analysis import Comparison, ComparisonRow
+from ddp_runner.compare.analysis import Comparison
 from ddp_runner.compare.cards import SIZE, Card, details
 from ddp_runner.compare.columns import results_table
 from ddp_runner.compare.drawing import data_url
@@ -142,12 +142,9 @@ def _with_best_rows(comparison: Comparison) -> tuple[Comparison, list[Remark]]:
     names = headlines(sorted({name for row in rows for name in row.stats}))
     metric = best.metric if best else next(iter(names), "")
     is_lower = (best.mode if best else best_end(metric, rows[0].runs[0].directions)) == "min"
-
-    def place(row: ComparisonRow) -> float:
-        mean = row.stats[metric].mean if metric in row.stats else math.inf
-        return mean if is_lower or mean == math.inf else -mean
-
-    kept = {id(row) for row in sorted(rows, key=place)[:MAX_ROWS]}
+    worst = math.inf if is_lower else -math.inf
+    means = {id(row): row.stats[metric].mean if metric in row.stats else worst for row in rows}
+    kept = {*sorted(means, key=means.__getitem__, reverse=not is_lower)[:MAX_ROWS]}
     shown = [row for row in comparison.rows if id(row) in kept]
     folders = {run.folder for row in shown for run in row.runs}
     pairs = [one for one in comparison.parity if {one.run.folder, one.reference.folder} <= folders]
@@ -201,10 +198,10 @@ def _parity_table(comparison: Comparison, cards: Cards) -> Table:
 
 
 def _config_table(comparison: Comparison, cards: Cards) -> tuple[Table, list[tuple[str, str]]]:
-    """Return a row for each key with different values, and the keys with equal values.
+    """Return the values of each key with different values, and the keys with equal values.
 
     Unlike the columns of the comparison, these are all keys, with a column for each setting, or for
-    each run of a single setting.
+    each run of a single setting. If there are more of these than keys, each has a row.
     """
     rows = comparison.all_rows
     groups = {f"{number} {row.label}": row.runs for number, row in enumerate(rows, start=1)}
@@ -213,9 +210,12 @@ def _config_table(comparison: Comparison, cards: Cards) -> tuple[Table, list[tup
     keys = dict.fromkeys(key for runs in groups.values() for run in runs for key in run.config)
     values = {key: [_setting(runs, key) for runs in groups.values()] for key in keys}
     differing = {key: texts for key, texts in values.items() if len(set(texts)) > 1}
-    by_group = {name: [texts[at] for texts in differing.values()] for at, name in enumerate(groups)}
     same = [(key, texts[0]) for key, texts in values.items() if key not in differing]
-    return values_table("All keys that differ", {"key": [*differing], **by_group}), same
+    columns: dict[str, Sequence[str]] = {"# setting": [*groups], **differing}
+    if len(groups) <= len(differing):
+        by_group = zip(groups, zip(*differing.values(), strict=True), strict=True)
+        columns = {"key": [*differing], **dict(by_group)}
+    return values_table("All keys that differ", columns), same
 
 
 def _setting(runs: Sequence[RecordedRun], key: str) -> str:

@@ -75,14 +75,10 @@ def tied_keys(settings: Sequence[Setting], over: str) -> tuple[str, ...]:
     if over not in named:
         hint = f"did you mean {meant}?" if (meant := nearest(over, named)) else "see run.json"
         raise UserError(f"--over ({over}) is not a key of these runs", hint)
-
-    def pattern(key: str) -> list[int]:
-        return _numbered(repr(setting.get(key)) for setting in settings)
-
-    wanted = pattern(named[over])
-    if not any(wanted):
+    patterns = {key: _numbered(repr(item.get(key)) for item in settings) for key in keys}
+    if not any(patterns[named[over]]):
         raise UserError(f"--over ({over}) is equal in all runs", "name a key in which they differ")
-    return tuple(key for key in keys if pattern(key) == wanted)
+    return tuple(key for key in keys if patterns[key] == patterns[named[over]])
 
 
 def missing_keys(settings: Sequence[Setting]) -> tuple[str, ...]:

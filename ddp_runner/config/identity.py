@@ -17,9 +17,8 @@ NEUTRAL_KEYS = (
     *("launch", "sweep", "trackers"),
 )
 # The blocks `requires` do not count either: they describe the machine.
-_REQUIRED = re.compile(
-    rf"(?:{'|'.join(RUNNER_KEYS)}|(?:{'|'.join(LIST_GROUPS)})\.[^.]+)\.requires(?:\.|$)"
-)
+_LISTED = rf"(?:{'|'.join(LIST_GROUPS)})\.[^.]+"
+_REQUIRED = re.compile(rf"(?:{'|'.join(RUNNER_KEYS)}|{_LISTED})\.requires(?:\.|$)")
 _is_required = lru_cache(maxsize=10_000)(_REQUIRED.match)  # thousands of runs repeat their keys
 RANK_KEYS = ("world_size", "batch.global_size", "batch.per_rank")  # they depend on the ranks
 

@@ -171,6 +171,14 @@ def test_numbers_that_are_not_finite_are_ignored(tmp_path: Path) -> None:
     assert not {"eval/accuracy", "eval/f1", "wall_s", "startup_s"} & row.stats.keys()
 
 
+def test_a_single_nan_is_left_out(tmp_path: Path) -> None:
+    """Also as the only odd value of a file, after a larger number: a median with it is wrong."""
+    times = [9.0, float("nan"), 3.0, 5.0]
+    write_run(tmp_path / "run", lines=lines_of([1.0] * 4, perf__forward_ms=times))
+    (run,) = read_runs([tmp_path])
+    assert run.values("perf/forward_ms") == [9.0, 3.0, 5.0]
+
+
 def test_a_run_of_another_version_is_compared_with_a_note(tmp_path: Path) -> None:
     """The note names both."""
     record = {"versions": {"ddp_runner": "9.0"}, "field_of_tomorrow": 3}

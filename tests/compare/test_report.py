@@ -399,6 +399,16 @@ def test_the_tables_of_many_settings_have_the_best_rows(
     assert "3 runs compared" in page.text
 
 
+def test_settings_have_rows_where_they_are_more_than_the_keys(tmp_path: Path) -> None:
+    """A page of a thousand settings is as wide as the keys in which they differ."""
+    for lr in (0.1, 0.2, 0.3):
+        write_run(tmp_path / "outputs" / str(lr), config={"optimizer.lr": lr})
+    table = captioned(read_page(report(tmp_path / "outputs")), "All keys that differ")
+    assert [head.text for head in table.all("th", scope="col")] == ["# setting", "optimizer.lr"]
+    assert [row[1:] for row in texts(table)] == [["0.1"], ["0.2"], ["0.3"]]
+    assert all(f"optimizer.lr {row[1]}" in row[0] for row in texts(table))
+
+
 def plots(page: Element) -> dict[str, ElementTree.Element]:
     """Return the plots of a page as XML, by their titles."""
     images = {one.attributes["alt"]: one.attributes["src"] for one in page.all("img")}
