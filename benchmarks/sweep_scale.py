@@ -25,7 +25,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ddp_runner.cli import app
+from ddp_runner.cli import app, start_runs
 from ddp_runner.cli.sweeping import Jobs
 from ddp_runner.job import COMPLETED, EXIT_COMPLETED, Job, Outcome, Status
 from ddp_runner.sweep import run_sweep as run_module
@@ -134,7 +134,7 @@ def sweep(arguments: Sequence[str]) -> tuple[Instant, dict[str, float]]:
                 composing[0] += time.perf_counter() - start
 
     vars(run_module)["Local"] = lambda: executor
-    vars(app)["Jobs"] = TimedJobs
+    vars(start_runs)["Jobs"] = TimedJobs
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
         exit_code = app.run(arguments, started_at=time.time())

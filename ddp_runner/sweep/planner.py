@@ -4,7 +4,7 @@ A job is a new run in the sweep's folder, or resumes a run in that run's folder.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -18,6 +18,7 @@ from ddp_runner.config.load import to_config
 from ddp_runner.config.schema import Config
 from ddp_runner.config.sections import CollectivesConfig, SweepConfig
 from ddp_runner.errors import UserError, listed
+from ddp_runner.host.streams import print_line
 from ddp_runner.job import Job, Status
 from ddp_runner.launch.launcher import print_error
 from ddp_runner.sweep.jobs import JobBatch, JobHardware, SweepJob, freeze_unheld, num_sessions
@@ -86,24 +87,28 @@ class Planner:
     earlier: Path | None = None  # folder of an ended sweep of the same command
     settings: SweepConfig = field(default_factory=SweepConfig)  # of the last planned job
     queued: set[str] = field(default_factory=set)  # ids of all valid jobs
+    num_jobs: int = 0  # of a new grid whose first jobs start before the rest is planned
+    is_stopped: bool = False  # plan no more jobs
     _has_begun: bool = False  # a job has been composed
     _accepted: dict[str, SweepConfig] = field(default_factory=dict)
     _validated: DictConfig | None = None
     _resumed: set[Path] = field(default_factory=set)
 
-    def draft(self, batch: Iterable[Sequence[str]], numbers: Iterable[int]) -> list[Draft]:
-        """Return the jobs of a batch, from their words and their numbers, which count from 0.
+    def draft(self, batch: Iterable[Sequence[str]], numbers: Iterable[int]) -> Iterator[Draft]:
+        """Yield the jobs of a batch, from their words and their numbers, which count from 0.
 
         Raises:
             UserError: no job can be composed, or several jobs would resume the same run.
         """
-        drafts, fault = list[Draft](), None
-        for words, number in zip(batch, numbers, strict=False):
+        fault = None
+        for done, (words, number) in enumerate(zip(batch, numbers, strict=False), start=1):
+            if self.is_stopped:
+                return
             try:
                 composed = self.command.compose(words, number)
             except UserError as error:
                 varied = [word for word in words if word not in self.command.overrides]
-                drafts.append(self._invalid_draft(words, job_name(varied), error))
+                yield self._invalid_draft(words, job_name(varied), error)
                 fault = fault or error
                 continue
             if not self._has_begun:  # before that, a mistake in the command prints only its error
@@ -113,12 +118,11 @@ class Planner:
                     facts["earlier"] = f"{shown_path(self.earlier)} of the same command has ended"
                 print(fact_lines(facts), flush=True)
             self.validate(composed)
-            drafts.append(self._draft(composed, words, number))
-            if len(drafts) % NOTE_EVERY == 0:
-                print(f"{len(drafts)} jobs are planned", flush=True)
+            yield self._draft(composed, words, number)
+            if done % NOTE_EVERY == 0:
+                print_line(f"{done} jobs are planned")
         if fault is not None and not self._has_begun:
             raise fault
-        return drafts
 
     def _invalid_draft(self, words: Sequence[str], name: str, error: UserError) -> Draft:
         job_id = f"invalid: {digest(list(words))} {name}"
@@ -177,7 +181,7 @@ class Planner:
             )
         self._resumed.add(run.resolve())
 
-    def queue(self, drafts: Sequence[Draft], *, num_failed: int) -> JobBatch:
+    def queue(self, drafts: Sequence[Draft]) -> JobBatch:
         """Write the jobs into the plan, freeze new jobs in their folders, and return all jobs."""
         jobs = self.jobs(drafts)
         before = read_plan(self.folder)
@@ -187,7 +191,7 @@ class Planner:
         for draft in drafts:
             if draft.job is None and not draft.planned.is_skipped:
                 print_error(f"{shown_path(Path(draft.planned.folder))}: {draft.planned.fault}")
-        total = max((job.number for job in jobs.values()), default=0)
+        total = self.num_jobs or max((job.number for job in jobs.values()), default=0)
         queued = dict[str, SweepJob]()
         for job_id, job in jobs.items():
             planned = plan.jobs[job_id]
@@ -205,18 +209,19 @@ class Planner:
                 freeze_unheld(titled)
             sessions = num_sessions(current) if current.status == Status.FAILED else 0
             queued[job_id] = SweepJob(planned, titled, self.folder, sessions)
-        return JobBatch(queued, self.settings, num_failed)
+        return JobBatch(queued, self.settings)
 
     def planned(self, drafts: Sequence[Draft], plan: Plan) -> Plan:
         """Return the plan with the jobs of a batch; a grid drops jobs that it no longer makes."""
         jobs = {job_id: PlannedJob(job_id, job.title) for job_id, job in self.jobs(drafts).items()}
         jobs |= {draft.planned.job_id: draft.planned for draft in drafts}
-        kept = plan if self.is_search else without_stale_jobs(self.folder, jobs, plan)
-        return with_jobs(jobs.values(), kept)
+        if not (self.is_search or self.num_jobs):
+            plan = without_stale_jobs(self.folder, jobs, plan)
+        return with_jobs(jobs.values(), plan)
 
     def print_changes(self, before: Plan, plan: Plan, jobs: Mapping[str, Job]) -> None:
         """Print which jobs of the plan `before` the edit of a YAML has replaced or dropped."""
-        if self.is_search:
+        if self.is_search or self.num_jobs:
             return
         new = {plan.jobs[job_id].name: job_id for job_id in jobs}
         same = {job.name for job_id, job in before.jobs.items() if job_id in jobs}

@@ -1,10 +1,13 @@
 """Runs a command with -m: its folder, batches, table and exit code. Torch-free.
 
-All jobs of a batch are composed, resolved and frozen before the first of them starts.
+All jobs of a batch are composed, resolved and frozen before the first of them starts. The first
+jobs of a large new grid are a batch of their own: a thread plans the rest while they run.
 """
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +16,11 @@ from omegaconf import DictConfig
 
 from ddp_runner.config.rules import known_steps
 from ddp_runner.errors import UserError, counted, printable
+from ddp_runner.host.processes import stop_signals_held
 from ddp_runner.host.streams import line_width, wrap_lines
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Outcome, Status
 from ddp_runner.launch.launcher import print_error
+from ddp_runner.sweep.jobs import JobBatch
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.planner import Draft, Planner, SweepCommand, validate_resumed
 from ddp_runner.sweep.search import Grid, Search
@@ -39,6 +44,7 @@ from ddp_runner.sweep.sweep_table import (
 from ddp_runner.tracking.start_block import shown_path
 
 DRY_COLUMNS = ("job", "nodes", "ranks", "computes on", "steps")  # of sweep.dry_run=true
+PLANNING_S = 3.0  # then the first jobs of a large grid start
 NO_TRIALS = "the search has run all its trials; a larger hydra.sweeper.n_trials adds more"
 
 
@@ -56,16 +62,17 @@ def run_sweep(command: SweepCommand) -> int:
             "to choose the next jobs",
             "leave it out",
         )
-    with sweep_dir(common, command.words) as (folder, earlier):
+    with sweep_dir(common, command.words) as (folder, earlier), ThreadPoolExecutor(1) as pool:
         executor = Local() if settings is None else Slurm(folder, settings)
         planner = Planner(command, folder, executor, is_search=is_search, earlier=earlier)
         planner.validate(common)
         chooser = _chooser(planner)
         if common.sweep.dry_run:
-            return _print_jobs(planner, planner.draft(chooser.ask(), chooser.numbers))
+            return _print_jobs(planner, [*planner.draft(chooser.ask(), chooser.numbers)])
         try:
-            outcomes, best = _run_batches(planner, chooser)
+            outcomes, best = _run_batches(planner, chooser, pool)
         finally:
+            planner.is_stopped = True
             executor.close()
             if (folder / PLAN).exists():
                 print(sweep_table(folder, width=line_width(sys.stdout)), flush=True)
@@ -113,23 +120,35 @@ def _finish(planner: Planner, outcomes: Sequence[Outcome]) -> int:
     return max((outcome.exit_code for outcome in outcomes), default=EXIT_COMPLETED)
 
 
-def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome], str | None]:
+def _run_batches(
+    planner: Planner, chooser: Grid | Search, pool: ThreadPoolExecutor
+) -> tuple[list[Outcome], str | None]:
     """Run all batches; return the outcomes, also of a signal, and a line about the best job."""
+    rest: Future[tuple[list[Draft], JobBatch]] | None = None
     folder, num_failed, outcomes, is_first = planner.folder, 0, list[Outcome](), True
-    while words := chooser.ask():
-        drafts = planner.draft(words, chooser.numbers)
-        validate_resumed(drafts, skip_invalid=planner.settings.skip_invalid)
+    while rest is not None or (words := chooser.ask()):
+        if rest is not None:
+            (drafts, batch), rest = rest.result(), None
+        else:
+            drafting = planner.draft(words, chooser.numbers)
+            drafts = _first_drafts(planner, drafting)
+            planner.num_jobs = len(words) if len(drafts) < len(words) else 0
+            validate_resumed(drafts, skip_invalid=planner.settings.skip_invalid)
+            faults = {None if draft.planned.is_skipped else draft.planned.fault for draft in drafts}
+            if not planner.is_search and len(faults) == 1 and (fault := faults.pop()) is not None:
+                raise UserError(fault)  # print a mistake in the whole command once
+            if is_first:
+                is_first = False
+                change_plan(folder, partial(restarted, sweep_command(planner.command.words)))
+            batch = planner.queue(drafts)
+            if planner.num_jobs:
+                with stop_signals_held():  # also in the thread: this one gets the signals
+                    rest = pool.submit(_plan_rest, planner, drafting)
         invalid = [draft.planned for draft in drafts if draft.planned.fault]
         failed = [job for job in invalid if not job.is_skipped]
-        faults = {job.fault for job in failed}
-        if not planner.is_search and len(failed) == len(drafts) and len(faults) == 1:
-            raise UserError(str(faults.pop()))  # print a mistake in the whole command once
-        if is_first:
-            is_first = False
-            change_plan(folder, partial(restarted, sweep_command(planner.command.words)))
         outcomes += [Outcome(Status.FAILED, EXIT_USER_ERROR, job.fault) for job in failed]
         num_failed += len(failed)
-        batch = planner.queue(drafts, num_failed=num_failed)
+        batch = replace(batch, num_failed=num_failed)
         ended = planner.executor.run(batch) if batch.jobs and not batch.must_stop(0) else {}
         outcomes += ended.values()
         batch_failures = batch.num_failures(ended)
@@ -144,6 +163,26 @@ def _run_batches(planner: Planner, chooser: Grid | Search) -> tuple[list[Outcome
         print(NO_TRIALS, flush=True)
     change_plan(folder, lambda plan: replace(plan, is_open=False))
     return outcomes, chooser.finish() if isinstance(chooser, Search) else None
+
+
+def _first_drafts(planner: Planner, drafting: Iterable[Draft]) -> list[Draft]:
+    """Return all jobs of a batch, but of a large new grid those that start first."""
+    waits = planner.is_search or planner.settings.calibrate or isinstance(planner.executor, Slurm)
+    waits = waits or any("resume=" in word for word in planner.command.overrides)
+    waits = waits or bool(read_plan(planner.folder).jobs)
+    drafts, start = list[Draft](), time.monotonic()
+    for draft in drafting:
+        drafts.append(draft)
+        is_late = not waits and time.monotonic() > start + PLANNING_S
+        if is_late and any(one.job is not None for one in drafts):
+            break
+    return drafts
+
+
+def _plan_rest(planner: Planner, drafting: Iterable[Draft]) -> tuple[list[Draft], JobBatch]:
+    """Plan the jobs of a grid that are left; a thread does it while the first jobs run."""
+    drafts = [draft for draft in drafting if draft.planned.job_id not in planner.queued]
+    return drafts, planner.queue([] if planner.is_stopped else drafts)
 
 
 def _results(planner: Planner, drafts: Sequence[Draft]) -> list[float | str | None]:

@@ -196,5 +196,5 @@ def test_a_folder_with_a_run_of_another_config_is_left_alone(tmp_path: Path) -> 
         Local(),
         is_search=False,
     )
-    drafts = planner.draft([["model=toy", "seed=1"], ["model=toy", "seed=2"]], range(2))
+    drafts = [*planner.draft([["model=toy", "seed=1"], ["model=toy", "seed=2"]], range(2))]
     assert [one.planned.folder for one in drafts] == ["seed=1-2", "seed=2"]

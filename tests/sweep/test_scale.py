@@ -101,6 +101,7 @@ def test_a_large_sweep_says_how_far_its_planning_is(
         name_of=lambda composed: str(composed.seed),
         plan=lambda *_: job,
     )
-    planner.Planner(command, tmp_path, Local(), is_search=False).draft([["seed=1"]] * 7, range(7))
+    made = planner.Planner(command, tmp_path, Local(), is_search=False)
+    assert len([*made.draft([["seed=1"]] * 7, range(7))]) == 7
     notes = [line for line in capsys.readouterr().out.splitlines() if "planned" in line]
     assert notes == ["3 jobs are planned", "6 jobs are planned"]
