@@ -13,9 +13,11 @@ import contextlib
 import cProfile
 import io
 import json
+import math
 import os
 import pstats
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,8 +41,9 @@ from ddp_runner.tracking.run_record import end_session, start_session
 METRICS = {"eval/accuracy": 0.97, "train/loss": 0.2, "perf/samples_per_s": 4267.0}
 # compose: by Hydra; plan: resolve, validate and freeze; run: locks and run.json; table: of
 # the sweep; find: an unfinished sweep of this command; status: python -m ddp_runner.status; again:
-# what a second start does once it has planned.
-COLUMNS = ("jobs", "compose", "plan", "run", "table", "find", "status", "again", "MiB")
+# what a second start does once it has planned. For these, all jobs are planned before any starts;
+# first: when the first job starts otherwise, while a thread plans the rest.
+COLUMNS = ("jobs", "first", "compose", "plan", "run", "table", "find", "status", "again", "MiB")
 
 
 class Instant(Local):
@@ -55,6 +58,17 @@ class Instant(Local):
         outcomes = run_jobs(batch, execute=_complete)
         self.ended_at = time.perf_counter()
         return outcomes
+
+
+class First(Local):
+    """Stops the sweep as its first jobs start."""
+
+    began_at = 0.0
+
+    def run(self, batch: JobBatch) -> dict[str, Outcome]:
+        """Answer as if Ctrl-C had come."""
+        self.began_at = time.perf_counter()
+        return {"signal": Outcome.stopped(signal.SIGINT)}
 
 
 def _complete(job: Job) -> Outcome:
@@ -98,6 +112,8 @@ def measure(jobs: int, folder: Path, *, is_profiled: bool) -> dict[str, float]:
     os.chdir(folder)
     arguments = ["-m", "model=toy", f"seed=range({jobs})"]
     profile = cProfile.Profile()
+    first_s = seconds_to_first_job([*arguments, "hydra.sweep.dir=stopped"])
+    vars(run_module)["PLANNING_S"] = math.inf
     if is_profiled:
         profile.enable()
     executor, seconds = sweep(arguments)
@@ -105,6 +121,7 @@ def measure(jobs: int, folder: Path, *, is_profiled: bool) -> dict[str, float]:
     (found,) = Path("outputs").iterdir()
     seconds |= {
         "jobs": jobs,
+        "first": first_s,
         "MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "table": _seconds(lambda: sweep_table(found)),
         "status": _seconds(lambda: survey([Path("outputs")])),
@@ -119,6 +136,16 @@ def measure(jobs: int, folder: Path, *, is_profiled: bool) -> dict[str, float]:
     # The same command once more, without composing: each job is done already.
     seconds["again"] = _seconds(lambda: run_jobs(executor.batch, execute=_complete))
     return seconds
+
+
+def seconds_to_first_job(arguments: Sequence[str]) -> float:
+    """Return the time from the command, once its modules are imported, to its first job."""
+    executor = First()
+    vars(run_module)["Local"] = lambda: executor
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        app.run(arguments, started_at=time.time())
+    return executor.began_at - start
 
 
 def sweep(arguments: Sequence[str]) -> tuple[Instant, dict[str, float]]:

@@ -103,11 +103,8 @@ class JobBatch:
 
     def num_failures(self, outcomes: Mapping[str, Outcome]) -> int:
         """Return how many of these jobs have failed since the sweep's start."""
-        failed = [
-            self.jobs[job_id]
-            for job_id, outcome in outcomes.items()
-            if job_id in self.jobs and outcome.status == Status.FAILED
-        ]
+        ended = [(self.jobs[job_id], outcomes[job_id]) for job_id in self.jobs.keys() & outcomes]
+        failed = [job for job, outcome in ended if outcome.status == Status.FAILED]
         return sum(not job.has_failed_before(job.standing) for job in failed)
 
 

@@ -26,14 +26,7 @@ from ddp_runner.sweep.planner import Draft, Planner, SweepCommand, validate_resu
 from ddp_runner.sweep.search import Grid, Search
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.slurm_settings import slurm_settings
-from ddp_runner.sweep.sweep_dir import (
-    PLAN,
-    change_plan,
-    read_plan,
-    restarted,
-    sweep_command,
-    sweep_dir,
-)
+from ddp_runner.sweep.sweep_dir import PLAN, change_plan, read_plan, restarted, sweep_dir
 from ddp_runner.sweep.sweep_table import (
     aligned,
     failed_jobs,
@@ -139,13 +132,12 @@ def _run_batches(
                 raise UserError(fault)  # print a mistake in the whole command once
             if is_first:
                 is_first = False
-                change_plan(folder, partial(restarted, sweep_command(planner.command.words)))
+                change_plan(folder, partial(restarted, planner.command.words))
             batch = planner.queue(drafts)
             if planner.num_jobs:
                 with stop_signals_held():  # also in the thread: this one gets the signals
                     rest = pool.submit(_plan_rest, planner, drafting)
-        invalid = [draft.planned for draft in drafts if draft.planned.fault]
-        failed = [job for job in invalid if not job.is_skipped]
+        failed = [one.planned for one in drafts if one.job is None and not one.planned.is_skipped]
         outcomes += [Outcome(Status.FAILED, EXIT_USER_ERROR, job.fault) for job in failed]
         num_failed += len(failed)
         batch = replace(batch, num_failed=num_failed)
@@ -168,13 +160,13 @@ def _run_batches(
 def _first_drafts(planner: Planner, drafting: Iterable[Draft]) -> list[Draft]:
     """Return all jobs of a batch, but of a large new grid those that start first."""
     waits = planner.is_search or planner.settings.calibrate or isinstance(planner.executor, Slurm)
-    waits = waits or any("resume=" in word for word in planner.command.overrides)
-    waits = waits or bool(read_plan(planner.folder).jobs)
+    resumes = any("resume=" in word for word in planner.command.overrides)
+    if waits or resumes or read_plan(planner.folder).jobs:
+        return [*drafting]
     drafts, start = list[Draft](), time.monotonic()
     for draft in drafting:
         drafts.append(draft)
-        is_late = not waits and time.monotonic() > start + PLANNING_S
-        if is_late and any(one.job is not None for one in drafts):
+        if time.monotonic() > start + PLANNING_S and any(one.job is not None for one in drafts):
             break
     return drafts
 

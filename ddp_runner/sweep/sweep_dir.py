@@ -107,10 +107,10 @@ def change_plan(folder: Path, change: Callable[[Plan], Plan]) -> Plan:
     return plan
 
 
-def restarted(command: Sequence[str], plan: Plan) -> Plan:
+def restarted(words: Sequence[str], plan: Plan) -> Plan:
     """Return the plan at a start of the sweep, without faults: the rules are checked again."""
     valid = {job_id: job for job_id, job in plan.jobs.items() if job.fault is None}
-    return Plan(command, valid, is_open=True)
+    return Plan(sweep_command(words), valid, is_open=True)
 
 
 def with_jobs(jobs: Iterable[PlannedJob], plan: Plan) -> Plan:
