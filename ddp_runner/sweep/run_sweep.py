@@ -147,9 +147,8 @@ def _run_batches(
         num_failed += batch_failures
         if isinstance(chooser, Search):
             chooser.tell(_results(planner, drafts))
-        if any(outcome.status == Status.PREEMPTED for outcome in ended.values()):
-            return outcomes, None
-        if batch.must_stop(batch_failures) and planner.is_search:
+        is_stopped = any(outcome.status == Status.PREEMPTED for outcome in ended.values())
+        if is_stopped or (planner.is_search and batch.must_stop(batch_failures)):
             return outcomes, None
     if is_first:
         print(NO_TRIALS, flush=True)
@@ -202,21 +201,19 @@ def _print_jobs(planner: Planner, drafts: Sequence[Draft]) -> int:
         if planned is not None and planned.standing(folder).status == Status.COMPLETED:
             steps += f"  {Status.COMPLETED} already"
         rows.append((job.title, str(num_nodes), str(num_nodes * per_node), device, steps))
-    invalid = [
-        (str(shown_path(Path(draft.planned.folder))), draft.planned)
-        for draft in drafts
-        if draft.job is None
-    ]
-    for name, rejected in invalid:
-        rows.append((name, "-", "-", "-", "skipped" if rejected.is_skipped else "invalid"))
+    invalid = [draft.planned for draft in drafts if draft.job is None]
+    for rejected in invalid:
+        status = "skipped" if rejected.is_skipped else "invalid"
+        rows.append((str(shown_path(Path(rejected.folder))), "-", "-", "-", status))
     print("", *aligned(rows, width=width), sep="\n")
-    for name, rejected in invalid:
-        print(wrap_lines(printable(f"{name}: {rejected.fault}"), width))
+    for rejected in invalid:
+        reason = f"{shown_path(Path(rejected.folder))}: {rejected.fault}"
+        print(wrap_lines(printable(reason), width))
     counts = [counted(len(jobs), "valid job"), counted(len(invalid), "invalid job")]
     print(f"{', '.join(counts)}; nothing was started (sweep.dry_run=true)")
     if planner.is_search:
         print("a search chooses its later trials by the results of these" if jobs else NO_TRIALS)
-    return EXIT_COMPLETED if all(job.is_skipped for _, job in invalid) else EXIT_USER_ERROR
+    return EXIT_COMPLETED if all(job.is_skipped for job in invalid) else EXIT_USER_ERROR
 
 
 def _is_search(common: DictConfig) -> bool:
