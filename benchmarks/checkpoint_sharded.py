@@ -104,11 +104,7 @@ def ours(
     """Return a function that starts a save as a run does, and returns what waits for its end."""
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
     saver = Saver(
-        objects,
-        settings_of(objects),
-        task="train",
-        num_shares=RANKS,
-        is_sharded=is_sharded,
+        objects, settings_of(objects), task="train", num_shares=RANKS, is_sharded=is_sharded
     )
     shards = Shards(rank, RANKS) if is_sharded else None
     writer = CheckpointWriter(folder, CheckpointConfig(), wire=None, log=print, shards=shards)

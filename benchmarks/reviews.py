@@ -74,12 +74,7 @@ def bert(split: int, data_root: Path, overrides: list[str]) -> tuple[float, floa
             sys.executable, "-m", "ddp_runner", "experiment=reviews_bert", "hydra.run.dir=run",
             f"data_root={data_root}", f"dataset.split_seed={split}", *overrides,
         )  # fmt: skip
-        subprocess.run(
-            command,
-            cwd=folder,
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
         metrics = json.loads((Path(folder) / "run" / "run.json").read_text())["metrics"]
     return metrics["eval/accuracy"], metrics["eval/f1"], seconds

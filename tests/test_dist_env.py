@@ -140,11 +140,7 @@ def test_a_retry_of_torchx_keeps_the_name_of_its_job() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"SLURM_STEP_ID": BATCH_STEP},
-        {"SLURM_STEP_ID": ""},
-        {"SLURM_STEP_NUM_TASKS": "1"},
-    ],
+    [{"SLURM_STEP_ID": BATCH_STEP}, {"SLURM_STEP_ID": ""}, {"SLURM_STEP_NUM_TASKS": "1"}],
     ids=["batch script", "no step", "one task"],
 )
 def test_only_a_step_of_several_tasks_makes_workers(changed: dict[str, str]) -> None:

@@ -309,10 +309,7 @@ def test_ranks_meet_again_at_the_port_of_a_group_that_was_killed() -> None:
     assert run_ranks(meet, 2, port, backend=None) == [77.0, 77.0]
 
 
-@pytest.mark.parametrize(
-    ("init_method", "port"),
-    [("env://", None), ("file:///store", "1")],
-)
+@pytest.mark.parametrize(("init_method", "port"), [("env://", None), ("file:///store", "1")])
 def test_where_no_port_is_named_torch_has_the_last_word(
     init_method: str, port: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,10 +74,7 @@ ALLOWED = {
     "compare": {*GROUND, "config", "job", "tracking"},
     "status": {*GROUND, "job", "sweep", "tracking"},
     "doctor": {*GROUND, "job", "tracking"},
-    "sweep": {
-        *(*GROUND, "compare", "config", "dist_env", "job", "launch", "rank"),
-        "tracking",
-    },
+    "sweep": {*(*GROUND, "compare", "config", "dist_env", "job", "launch", "rank"), "tracking"},
     "cli": {
         *(*GROUND, "checkpoint", "config", "data", "dist_env", "job", "launch", "sweep"),
         *("tracking", "worker"),

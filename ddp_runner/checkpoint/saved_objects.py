@@ -24,11 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ddp_runner.checkpoint.between_ranks import (
-    agreed_checkpoint,
-    digest_of,
-    on_every_machine,
-)
+from ddp_runner.checkpoint.between_ranks import agreed_checkpoint, digest_of, on_every_machine
 from ddp_runner.checkpoint.manifest import read_manifest
 from ddp_runner.checkpoint.model_file import load_tensors
 from ddp_runner.checkpoint.optimizer_state import (
@@ -40,21 +36,11 @@ from ddp_runner.checkpoint.optimizer_state import (
     parameter_names,
     scheduler_state,
 )
-from ddp_runner.checkpoint.state_parts import (
-    gathered,
-    of_all_stages,
-    reject_sharded,
-    split_off,
-)
+from ddp_runner.checkpoint.state_parts import gathered, of_all_stages, reject_sharded, split_off
 from ddp_runner.checkpoint.store import load_verified
 from ddp_runner.distributed import from_rank_zero, gather_objects
 from ddp_runner.errors import UserError, listed, typed
-from ddp_runner.parallelism.shards import (
-    first_not_finite,
-    has_stages,
-    is_shard,
-    map_leaves,
-)
+from ddp_runner.parallelism.shards import first_not_finite, has_stages, is_shard, map_leaves
 
 PARTS = {"task", "step", "num_shares", "objects", "by_rank"}
 

@@ -125,10 +125,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def first_undamaged(
-    paths: Iterable[Path],
-    *,
-    log: Callable[[str], None],
-    check: Callable[[Path], Manifest] = verify,
+    paths: Iterable[Path], *, log: Callable[[str], None], check: Callable[[Path], Manifest] = verify
 ) -> Path | None:
     """Return the first checkpoint that passes the check; log each skipped checkpoint."""
     for number, path in enumerate(paths):

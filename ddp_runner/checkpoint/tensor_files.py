@@ -41,11 +41,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def write_tensors(
-    path: Path,
-    specs: Mapping[str, Tensor],
-    tensors: Iterable[Tensor],
-    *,
-    facts: Mapping[str, str],
+    path: Path, specs: Mapping[str, Tensor], tensors: Iterable[Tensor], *, facts: Mapping[str, str]
 ) -> FileFacts:
     """Write a file with one tensor in memory at a time, flush it to disk, and return its facts.
 

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_runner.checkpoint.shard_notes import Shards
-from ddp_runner.checkpoint.store import (
-    begin_checkpoint,
-    being_saved,
-    retain,
-    save_checkpoint,
-)
+from ddp_runner.checkpoint.store import begin_checkpoint, being_saved, retain, save_checkpoint
 from ddp_runner.config.training import CheckpointConfig
 from ddp_runner.device import has_streams, synchronize
 from ddp_runner.host.wire import Wire

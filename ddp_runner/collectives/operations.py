@@ -156,8 +156,5 @@ OPERATIONS = {
         bus_factor=_ring,
         is_split=True,
     ),
-    "send_recv": Operation(
-        bind=_send_recv,
-        expected=lambda rank, n, _: [values((rank - 1) % n)],
-    ),
+    "send_recv": Operation(bind=_send_recv, expected=lambda rank, n, _: [values((rank - 1) % n)]),
 }

@@ -188,10 +188,7 @@ class EmaConfig:
     """An exponential moving average of the trained weights."""
 
     decay: float | None = key(
-        None,
-        "part of the average that a step keeps, such as 0.999; null: off",
-        least=0,
-        below=1,
+        None, "part of the average that a step keeps, such as 0.999; null: off", least=0, below=1
     )
     evaluate: bool = key(True, "evaluate and export the average instead of the trained weights")
 

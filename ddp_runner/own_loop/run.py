@@ -119,12 +119,7 @@ class Run:
         return model
 
     def loader(
-        self,
-        dataset: Any,
-        *,
-        global_size: int | None = None,
-        shuffle: bool = True,
-        **options: Any,
+        self, dataset: Any, *, global_size: int | None = None, shuffle: bool = True, **options: Any
     ) -> Loader:
         """Return this rank's batches of a dataset, on its device; see ``Loader``.
 

@@ -18,13 +18,7 @@ from ddp_runner.parallelism.mode import Engine, Layout, one_share_for
 from ddp_runner.parallelism.modules import initialise
 from ddp_runner.parallelism.pipeline_engine import PipelineEngine
 from ddp_runner.parallelism.single import Single
-from ddp_runner.parallelism.stages import (
-    Stages,
-    drop_others,
-    plan_cut,
-    remember_whole,
-    tie_groups,
-)
+from ddp_runner.parallelism.stages import Stages, drop_others, plan_cut, remember_whole, tie_groups
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -27,11 +24,7 @@ from ddp_runner.data.text_tokenizer import NUM_BYTES, load_text_tokenizer
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.errors import UserError
 from ddp_runner.parallelism.stages import whole_parameters
-from ddp_runner.planning.fake_ranks import (
-    NumberlessTensors,
-    fake_ranks,
-    optimizers_as_on_gpus,
-)
+from ddp_runner.planning.fake_ranks import NumberlessTensors, fake_ranks, optimizers_as_on_gpus
 from ddp_runner.planning.planned_mode import PlannedMode
 from ddp_runner.planning.step_tracker import Collective, StepTracker, num_bytes, tensors_of
 from ddp_runner.rank.session import make_mode

@@ -117,11 +117,7 @@ class Records:
             self._writer.retain(step=resume_step)
 
     def save(
-        self,
-        snapshot: Callable[..., dict[str, Any]],
-        *,
-        step: int,
-        metrics: Mapping[str, float],
+        self, snapshot: Callable[..., dict[str, Any]], *, step: int, metrics: Mapping[str, float]
     ) -> None:
         """Start to write a checkpoint. Collective: every rank must call.
 

@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only  # as torch.export itself does
 
 from ddp_runner.checkpoint.manifest import Manifest, read_manifest
-from ddp_runner.checkpoint.model_file import (
-    Tensors,
-    fitting_tensors,
-    load_tensors,
-    read_export,
-)
+from ddp_runner.checkpoint.model_file import Tensors, fitting_tensors, load_tensors, read_export
 from ddp_runner.checkpoint.store import best_checkpoints
 from ddp_runner.checkpoint.weights import read_model
 from ddp_runner.data.splits import NUM_FIRST

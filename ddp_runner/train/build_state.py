@@ -142,11 +142,7 @@ def build_step(config: RunConfig, devices: Sequence[torch.device]) -> StepFuncti
     if config.task == "predict" and keys["_target_"] == TrainConfig().step:
         target = {"_target_": "ddp_runner.train.step.predicted", "targets": keys.get("targets")}
     step = make_function(
-        target,
-        key="train.step",
-        allowed=allowed,
-        loss=build_loss,
-        count=lambda: config.batch.count,
+        target, key="train.step", allowed=allowed, loss=build_loss, count=lambda: config.batch.count
     )
     return step.to(devices[0]) if isinstance(step, nn.Module) else step
 

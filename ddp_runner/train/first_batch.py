@@ -23,14 +23,7 @@ from ddp_runner.train.evaluation import has_classes, step_confusion
 from ddp_runner.train.same_data import agreed_samples, has_same_first_sample
 from ddp_runner.train.state import TrainState, Work, forward, restored_after
 from ddp_runner.train.step import step_of, supervised
-from ddp_runner.train.step_trial import (
-    Trial,
-    loss_of,
-    model_of,
-    sum_form,
-    try_loss,
-    try_step,
-)
+from ddp_runner.train.step_trial import Trial, loss_of, model_of, sum_form, try_loss, try_step
 
 
 def try_run(state: TrainState) -> tuple[KnownMetrics, list[str]]:

@@ -40,11 +40,7 @@ class Schedule:
 
 
 def build_schedule(
-    config: RunConfig,
-    optimizer: Optimizer,
-    *,
-    total_steps: int | None,
-    steps_per_epoch: int | None,
+    config: RunConfig, optimizer: Optimizer, *, total_steps: int | None, steps_per_epoch: int | None
 ) -> Schedule:
     """Return the learning-rate schedule: ours, torch's or the user's.
 

@@ -112,7 +112,7 @@ def test_an_experiment_gives_way_to_the_command_line_as_well(own: str) -> None:
     assert "channels_last" not in config.model
     assert notes == [
         "model=own does not take the keys that experiment/other.yaml sets for another option: "
-        "model.channels_last",
+        "model.channels_last"
     ]
     config, notes = planned(own, "experiment=other", "optimizer=sgd", "parallelism=single")
     assert (config.optimizer["lr"], config.model["channels_last"]) == (0.1, False)

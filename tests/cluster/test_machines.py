@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 from clusters import Host, Network, needs, network
-from commands import (
-    CommandResult,
-    Started,
-    background,
-    rank_processes,
-    wait_for,
-    wait_for_end,
-)
+from commands import CommandResult, Started, background, rank_processes, wait_for, wait_for_end
 from run_folders import checkpoint_steps, last_step, metrics, rank_log, record, run_dirs
 from trainings import EQUAL, assert_continued, shared_outputs
 

@@ -215,8 +215,7 @@ def test_a_key_has_a_column_unless_another_key_implies_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("drift", "first_break"),
-    [(0.0, None), (0.0005, None), (0.1, 20), (float("nan"), 20)],
+    ("drift", "first_break"), [(0.0, None), (0.0005, None), (0.1, 20), (float("nan"), 20)]
 )
 def test_loss_parity_breaks_at_the_first_step_that_differs(
     tmp_path: Path, drift: float, first_break: int | None
@@ -280,7 +279,7 @@ def test_folds_are_averaged_and_the_best_is_a_setting(tmp_path: Path) -> None:
     comparison = compared(tmp_path, over="dataset.train.fold", best="eval/accuracy")
     assert comparison.keys == ("parallelism.name", "world_size", "optimizer.lr")
     assert set(comparison.over) == {
-        *("seed", "dataset.train.fold", "dataset.eval.fold", "dataset.path"),
+        *("seed", "dataset.train.fold", "dataset.eval.fold", "dataset.path")
     }
     assert comparison.best is not None
     assert comparison.best.value == Stat(pytest.approx(0.85), pytest.approx(math.sqrt(0.005)), 2)
@@ -478,9 +477,7 @@ def test_an_own_metric_is_a_column_and_splits_no_row(tmp_path: Path) -> None:
     assert not [line for line in comparison.warnings if "error_rate" in line]
     for k in (1, 2):
         write_run(
-            tmp_path / f"of-{k}",
-            config={key: k},
-            record={"metrics": {"eval/error_rate": 0.5}},
+            tmp_path / f"of-{k}", config={key: k}, record={"metrics": {"eval/error_rate": 0.5}}
         )
     assert [line for line in compared(tmp_path).warnings if "error_rate" in line] == [
         f"eval/error_rate is not the same metric in all runs: {key}=1 or {key}=2; do not compare it"

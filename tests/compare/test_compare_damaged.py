@@ -275,9 +275,7 @@ def test_a_table_for_other_programs_holds_texts_alone(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_one_odd_run_does_not_stop_a_comparison(
-    tmp_path: Path,
-    capsysbinary: pytest.CaptureFixture[bytes],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers whose difference no float holds, and names that no encoding has."""
     high = 1.7e308

@@ -162,10 +162,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     ("name", "load", "dump"),
-    [
-        ("run.json", json.loads, json.dumps),
-        (".hydra/config.yaml", yaml.safe_load, yaml.safe_dump),
-    ],
+    [("run.json", json.loads, json.dumps), (".hydra/config.yaml", yaml.safe_load, yaml.safe_dump)],
 )
 @pytest.mark.parametrize("run", first_of(["benchmark", "one", "two"]))
 def test_whatever_a_damaged_field_holds_the_rest_is_compared(

@@ -65,13 +65,7 @@ def test_a_yaml_of_ones_own_says_what_it_needs(block: str, sentence: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "block",
-    [
-        "packages: [torch]",
-        "files: [missing]",
-        "seed=1: [nowhere]",
-        "packages: []",
-    ],
+    "block", ["packages: [torch]", "files: [missing]", "seed=1: [nowhere]", "packages: []"]
 )
 def test_what_is_there_is_no_error(block: str, tmp_path: Path) -> None:
     """A key that is null or left out names no file."""

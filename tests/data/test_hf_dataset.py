@@ -226,23 +226,14 @@ def first_column(batch: Mapping[str, Any]) -> list[Any]:
 WRONG = {
     "no such path": (("nowhere", {}), r"dataset\.path \(nowhere\) is neither a folder under /"),
     "not on the hub": (("me/nowhere", {}), r"dataset\.path=me/nowhere: .* there is no /.*/nowhere"),
-    "pickles": (
-        ("pandas", {"data_files": "a.pkl"}),
-        r"dataset\.path \(pandas\) is neither ",
-    ),
+    "pickles": (("pandas", {"data_files": "a.pkl"}), r"dataset\.path \(pandas\) is neither "),
     "no such file": (("csv", {"data_files": "no.csv"}), r"cannot be loaded \(FileNotFoundError"),
-    "no such split": (
-        ("folder", {"eval_split": "val"}),
-        r"the split val .* one of \['train'",
-    ),
+    "no such split": (("folder", {"eval_split": "val"}), r"the split val .* one of \['train'"),
     "no such saved split": (("saved", {"eval_split": "val"}), "has no split val, only train, test"),
     "one saved split": (("one", {}), r"holds one split; write dataset\.eval_split=null"),
     "no such column": (("saved", {"columns": ["z"]}), "no column z, only x, label, number, text"),
     "no such stream": (("folder", {"streaming": True, "eval_split": "val"}), "Bad split: val"),
-    "no length": (
-        ("saved", {"streaming": True, "eval_split": None}),
-        "name a split in dataset",
-    ),
+    "no length": (("saved", {"streaming": True, "eval_split": None}), "name a split in dataset"),
     "no fraction": (("saved", {"eval_split": None, "eval_fraction": 1.5}), "must be less than 1"),
     "too small": (("saved", {"eval_split": None, "eval_fraction": 0.999}), "leaves a split empty"),
     "not callable": (("saved", {"transform": "pair"}), r"dataset\.transform \(pair\) cannot be"),

@@ -235,11 +235,7 @@ def test_a_part_of_the_training_samples_is_split_off_always_alike(package: str) 
             "dataset.train is a Stream, which dataset.eval_fr",
         ),
         ("Numbers", {"eval_fraction": 0.1}, r"dataset.eval is set; write dataset.eval=null"),
-        (
-            "Numbers",
-            {"folder": "null"},
-            "needs dataset.folder to notice changed files; name the",
-        ),
+        ("Numbers", {"folder": "null"}, "needs dataset.folder to notice changed files; name the"),
         ("Numbers", {"eval_fraction": 1.5, "eval": "null"}, r"\(1.5\) must be less than 1"),
         ("Numbers", {"eval": "null"}, "dataset.eval has no _target_"),
         ("Numbers", {"num_classes": 2}, "number 2 classes from 0 to 1"),

@@ -59,10 +59,7 @@ INVALID: dict[str, tuple[Any, str]] = {
     "no eval targets": (Own(changed(eval_targets=None)), "returned no eval_targets; return"),
     "nothing": (Own(None), "returned NoneType; return a mapping with train_inputs, "),
     "dict inputs": (Own(changed(train_inputs={"ids": 1})), "returned a dict as train_inputs"),
-    "no Dataset": (
-        Own(GOOD, made=GOOD),
-        "dataset=own made a dict; return a ddp_runner",
-    ),
+    "no Dataset": (Own(GOOD, made=GOOD), "dataset=own made a dict; return a ddp_runner"),
     "fewer targets": (
         Own(changed(train_targets=torch.tensor([0]))),
         "has 4 train inputs and 1 train targets",

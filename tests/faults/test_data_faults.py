@@ -146,10 +146,7 @@ def set_old_version(folder: Path) -> None:
 # The damage to a cache's folder, and the reason that the log gives.
 CACHES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped": (lambda folder: flip_bits(folder / "tensors.pt", 5000), "sha256 is "),
-    "cut": (
-        lambda folder: truncate(folder / "tensors.pt", 1000),
-        "sha256 is ",
-    ),
+    "cut": (lambda folder: truncate(folder / "tensors.pt", 1000), "sha256 is "),
     "version": (set_old_version, f"format_version is {FORMAT_VERSION}, manifest.json has 1"),
     "manifest": (
         lambda folder: truncate(folder / "manifest.json", 9),

@@ -21,9 +21,7 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "what",
-    first_of([kill_tree, partial(send_launcher, signal.SIGKILL)]),
-    ids=["tree", "launcher"],
+    "what", first_of([kill_tree, partial(send_launcher, signal.SIGKILL)]), ids=["tree", "launcher"]
 )
 def test_the_next_start_removes_what_a_kill_left(
     tmp_path: Path, short_temp: Path, what: object

@@ -122,11 +122,7 @@ FAILURES: dict[str, tuple[Fault, int, str]] = {
         TIMEOUT_S,
         f"rank 1 {LATE}; no stack could be read: the process may be suspended; see RUN/logs",
     ),
-    "hangs": (
-        Fault(hang, At(1, MIDDLE)),
-        TIMEOUT_S,
-        f"rank 1 {LATE}; it was at File ",
-    ),
+    "hangs": (Fault(hang, At(1, MIDDLE)), TIMEOUT_S, f"rank 1 {LATE}; it was at File "),
     "hangs before its first step": (
         Fault(hang, At(1, 1)),
         TIMEOUT_S,
@@ -148,11 +144,7 @@ FAILURES: dict[str, tuple[Fault, int, str]] = {
         TIMEOUT_S,
         f"rank 0 {LATE}; no stack could be read: the process may be suspended; see RUN/logs",
     ),
-    "hangs in a save": (
-        HANGING_SAVE,
-        TIMEOUT_S,
-        f"rank 0 {LATE}; it was at File ",
-    ),
+    "hangs in a save": (HANGING_SAVE, TIMEOUT_S, f"rank 0 {LATE}; it was at File "),
 }
 
 

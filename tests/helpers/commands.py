@@ -95,12 +95,7 @@ def background(
     with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
         if is_ours and not fresh:
             process = WarmCommand(
-                program[2],
-                args,
-                folder=folder,
-                environ=variables,
-                spares=spares,
-                prepare=prepare,
+                program[2], args, folder=folder, environ=variables, spares=spares, prepare=prepare
             )
         else:
             assert prepare is None, "a new interpreter cannot be prepared"

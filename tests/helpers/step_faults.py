@@ -376,8 +376,7 @@ FAULTS: dict[str, StepFault] = {
         of_batch(equal_weights), each(("single", *DATA), "net2: the gradient of its"), SMALLER
     ),
     "halved output": StepFault(
-        of_module("blocks.0.attention.out", halved),
-        each(ALL, "module is blocks.0.attention.out"),
+        of_module("blocks.0.attention.out", halved), each(ALL, "module is blocks.0.attention.out")
     ),
     "between modules": StepFault(
         of_input("blocks.1.mlp", lambda state, values: values * (2 if is_last(state) else 1)),

@@ -158,9 +158,7 @@ class WarmProcess:
     """
 
     def __init__(
-        self,
-        work: Callable[[socket.socket], object],
-        environ: Mapping[str, str] | None = None,
+        self, work: Callable[[socket.socket], object], environ: Mapping[str, str] | None = None
     ) -> None:
         self.args: list[str] = []
         self._exit_code: int | None = None
@@ -250,8 +248,7 @@ class WarmCommand(WarmProcess):
         prepare: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(
-            partial(_run, module, list(args), str(folder), dict(environ), spares, prepare),
-            environ,
+            partial(_run, module, list(args), str(folder), dict(environ), spares, prepare), environ
         )
         self.args = [module, *args]
 

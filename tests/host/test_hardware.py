@@ -169,10 +169,7 @@ def test_a_version_file_is_read_as_torch_writes_it(
     ],
 )  # fmt: skip
 def test_gpus_that_torch_cannot_use_have_a_reason(
-    num_visible: int,
-    driver_cuda: int,
-    build: dict[str, str | None],
-    reason: str | None,
+    num_visible: int, driver_cuda: int, build: dict[str, str | None], reason: str | None
 ) -> None:
     """The build or the driver's age is the reason; without GPUs there is none."""
     fault = why_unusable(num_visible, driver_cuda, build)

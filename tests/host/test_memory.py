@@ -106,11 +106,7 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     ids=["v2-above", "v2-container", "v1", "v1-container", "v1-old", "none"],
 )
 def test_kills_for_memory_are_counted_in_the_own_group(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    groups: str,
-    files: dict[str, str],
-    kills: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], kills: int
 ) -> None:
     """If it has no counter, the nearest group above it that has one counts, in both versions."""
     (tmp_path / "groups").write_text(groups)

@@ -143,10 +143,7 @@ def test_the_train_split_and_both_splits_are_evaluated_by_any_number_of_ranks(
     copied(trained, tmp_path)
     losses = {
         (split, ranks): evaluated(
-            tmp_path,
-            f"inference.split={split}",
-            f"world_size={ranks}",
-            name=f"{split}-{ranks}",
+            tmp_path, f"inference.split={split}", f"world_size={ranks}", name=f"{split}-{ranks}"
         )["eval/loss"]
         for split in ("eval", "train", "all")
         for ranks in (1, 3)

@@ -84,10 +84,7 @@ def test_an_order_may_change_between_epochs_only() -> None:
     amid = one.state_dict()
     other = loader(global_size=4)
     other.load_state_dict(between)
-    with pytest.raises(
-        UserError,
-        match=r"global_size=6, and this run has batch\.global_size=4: ",
-    ):
+    with pytest.raises(UserError, match=r"global_size=6, and this run has batch\.global_size=4: "):
         other.load_state_dict(amid)
 
 

@@ -92,9 +92,7 @@ def test_steps_are_near_those_without_a_hook(results: list[dict[str, Trace]], ho
 
 
 @pytest.mark.full
-def test_a_hook_of_the_users_own_decides_what_ranks_get(
-    results: list[dict[str, Trace]],
-) -> None:
+def test_a_hook_of_the_users_own_decides_what_ranks_get(results: list[dict[str, Trace]]) -> None:
     """A function and an object: the plain mean takes the plain steps, half of it half of them."""
     first, second = results
     assert first["function"].losses == first["plain"].losses

@@ -78,10 +78,7 @@ def test_the_plain_command_computes_on_the_gpu(tmp_path: Path) -> None:
 @gpu
 def test_the_gpu_takes_the_cpus_steps(tmp_path: Path) -> None:
     """Linear layers in fp32 to rounding, convolutions to TF32's."""
-    for keys, tolerance in (
-        (("model=toy",), 1e-4),
-        ((*NET, *NO_DROPOUT), TF32),
-    ):
+    for keys, tolerance in ((("model=toy",), 1e-4), ((*NET, *NO_DROPOUT), TF32)):
         one, other = (
             run(tmp_path / keys[0] / kind, *keys, *STEPS, "world_size=1", f"backend.device={kind}")
             for kind in ("cuda", "cpu")
@@ -303,9 +300,7 @@ def test_a_model_cut_in_two_takes_the_steps_of_the_whole(tmp_path: Path) -> None
 @multi_gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(
-    "keys",
-    [SPLIT, (*NET, "parallelism=dp"), (*NET, "world_size=2")],
-    ids=["ddp_mp", "dp", "ddp"],
+    "keys", [SPLIT, (*NET, "parallelism=dp"), (*NET, "world_size=2")], ids=["ddp_mp", "dp", "ddp"]
 )
 def test_modes_of_several_gpus_resume(
     tmp_path: Path, keys: tuple[str, ...], precision: str

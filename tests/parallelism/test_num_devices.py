@@ -11,13 +11,7 @@ from ddp_runner.parallelism.mode import count_devices, rank_devices
 
 @pytest.mark.parametrize(
     ("mode", "world_size", "on_cpu", "on_cuda"),
-    [
-        ("single", 1, 1, 1),
-        ("dp", 1, 1, 4),
-        ("ddp", 4, 4, 4),
-        ("ddp_mp", 2, 2, 4),
-        ("ps", 3, 3, 3),
-    ],
+    [("single", 1, 1, 1), ("dp", 1, 1, 4), ("ddp", 4, 4, 4), ("ddp_mp", 2, 2, 4), ("ps", 3, 3, 3)],
 )
 def test_each_mode_counts_its_devices(
     mode: str, world_size: int, on_cpu: int, on_cuda: int, monkeypatch: pytest.MonkeyPatch

@@ -155,9 +155,7 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def of_one_process(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[tuple[str, ...], Trace]:
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, ...], Trace]:
     """Return the keys of a small language model with clipped gradients, and one process's steps."""
     path = tmp_path_factory.mktemp("text") / "letters.txt"
     path.write_text(LETTERS)

@@ -170,10 +170,7 @@ def test_ranks_with_fewer_samples_evaluate_beside_the_others(mode: str, num_samp
     [
         (("+model.tensor_parallel.net3=colwise",), "matches no module of the model; the nearest"),
         (("model.tensor_parallel.net1=columns",), "net1: columns) must be one of colwise, row"),
-        (
-            ("parallelism.tensor_parallel_size=4",),
-            "net1 has 10 outputs, which 4 ranks cannot",
-        ),
+        (("parallelism.tensor_parallel_size=4",), "net1 has 10 outputs, which 4 ranks cannot"),
     ],
     ids=["no module", "no word", "no equal parts"],
 )

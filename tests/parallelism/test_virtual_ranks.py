@@ -147,10 +147,7 @@ def test_every_place_gives_the_same_bytes(
     assert ends == dict.fromkeys(ends, first)
 
 
-@pytest.mark.parametrize(
-    "row",
-    named(ROWS, quick=["mnist_net, dropout"]),
-)
+@pytest.mark.parametrize("row", named(ROWS, quick=["mnist_net, dropout"]))
 def test_a_resume_in_another_mode_gives_the_same_bytes(row: str, tmp_path: Path) -> None:
     """Stopped amid an epoch on 4 ranks, continued on 2 under another mode, then on one again.
 

@@ -245,9 +245,7 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start_over(sweep: CommandR
 
 
 @pytest.mark.full
-def test_monitoring_a_metric_without_classes_is_an_error_at_once(
-    sweep: CommandResult,
-) -> None:
+def test_monitoring_a_metric_without_classes_is_an_error_at_once(sweep: CommandResult) -> None:
     """The job ends before its first step."""
     assert sweep.exit_code == 2
     fields = record(run_dir(sweep, "regression"))

@@ -176,7 +176,7 @@ FAILING = [
         SHARDED,
         frozenset({"rare"}),
         hangs=True,
-    ),
+    )
 ]
 
 

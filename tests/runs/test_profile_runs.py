@@ -17,7 +17,7 @@ def test_a_profiled_run_keeps_its_profile(tmp_path: Path) -> None:
     assert "traced steps 6 to 8 into " in end.stdout
     folder = tmp_path / "profiled" / RUN / "profile" / "steps-6-8"
     assert {path.name for path in folder.iterdir()} == {
-        *("rank-0.json.gz", "rank-0.txt", "rank-1.json.gz", "rank-1.txt"),
+        *("rank-0.json.gz", "rank-0.txt", "rank-1.json.gz", "rank-1.txt")
     }
     timed = [line["step"] for line in metrics(end.run_dir) if "perf/samples_per_s" in line]
     assert timed == [1, 2, 3, 4, *range(9, 19)]

@@ -90,10 +90,7 @@ TABLE = {
     "convnet_mp": (("model=convnet_mp", "parallelism=ddp_mp", "train.max_steps=2"), 2),
     "mnist_net": (("model=mnist_net", "train.max_steps=2"), 2),
     "mnist_net_mp": (("model=mnist_net_mp", "parallelism=ddp_mp", "train.max_steps=2"), 2),
-    "resnet18": (
-        ("model=resnet18", "dataset.augmentation.crop_padding=2", "train.max_steps=2"),
-        2,
-    ),
+    "resnet18": (("model=resnet18", "dataset.augmentation.crop_padding=2", "train.max_steps=2"), 2),
     "mobilenet_v3_small": (
         ("model=mobilenet_v3_small", "dataset=fake_images", "train.max_steps=2"),
         2,

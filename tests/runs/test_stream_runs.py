@@ -8,13 +8,7 @@ import own_streams
 import pytest
 from commands import background, run_command, wait_for_end
 from injection import At, Fault, inject, kill_tree
-from run_folders import (
-    assert_same_state,
-    metrics,
-    record,
-    reproducible_metrics,
-    run_dirs,
-)
+from run_folders import assert_same_state, metrics, record, reproducible_metrics, run_dirs
 
 pytestmark = pytest.mark.full
 

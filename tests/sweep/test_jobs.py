@@ -16,11 +16,7 @@ from ddp_runner.sweep.sweep_dir import change_plan, read_plan
 from ddp_runner.sweep.sweep_table import sweep_table
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.run_dir import RunDir
-from ddp_runner.tracking.run_record import (
-    fail_session,
-    start_session,
-    write_run_record,
-)
+from ddp_runner.tracking.run_record import fail_session, start_session, write_run_record
 
 TIMES = {"started_at": 1.0, "startup_s": None, "wall_s": None}
 ERROR = {"rank": 0, "kind": "crash", "sentence": "why"}

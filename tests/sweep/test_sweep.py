@@ -31,8 +31,7 @@ def test_a_job_that_fails_never_stops_the_others(tmp_path: Path) -> None:
     for name, overrides in rows.items():
         write_experiment(tmp_path / "conf", name, *TOY, *overrides)
     end = run_command(
-        *("-m", "--config-dir", "conf", f"experiment={','.join(rows)}", "seed=0"),
-        folder=tmp_path,
+        *("-m", "--config-dir", "conf", f"experiment={','.join(rows)}", "seed=0"), folder=tmp_path
     )
     assert end.exit_code == 2
     (sweep,) = (tmp_path / "outputs").iterdir()

@@ -15,12 +15,7 @@ from ddp_runner.config.identity import config_hash, work_hash
 from ddp_runner.config.schema import RunConfig
 from ddp_runner.dist_env import DistEnv
 from ddp_runner.job import Job
-from ddp_runner.tracking.start_block import (
-    fact_lines,
-    shown_path,
-    starting_lines,
-    word_lines,
-)
+from ddp_runner.tracking.start_block import fact_lines, shown_path, starting_lines, word_lines
 from ddp_runner.train.train_task import training_facts
 
 RUN = Path("outputs/mobilenet_v3_small-fashion_mnist-ddp_mp-ws128/2026-11-21_10-30-00")

@@ -12,9 +12,7 @@ from commands import run_command
 from configs import resolved
 from run_folders import metrics, record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.metadata import (
-    parse_session_end_info_plugin_data,
-)
+from tensorboard.plugins.hparams.metadata import parse_session_end_info_plugin_data
 from tensorboard_server import get_json, serve_tensorboard
 
 from ddp_runner.config.identity import leaves
@@ -25,12 +23,7 @@ from ddp_runner.tracking.metric_files import MetricFiles
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_logger import RunLogger
 from ddp_runner.tracking.run_record import start_session, write_run_record
-from ddp_runner.tracking.tensorboard import (
-    MARGIN,
-    MOST_CLASSES,
-    confusion_picture,
-    hyperparameters,
-)
+from ddp_runner.tracking.tensorboard import MARGIN, MOST_CLASSES, confusion_picture, hyperparameters
 
 STATUSES = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
 CONFIG: dict[str, Any] = {

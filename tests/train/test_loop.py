@@ -372,8 +372,7 @@ def test_max_steps_overrides_epochs(tmp_path: Path, max_steps: int, epochs: int)
 
 
 @pytest.mark.parametrize(
-    ("monitor", "has_loss"),
-    [("train/loss", [2, 4, 6, 8, 9]), ("eval/loss", [6, 9])],
+    ("monitor", "has_loss"), [("train/loss", [2, 4, 6, 8, 9]), ("eval/loss", [6, 9])]
 )
 def test_each_checkpoint_has_the_metric_of_training_that_judges_it(
     monitor: str, has_loss: list[int]

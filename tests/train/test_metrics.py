@@ -59,10 +59,7 @@ def logged_losses(env: DistEnv, config: Config) -> list[float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("num_replicas", "mode"),
-    first_of([(1, "tp"), (2, "fsdp_tp")]),
-)
+@pytest.mark.parametrize(("num_replicas", "mode"), first_of([(1, "tp"), (2, "fsdp_tp")]))
 def test_ranks_that_compute_one_share_together_count_once(
     num_replicas: int, mode: str, tmp_path: Path
 ) -> None:

@@ -23,10 +23,7 @@ NUM_STEPS = 6
 def network() -> nn.Module:
     """Return a network of two parts, each with weights of two dims and of one."""
     return nn.ModuleDict(
-        {
-            "body": nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)),
-            "head": nn.Linear(3, 2),
-        }
+        {"body": nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)), "head": nn.Linear(3, 2)}
     )
 
 

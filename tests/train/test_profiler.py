@@ -127,7 +127,7 @@ def test_each_rank_writes_its_trace_and_its_table(
     (folder,) = tmp_path.iterdir()
     assert folder.name == f"steps-{first}-{last}"
     assert {path.name for path in folder.iterdir()} == {
-        *("rank-0.json.gz", "rank-0.txt", "rank-1.json.gz", "rank-1.txt"),
+        *("rank-0.json.gz", "rank-0.txt", "rank-1.json.gz", "rank-1.txt")
     }
     for rank in (0, 1):
         steps = traced_steps(folder, rank)

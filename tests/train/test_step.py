@@ -12,15 +12,7 @@ from ranks import run_ranks
 from tiers import first_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from train_states import (
-    TOLERANCES,
-    TOY,
-    build,
-    compose_config,
-    rejection,
-    run_loop,
-    take_steps,
-)
+from train_states import TOLERANCES, TOY, build, compose_config, rejection, run_loop, take_steps
 
 from ddp_runner.config.schema import Config
 from ddp_runner.data.batches import NumberedBatches

@@ -16,12 +16,7 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 
 from ddp_runner.data.dataset import Augmentation, Dataset
 from ddp_runner.data.loader import Collate, LoaderSplit
-from ddp_runner.data.sources.shared import (
-    files_digest,
-    image_dataset,
-    shuffled_split,
-    with_facts,
-)
+from ddp_runner.data.sources.shared import files_digest, image_dataset, shuffled_split, with_facts
 from ddp_runner.data.splits import AbsentSplit, MicroPlan
 from ddp_runner.data.stream import Split, StreamSplit
 from ddp_runner.data.trees import shape_of

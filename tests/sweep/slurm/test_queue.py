@@ -73,11 +73,7 @@ def test_a_damaged_name_of_a_job_is_not_taken_for_a_job_that_slurm_has_forgotten
     ],
 )
 def test_how_a_job_stands_follows_from_the_queue_and_run_json(
-    tmp_path: Path,
-    state: str | None,
-    fields: dict[str, Any] | None,
-    status: str,
-    part: str | None,
+    tmp_path: Path, state: str | None, fields: dict[str, Any] | None, status: str, part: str | None
 ) -> None:
     """No accounting is needed: a job that Slurm has forgotten has ended."""
     run_dir = tmp_path / "run"

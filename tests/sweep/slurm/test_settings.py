@@ -17,11 +17,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.sweep.slurm import slurm_settings
 from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.slurm.slurm_settings import (
-    LOCAL,
-    OURS,
-    SlurmSettings,
-)
+from ddp_runner.sweep.slurm.slurm_settings import LOCAL, OURS, SlurmSettings
 from ddp_runner.sweep.slurm.slurm_settings import slurm_settings as read_settings
 from ddp_runner.sweep.sweep_dir import sweep_command
 

@@ -135,14 +135,8 @@ def test_a_restarted_run_is_followed_from_the_line_where_it_goes_on(
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        (
-            "Raising",
-            f"trackers.mine failed (RuntimeError: the server ${{oc.env:X}}); {RETRIES}",
-        ),
-        (
-            "Exiting",
-            f"trackers.mine failed (SystemExit: no key); {RETRIES}",
-        ),
+        ("Raising", f"trackers.mine failed (RuntimeError: the server ${{oc.env:X}}); {RETRIES}"),
+        ("Exiting", f"trackers.mine failed (SystemExit: no key); {RETRIES}"),
         (
             "Hanging",
             "trackers.mine had not ended 0 s after the run, and was stopped; python -m "
