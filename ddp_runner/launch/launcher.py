@@ -130,7 +130,9 @@ def run_ranks(
             failure = ranks.run(group.environs(job), machines)
             if failure is None:
                 outcome = ranks.results[min(ranks.results)]
-                if outcome.status == Status.COMPLETED or stop.received is None:
+                is_whole = outcome.status == Status.COMPLETED and not job.title
+                # A signal in the last step of a sweep's job still ends the sweep.
+                if stop.received is None or is_whole:
                     return outcome
                 return Outcome.stopped(stop.received)
             failure = machines.agree_on_failure(failure)

@@ -345,6 +345,25 @@ def test_a_stop_in_the_last_step_loses_no_evaluation(
     assert any("eval/loss" in line and line["step"] == NUM_STEPS for line in metrics(end.run_dir))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("slots", [(), ("sweep.parallel_jobs=2",)])
+def test_a_stop_in_the_last_step_of_a_job_ends_its_sweep(
+    tmp_path: Path, slots: tuple[str, ...]
+) -> None:
+    """The job is complete, and the next one does not start; the same command runs it."""
+    sweep = (*TOY[:-1], "-m", "seed=1,2,3", "hydra.sweep.dir=sweep", *slots)
+    prepare = inject(*request_stop(signal.SIGTERM, At(0, NUM_STEPS)))
+    with background(*sweep, folder=tmp_path, prepare=prepare) as process:
+        end = wait_for_end(process, tmp_path)
+        wait_until_gone(process)
+    assert (end.exit_code, end.stderr) == (143, "")
+    assert "the same command continues this sweep" in end.stdout
+    assert record(tmp_path / "sweep" / "seed=1")["status"] == "completed"
+    assert not (tmp_path / "sweep" / "seed=3" / "run.json").exists()
+    assert run_command(*sweep, folder=tmp_path).exit_code == 0
+    assert [record(path)["status"] for path in run_dirs(tmp_path / "sweep")] == ["completed"] * 3
+
+
 FREEZE = partial(Call, rank=None, half=True, during="freeze")
 
 
