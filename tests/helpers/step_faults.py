@@ -167,8 +167,13 @@ def ignored(name: str) -> Inject:
 
 def never_synced(state: TrainState, stack: ExitStack) -> None:
     """Compute the last micro-batch under no_sync, too."""
-    no_sync = partial(state.work.mode.no_sync, state.model)
-    stack.enter_context(patch.object(loop, "nullcontext", no_sync))
+    add_gradients = loop._add_gradients
+
+    def changed(state: TrainState, *args: Any, **named: Any) -> None:
+        with state.work.mode.no_sync(state.model):
+            add_gradients(state, *args, **named)
+
+    stack.enter_context(patch.object(loop, "_add_gradients", changed))
 
 
 def other_seed(state: TrainState, stack: ExitStack) -> None:
