@@ -5,16 +5,18 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
-from ddp_runner.cli.command import compose, parse
-from ddp_runner.cli.compose import FULL_ERROR, opened_node
-from ddp_runner.cli.messages import user_error
-from ddp_runner.config.load import find_secrets
-from ddp_runner.dist_env import mistake_is_noted, note_mistake
-from ddp_runner.host.processes import handled_signals, stop_fork_server
+from ddp_runner.cli.mistakes import first_mistake
+from ddp_runner.dist_env import RANKS, mistake_is_noted, note_mistake
+from ddp_runner.errors import UserError
+from ddp_runner.host.processes import handled_signals, start_fork_server, stop_fork_server
 from ddp_runner.host.streams import keep_streams, print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR
 from ddp_runner.tracking.run_record import versions
+
+# Words of commands that start no ranks, or not here, or with variables that Hydra has to read.
+NO_EARLY_RANKS = ("-", "resume=", "hydra/", "hydra.job", "hydra.mode", "launch.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,13 +37,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if mistake_is_noted():
         sys.exit(EXIT_USER_ERROR)
     try:
+        if mistake := first_mistake(arguments):
+            raise UserError(mistake)
+        if not any(word.lstrip("+~").startswith(NO_EARLY_RANKS) for word in arguments) and (
+            {"COMP_LINE", *RANKS}.isdisjoint(os.environ)
+        ):
+            with suppress(OSError):  # it is reported once the config is known
+                start_fork_server()  # it imports torch while this process imports Hydra
         sys.exit(run(arguments, started_at=started_at, warnings=warnings))
     except Exception as error:
         stop_fork_server()  # else it would import torch first, and keep stderr open
         if "COMP_LINE" in os.environ:  # a message would be pasted into the completed line
             sys.exit(EXIT_USER_ERROR)
-        explained = user_error(error, arguments)
-        if explained is None or FULL_ERROR in os.environ:
+        explained: UserError | None
+        if isinstance(error, UserError):
+            explained = error
+        else:
+            from ddp_runner.cli.messages import user_error  # it imports Hydra
+
+            explained = user_error(error, arguments)
+        if explained is None or "HYDRA_FULL_ERROR" in os.environ:
             raise
         if note_mistake():
             os.dup2(descriptor, 2)
@@ -58,6 +73,10 @@ def run(arguments: Sequence[str], *, started_at: float, warnings: Sequence[str] 
         UserError: the command or the config is invalid.
         HydraException, OmegaConfBaseException: Hydra cannot compose the config; see ``messages``.
     """
+    from ddp_runner.cli.command import compose, parse  # they import Hydra
+    from ddp_runner.cli.compose import opened_node
+    from ddp_runner.config.load import find_secrets
+
     command = parse(arguments)
     composed = compose(command)
     if command.asks_help:

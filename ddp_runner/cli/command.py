@@ -21,24 +21,13 @@ from ddp_runner.cli.compose import (
     parse_options,
     quoted,
 )
+from ddp_runner.cli.mistakes import nearest_key
 from ddp_runner.cli.resume import resumed_overrides
 from ddp_runner.config.identity import dotted_keys
 from ddp_runner.config.schema import LIST_GROUPS, RUNNER_KEYS
-from ddp_runner.config.signatures import CLOSE
-from ddp_runner.errors import UserError, nearest
+from ddp_runner.errors import UserError
 
 GRID = "ddp_runner.sweep.search.Grid"  # the _target_ of hydra/sweeper=grid
-# Words of other programs for the last part of a key.
-SAME_MEANING = (
-    {"path", "folder", "file", "dir", "directory", "root"},
-    {"lr", "learning_rate", "rate"},
-    {"epochs", "num_epochs", "max_epochs"},
-    {"max_steps", "num_steps", "max_iters", "iterations"},
-    {"per_rank", "batch_size", "bs"},
-    {"world_size", "nproc", "num_processes", "num_gpus", "gpus", "devices"},
-    {"clip_norm", "max_norm", "grad_clip", "gradient_clip_val"},
-    {"seed", "random_seed"},
-)
 
 
 @dataclass(frozen=True)
@@ -243,25 +232,3 @@ def known_config(arguments: Sequence[str]) -> Any:
                     chosen.append(str(override.input_line))
             return OmegaConf.to_container(compose_config(chosen, folders=folders))
     return {}
-
-
-def nearest_key(key: str, known: Sequence[str]) -> str | None:
-    """Return the known key that the user most likely meant; None if no key is near."""
-    parent, _, last = key.rpartition(".")
-    if parent.partition(".")[0] != "hydra":
-        known = [name for name in known if name.partition(".")[0] != "hydra"]
-    siblings = {
-        name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent
-    }
-    synonyms = next((words for words in SAME_MEANING if last in words), {last})
-    candidates = siblings if parent else {name.rpartition(".")[2]: name for name in known}
-    for word in sorted(synonyms & candidates.keys() - {last}):
-        return candidates[word]
-    same_name = [name for name in known if name.rpartition(".")[2] in synonyms]
-    if len(same_name) == 1:  # as in train.lr, and nnodes, which is near notes
-        return same_name[0]
-    if (sibling := nearest(last, siblings, cutoff=CLOSE)) is not None:
-        return siblings[sibling]
-    if siblings and parent:
-        return None  # every key of this parent would be near the whole key
-    return nearest(key, known, cutoff=0.8) or " or ".join(same_name) or None

@@ -6,8 +6,6 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import reduce
 from operator import getitem
-from pathlib import Path
-from shlex import quote
 from traceback import walk_tb
 from typing import Any, get_origin
 
@@ -15,8 +13,9 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
-from ddp_runner.cli.command import known_config, nearest_key
+from ddp_runner.cli.command import known_config
 from ddp_runner.cli.compose import OWN_GROUPS, config_at, group_options, yaml_of
+from ddp_runner.cli.mistakes import missing_option, nearest_key
 from ddp_runner.config.fields import KINDS, plain_kind, walk
 from ddp_runner.config.identity import dotted_keys
 from ddp_runner.config.schema import CONFIG_DIR, LIST_GROUPS, Config
@@ -132,13 +131,7 @@ def _missing_option(error: BaseException) -> str | None:
         is_inner = last != group and last in group_options()
         fix = f"; write override /{last}: {option}" if is_inner else ""
         return f"{group}={option} does not exist, and a YAML's defaults name it{fix}"
-    match = nearest_key(option, options)
-    hint = f"; did you mean {match}?" if match else ";"
-    roots = [path.parents[1] for path in Path().glob(f"*/{group}/*.yaml") if path.stem == option]
-    folder = quote(str(roots[0])) if roots else "FOLDER"
-    is_own = "/" not in group and (roots or not OWN_GROUPS)
-    own = f"; for your own write --config-dir={folder}" if is_own else ""
-    return f"{group}={option} does not exist{hint} options: {', '.join(options)}{own}"
+    return missing_option(group, option, options, has_own=bool(OWN_GROUPS))
 
 
 def _unknown_key(error: BaseException, text: str, arguments: Sequence[str]) -> str | None:

@@ -17,7 +17,7 @@ from ddp_runner.config.sections import AUTO
 from ddp_runner.dist_env import dist_env, launch_id, starts_our_launchers, validate_rendezvous
 from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import detect
-from ddp_runner.host.processes import start_fork_server
+from ddp_runner.host.processes import start_fork_server, stop_fork_server
 from ddp_runner.job import EXIT_COMPLETED, Job
 from ddp_runner.launch.launcher import is_over, launch
 from ddp_runner.sweep.planner import SweepCommand
@@ -43,6 +43,7 @@ def start_runs(
     invocation = Invocation(command, env, started_at, provenance, tuple(warnings), changes)
     keys = [item.key_or_group for item in command.overrides]
     if is_sweep(command, composed):
+        stop_fork_server()  # if a YAML says that it is one: the jobs may run elsewhere
         if "hydra.run.dir" in keys:
             raise UserError(
                 "hydra.run.dir is the folder of one run", "write hydra.sweep.dir=FOLDER"
@@ -72,12 +73,13 @@ def _single_run(composed: DictConfig, invocation: Invocation) -> int:
     """Start a run, or act as a rank of one; return the exit code."""
     env = invocation.env
     os.environ.update(composed.hydra.job.env_set)
-    if env is None and composed.launch.nnodes == 1 and composed.resume is None:
-        start_fork_server()  # it imports torch while this process plans the job
+    if composed.hydra.job.env_set:
+        stop_fork_server()  # a library may read its variables when it is imported
     job = plan(composed, detect(is_rank=env is not None), invocation)
     if (env.num_nodes if env else job.config.launch.nnodes) > 1:
         # Without reverse DNS torch would print a warning for each connection.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        stop_fork_server()  # torch reads it when it is imported
     if env is None:
         start_fork_server()
     job = replace(job, run_dir=_named_folder(composed, job))

@@ -27,8 +27,9 @@ def answer_in_process(
     def started(*_: object) -> None:
         raise AssertionError("it was not rejected")
 
-    for module in (ddp_runner.cli.start_runs, ddp_runner.sweep.local):
+    for module in (ddp_runner.cli.app, ddp_runner.cli.start_runs, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", on_server)
+    for module in (ddp_runner.cli.start_runs, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "launch", started)
     monkeypatch.chdir(folder)
     GlobalHydra.instance().clear()

@@ -1,0 +1,87 @@
+"""Tells mistakes without Hydra, whose imports take longer than the rest of an answer."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+
+from ddp_runner.config.fields import walk
+from ddp_runner.config.schema import CONFIG_DIR, Config
+from ddp_runner.config.signatures import CLOSE
+from ddp_runner.errors import nearest
+
+# Words of other programs for the last part of a key.
+SAME_MEANING = (
+    {"path", "folder", "file", "dir", "directory", "root"},
+    {"lr", "learning_rate", "rate"},
+    {"epochs", "num_epochs", "max_epochs"},
+    {"max_steps", "num_steps", "max_iters", "iterations"},
+    {"per_rank", "batch_size", "bs"},
+    {"world_size", "nproc", "num_processes", "num_gpus", "gpus", "devices"},
+    {"clip_norm", "max_norm", "grad_clip", "gradient_clip_val"},
+    {"seed", "random_seed"},
+)
+NO_NAMES = ("null", "true", "false")  # values of YAML, where the name of an option belongs
+
+
+def first_mistake(words: Sequence[str]) -> str | None:
+    """Return the sentence about a key or an option that is wrong whatever the config is.
+
+    None: Hydra finds no mistake either, or finds it later, as where the user has own groups.
+    """
+    others = ("-", "resume=", "hydra.searchpath=", "+hydra.searchpath=")
+    if any(word.startswith(others) for word in {*words} - {"-m", "--multirun"}):
+        return None
+    groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
+    names = [item.name for item in walk(Config())]
+    sections = {name.partition(".")[0] for name in names if "." in name}
+    for key, is_set, value in (word.partition("=") for word in words):
+        if key in groups and re.fullmatch(r"[a-z]\w*", value) and value not in NO_NAMES:
+            options = sorted(path.stem for path in (CONFIG_DIR / key).glob("*.yaml"))
+            if value not in options:
+                return missing_option(key, value, options, has_own=False)
+        if not is_set or not re.fullmatch(r"[a-z]\w*(\.\w+)*", key):
+            continue
+        section, is_key = key.partition(".")[0], any(_contains(key, name) for name in names)
+        is_open = section in {*groups, *vars(Config())} - sections
+        if not (is_key or is_open) and (match := nearest_key(key, names)):
+            return f"{key} is not a key of the config; did you mean {match}?"
+    return None
+
+
+def _contains(key: str, name: str) -> bool:
+    """Return whether a key is a section of the other, or is the other."""
+    return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+
+
+def missing_option(group: str, option: str, options: Sequence[str], *, has_own: bool) -> str:
+    """Return the sentence about an option that a group lacks; `has_own`: the user has groups."""
+    match = nearest_key(option, options)
+    hint = f"; did you mean {match}?" if match else ";"
+    roots = [path.parents[1] for path in Path().glob(f"*/{group}/*.yaml") if path.stem == option]
+    folder = quote(str(roots[0])) if roots else "FOLDER"
+    is_own = "/" not in group and (roots or not has_own)
+    own = f"; for your own write --config-dir={folder}" if is_own else ""
+    return f"{group}={option} does not exist{hint} options: {', '.join(options)}{own}"
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """Return the known key that the user most likely meant; None if no key is near."""
+    parent, _, last = key.rpartition(".")
+    if parent.partition(".")[0] != "hydra":
+        known = [name for name in known if name.partition(".")[0] != "hydra"]
+    siblings = {
+        name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent
+    }
+    synonyms = next((words for words in SAME_MEANING if last in words), {last})
+    candidates = siblings if parent else {name.rpartition(".")[2]: name for name in known}
+    for word in sorted(synonyms & candidates.keys() - {last}):
+        return candidates[word]
+    same_name = [name for name in known if name.rpartition(".")[2] in synonyms]
+    if len(same_name) == 1:  # as in train.lr, and nnodes, which is near notes
+        return same_name[0]
+    if (sibling := nearest(last, siblings, cutoff=CLOSE)) is not None:
+        return siblings[sibling]
+    if siblings and parent:
+        return None  # every key of this parent would be near the whole key
+    return nearest(key, known, cutoff=0.8) or " or ".join(same_name) or None
