@@ -137,7 +137,7 @@ ANSWERS = {
     "model=toy --config-dir": "--config-dir/-cd: expected one argument; see --help",
     "model=toy -m seed=1,2 train.epoch=3": UNKNOWN,
     "--gibberish": "--gibberish is not an option; see --help",
-    "--experimental-rerun nowhere": "write resume=RUN_FOLDER",
+    "--experimental-rerun nowhere": "continue a run by resume=RUN_FOLDER",
     "--shell-completion": "install=bash",
     "--cfg nothing": "argument --cfg/-c: invalid choice",
     "--multirun=x": "ignored explicit argument 'x'; see --help",

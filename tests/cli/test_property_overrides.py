@@ -233,6 +233,7 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         """Run the jobs in place of slots, which are processes."""
         return run_jobs(batch, execute=ddp_runner.launch.launcher.launch)
 
+    monkeypatch.setattr(ddp_runner.cli.app, "start_fork_server", lambda: None)
     for module in (ddp_runner.cli.start_runs, ddp_runner.sweep.local):
         monkeypatch.setattr(module, "start_fork_server", lambda: None)
         monkeypatch.setattr(module, "detect", lambda **_: LAPTOP)
