@@ -16,7 +16,6 @@ from ddp_runner.compare.settings import (
     sort_key,
     tied_keys,
     varied_keys,
-    with_copies,
 )
 from ddp_runner.compare.speedup import AllReduceFit, Scaling, Stats, fit_all_reduces, speedups
 from ddp_runner.errors import UserError, counted, listed, nearest
@@ -127,7 +126,7 @@ def compare(
         {key: value for key, value in setting.items() if key not in averaged}
         for setting in settings
     ]
-    copies = with_copies(varied_keys(settings), settings)
+    copies = varied_keys(settings)
     keys = (*copies, *(["seed"] if each else []))
     named_groups: dict[object, list[RecordedRun]] = {}
     for run in shown:
