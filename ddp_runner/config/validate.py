@@ -64,8 +64,7 @@ def validate_values(config: Config) -> None:
     _validate_required(config)
     _validate_functions(config)
     for key in walk(config):
-        may_be_null = plain_kind(key.kind) is not key.kind
-        if key.value is not None or not may_be_null:
+        if key.value is not None or plain_kind(key.kind) is key.kind:
             validate_value(key.name, key.value, key.rule)
     # The keys of a mode come before its needs, which may be interpolated from them.
     mode = {key: value for key, value in config.parallelism.items() if key != "needs"}
