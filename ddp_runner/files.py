@@ -29,7 +29,6 @@ LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DUMPER: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 MOST_YAML_KIB, MOST_YAML_VALUES = 1024, 20_000  # a run's config has 10 KiB, hundreds of values
 MAX_NAME_BYTES = 200  # file systems allow 255
-NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # a link could lead out of a run folder
 READER_S = 0.1  # a reader, such as the status command, holds a lock for an instant
 
 
@@ -88,10 +87,10 @@ def locked(path: Path, *, wait_s: float = math.inf) -> Iterator[None]:
 
     Raises:
         TimeoutError: another holder still has the lock.
-        OSError: it cannot be opened, or its file system has no locks.
+        OSError: it is a link to a file, which may lead anywhere, or cannot be opened or locked.
     """
     is_folder = path.is_dir() and not path.is_symlink()
-    flags = os.O_CLOEXEC | (0 if is_folder else os.O_RDWR | os.O_CREAT | NOFOLLOW)
+    flags = os.O_CLOEXEC | (0 if is_folder else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     descriptor, deadline = os.open(path, flags, 0o644), time.monotonic() + wait_s
     try:
         while True:
