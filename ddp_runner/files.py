@@ -192,19 +192,19 @@ def read_or_none(read: Callable[[Path], Any], path: Path) -> Any:
         return None
 
 
-def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """Return a JSON object; None if it is anything else, such as the half line that a kill left."""
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON object; {} if it is anything else, such as the half line that a kill left."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
-def yaml_dump(value: Any, **options: Any) -> str:
-    """Return plain values as YAML, in their order; options are those of ``yaml.dump``."""
+def yaml_dump(value: Any) -> str:
+    """Return plain values as YAML, in their order."""
     value = mapped(lambda item: item, value)  # a list that is there twice would become an alias
-    text: str = yaml.dump(value, Dumper=DUMPER, sort_keys=False, allow_unicode=True, **options)
+    text: str = yaml.dump(value, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
     return text
 
 

@@ -111,7 +111,7 @@ def read_heartbeat(path: Path) -> tuple[dict[str, Any], float | None]:
                 text, mtime = file.read(NUM_BYTES), os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return {}, None
-    return json_object(text) or {}, mtime
+    return json_object(text), mtime
 
 
 @dataclass(frozen=True)
