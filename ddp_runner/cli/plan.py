@@ -147,7 +147,6 @@ def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
 
 
 def _keep_options(raw: DictConfig, node: HydraConf, command: CommandLine) -> list[str]:
-    """Restore the keys of chosen options and targets, in place; return notes about it."""
     words, choices = written_words(node, command), node.runtime.choices
     return list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
 
