@@ -29,7 +29,6 @@ LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DUMPER: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 MOST_YAML_KIB, MOST_YAML_VALUES = 1024, 20_000  # a run's config has 10 KiB, hundreds of values
 MAX_NAME_BYTES = 200  # file systems allow 255
-NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # a link could lead out of a run folder
 READER_S = 0.1  # a reader, such as the status command, holds a lock for an instant
 
 
@@ -88,10 +87,10 @@ def locked(path: Path, *, wait_s: float = math.inf) -> Iterator[None]:
 
     Raises:
         TimeoutError: another holder still has the lock.
-        OSError: it cannot be opened, or its file system has no locks.
+        OSError: it is a link to a file, which may lead anywhere, or cannot be opened or locked.
     """
     is_folder = path.is_dir() and not path.is_symlink()
-    flags = os.O_CLOEXEC | (0 if is_folder else os.O_RDWR | os.O_CREAT | NOFOLLOW)
+    flags = os.O_CLOEXEC | (0 if is_folder else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     descriptor, deadline = os.open(path, flags, 0o644), time.monotonic() + wait_s
     try:
         while True:
@@ -193,19 +192,19 @@ def read_or_none(read: Callable[[Path], Any], path: Path) -> Any:
         return None
 
 
-def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """Return a JSON object; None if it is anything else, such as the half line that a kill left."""
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON object; {} if it is anything else, such as the half line that a kill left."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
-def yaml_dump(value: Any, **options: Any) -> str:
-    """Return plain values as YAML, in their order; options are those of ``yaml.dump``."""
+def yaml_dump(value: Any) -> str:
+    """Return plain values as YAML, in their order."""
     value = mapped(lambda item: item, value)  # a list that is there twice would become an alias
-    text: str = yaml.dump(value, Dumper=DUMPER, sort_keys=False, allow_unicode=True, **options)
+    text: str = yaml.dump(value, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
     return text
 
 

@@ -1,4 +1,4 @@
-"""Every built-in metric: its name, whether lower is better, where it is shown. Torch-free.
+"""Every built-in metric: its name, which value is best, where it is shown. Torch-free.
 
 All other metrics are the user's own: the config's ``metrics``, and scalars of a training step.
 """
@@ -33,7 +33,7 @@ class MetricInfo:
     """A built-in metric and its properties."""
 
     name: str
-    lower_is_better: bool | None  # None: neither
+    best: str | None  # its best value, max or min; None: neither
     is_headline: bool = False  # shown on the terminal and in a table's first columns
     needs_classes: bool = False
     is_monitor: bool = False  # in every checkpoint, so checkpoint.monitor may name it
@@ -41,38 +41,38 @@ class MetricInfo:
 
 
 METRICS = (
-    MetricInfo("eval/accuracy", False, True, True, True),
-    MetricInfo("eval/loss", True, True, is_monitor=True),
-    MetricInfo("train/loss", True, True, is_monitor=True),
-    MetricInfo("perf/samples_per_s", False, is_monitor=True),
-    MetricInfo("perf/step_time_ms", True, is_monitor=True),
-    MetricInfo("eval/f1", False, True, True, True),
-    MetricInfo("eval/precision", False, False, True, True),
-    MetricInfo("eval/recall", False, False, True, True),
+    MetricInfo("eval/accuracy", "max", True, True, True),
+    MetricInfo("eval/loss", "min", True, is_monitor=True),
+    MetricInfo("train/loss", "min", True, is_monitor=True),
+    MetricInfo("perf/samples_per_s", "max", is_monitor=True),
+    MetricInfo("perf/step_time_ms", "min", is_monitor=True),
+    MetricInfo("eval/f1", "max", True, True, True),
+    MetricInfo("eval/precision", "max", False, True, True),
+    MetricInfo("eval/recall", "max", False, True, True),
     MetricInfo("train/grad_norm", None),
     MetricInfo("train/lr", None, is_monitor=True),
-    MetricInfo("perf/comm_share", True),
-    *(MetricInfo(part.metric, True) for part in StepPart),
-    MetricInfo("perf/skew_ms", True),
+    MetricInfo("perf/comm_share", "min"),
+    *(MetricInfo(part.metric, "min") for part in StepPart),
+    MetricInfo("perf/skew_ms", "min"),
     MetricInfo("perf/skew_rank", None, is_quantity=False),
-    MetricInfo("perf/mfu", False),
-    MetricInfo("perf/peak_memory_gib", True),
-    MetricInfo("best/accuracy", False, True, True),
-    MetricInfo("best/loss", True, True),
-    MetricInfo("best/f1", False, True, True),
-    MetricInfo("best/precision", False, False, True),
-    MetricInfo("best/recall", False, False, True),
-    MetricInfo("ps/staleness_mean", True),
-    MetricInfo("ps/staleness_max", True),
-    MetricInfo("ps/trainer_wait_ms", True),
-    MetricInfo("ps/server_wait_ms", True),
-    MetricInfo("ps/pushes_per_s", False),
+    MetricInfo("perf/mfu", "max"),
+    MetricInfo("perf/peak_memory_gib", "min"),
+    MetricInfo("best/accuracy", "max", True, True),
+    MetricInfo("best/loss", "min", True),
+    MetricInfo("best/f1", "max", True, True),
+    MetricInfo("best/precision", "max", False, True),
+    MetricInfo("best/recall", "max", False, True),
+    MetricInfo("ps/staleness_mean", "min"),
+    MetricInfo("ps/staleness_max", "min"),
+    MetricInfo("ps/trainer_wait_ms", "min"),
+    MetricInfo("ps/server_wait_ms", "min"),
+    MetricInfo("ps/pushes_per_s", "max"),
     MetricInfo("ps/num_trainers", None),
-    MetricInfo("plan/peak_gib", True, True),
-    MetricInfo("plan/step_ms", True, True),
-    MetricInfo("plan/step_ms_overlapped", True, True),
-    *(MetricInfo(f"plan/{part}_gib", True) for part in ("parameters", "gradients", "optimizer")),
-    MetricInfo("plan/collective_gib", True),
+    MetricInfo("plan/peak_gib", "min", True),
+    MetricInfo("plan/step_ms", "min", True),
+    MetricInfo("plan/step_ms_overlapped", "min", True),
+    *(MetricInfo(f"plan/{part}_gib", "min") for part in ("parameters", "gradients", "optimizer")),
+    MetricInfo("plan/collective_gib", "min"),
     MetricInfo("plan/flops", None),
 )
 LISTED = {metric.name: metric for metric in METRICS}
@@ -106,8 +106,7 @@ def best_end(name: str, directions: Mapping[str, str] | None = None) -> str | No
     metric, as in run.json; ``eval/NAME`` also covers ``eval/NAME_KEY`` and ``best/NAME``.
     """
     if name in LISTED:
-        lower = LISTED[name].lower_is_better
-        return None if lower is None else "min" if lower else "max"
+        return LISTED[name].best
     evaluated = name.replace("best/", "eval/")
     matches = [key for key in directions or () if f"{evaluated}_".startswith(f"{key}_")]
     if matches:

@@ -25,10 +25,10 @@ _composed = lru_cache(maxsize=99)(compose_config)  # the jobs of a sweep choose 
 def keep_chosen_options(
     raw: DictConfig, words: Sequence[str], *, choices: Mapping[str, Any], folders: tuple[str, ...]
 ) -> Iterator[str]:
-    """Restore the keys of the options that a command chooses, in place; yield notes about it.
+    """Restore the keys of the options and targets that a command chooses; yield notes about it.
 
-    Hydra has composed `raw` from the user's `words`, with an option for each group in
-    `choices`; the `folders` are URLs of the user's own groups.
+    Hydra has composed `raw`, which is changed, from the user's `words`, with an option for each
+    group in `choices`; the `folders` are URLs of the user's own groups.
     """
     given = dict(zip(chosen_keys(words), words, strict=True))
     is_new = raw.resume in (None, AUTO)
@@ -59,9 +59,10 @@ def keep_chosen_options(
                 f"{given[group]} does not take the keys that {paths} sets for another option: "
                 f"{listed(sorted(dropped))}"
             )
+    _replace_targets(raw, words, folders=folders)
 
 
-def replace_targets(raw: DictConfig, words: Sequence[str], *, folders: tuple[str, ...]) -> None:
+def _replace_targets(raw: DictConfig, words: Sequence[str], *, folders: tuple[str, ...]) -> None:
     """Where the command names another ``_target_``, drop the keys of the replaced class, in place.
 
     The command's own keys stay, and those that the runner reads.

@@ -165,7 +165,7 @@ def _key_hint(key: str, arguments: Sequence[str], config: Any = None) -> str:
     if f"{parent}._target_" in known:
         target = reduce(getitem, parent.split("."), config)["_target_"]
         with suppress(ImportError):  # the key is wrong, too
-            if last in (source_keywords(str(target)) or ()):
+            if last in source_keywords(str(target)):
                 return (
                     f"{key} is not a key of the chosen option, but its class takes it; "
                     f"write +{key}=VALUE"

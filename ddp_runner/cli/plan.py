@@ -10,12 +10,7 @@ from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_runner.checkpoint.manifest import MANIFEST, WEIGHTS_INDEX
-from ddp_runner.cli.chosen_options import (
-    changed_keys,
-    changes,
-    keep_chosen_options,
-    replace_targets,
-)
+from ddp_runner.cli.chosen_options import changed_keys, changes, keep_chosen_options
 from ddp_runner.cli.command import CommandLine
 from ddp_runner.cli.compose import UNNAMED, opened, opened_node
 from ddp_runner.cli.resume import dropped_trackers, lacks_run, with_resumed
@@ -152,11 +147,8 @@ def shown_arguments(command: CommandLine, composed: DictConfig) -> list[str]:
 
 
 def _keep_options(raw: DictConfig, node: HydraConf, command: CommandLine) -> list[str]:
-    """Restore the keys of chosen options and targets, in place; return notes about it."""
     words, choices = written_words(node, command), node.runtime.choices
-    notes = list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
-    replace_targets(raw, words, folders=command.folders)
-    return notes
+    return list(keep_chosen_options(raw, words, choices=choices, folders=command.folders))
 
 
 def job_folder(composed: DictConfig, command: CommandLine) -> str:

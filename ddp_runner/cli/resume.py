@@ -203,14 +203,7 @@ def _take_model(
 
 def _resolve_run(value: Any) -> Path:
     text = value.text if isinstance(value, QuotedString) else str(value)
-    if text != "last":
-        return Path(text)
-    if (newest := newest_run()) is None:
-        raise UserError(
-            "resume=last finds no run below outputs",
-            "start in the folder that holds it, or give resume=RUN",
-        )
-    return newest
+    return newest_run() if text == "last" else Path(text)
 
 
 def _read_config(run_dir: Path) -> DictConfig:

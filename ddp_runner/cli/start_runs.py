@@ -51,17 +51,16 @@ def start_runs(
         if env is not None:
             raise UserError("-m starts its own ranks", "run a sweep without torchrun or srun")
         jobs = Jobs(composed, invocation)
-        return run_sweep(
-            SweepCommand(
-                words=command.written,
-                overrides=[str(item.input_line) for item in command.overrides],
-                read=partial(parse_sweep, folders=command.folders),
-                common=composed,
-                compose=jobs.compose,
-                name_of=partial(job_folder, command=command),
-                plan=jobs.plan,
-            )
+        sweep = SweepCommand(
+            words=command.written,
+            overrides=[str(item.input_line) for item in command.overrides],
+            read=partial(parse_sweep, folders=command.folders),
+            common=composed,
+            compose=jobs.compose,
+            name_of=partial(job_folder, command=command),
+            plan=jobs.plan,
         )
+        return run_sweep(sweep)
     if "hydra.sweep.dir" in keys:
         raise UserError("hydra.sweep.dir is the folder of a sweep", "write hydra.run.dir=FOLDER")
     if composed.sweep.dry_run:

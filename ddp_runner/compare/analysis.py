@@ -16,16 +16,8 @@ from ddp_runner.compare.settings import (
     sort_key,
     tied_keys,
     varied_keys,
-    with_copies,
 )
-from ddp_runner.compare.speedup import (
-    AllReduceFit,
-    AllReduceFits,
-    Scaling,
-    Stats,
-    fit_all_reduces,
-    speedups,
-)
+from ddp_runner.compare.speedup import AllReduceFit, Scaling, Stats, fit_all_reduces, speedups
 from ddp_runner.errors import UserError, counted, listed, nearest
 from ddp_runner.metric_names import LINE_FIELDS, METRICS, best_end
 from ddp_runner.tracking.git import code_version
@@ -134,7 +126,7 @@ def compare(
         {key: value for key, value in setting.items() if key not in averaged}
         for setting in settings
     ]
-    copies = with_copies(varied_keys(settings), settings)
+    copies = varied_keys(settings)
     keys = (*copies, *(["seed"] if each else []))
     named_groups: dict[object, list[RecordedRun]] = {}
     for run in shown:
@@ -153,7 +145,7 @@ def compare(
         same=same_keys(settings),
         rows=completed,
         ran_out=tuple(row for row in rows if row.runs[0].ran_out),
-        all_reduces=tuple(fits.values()),
+        all_reduces=fits,
         parity=tuple(parity),
         tolerance=tolerance,
         target=target,
@@ -169,7 +161,7 @@ def _rows(
     keys: Sequence[str],
     *,
     target: Target | None,
-    fits: AllReduceFits,
+    fits: Sequence[AllReduceFit],
     parity: Sequence[Parity],
 ) -> list[ComparisonRow]:
     """Return a row for each group of runs, ordered by the values of the `keys`."""

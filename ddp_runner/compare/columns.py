@@ -176,7 +176,6 @@ def _key_column(key: str, comparison: Comparison) -> Column:
 
 
 def _scaling(kind: str, rows: Sequence[ComparisonRow]) -> Iterator[Column]:
-    """Yield the columns of strong or weak scaling."""
     scalings = [row.scalings.get(kind) for row in rows]
     bases = sorted({scaling.base for scaling in scalings if scaling})
     base = bases[0] if len(bases) == 1 else "the setting under against"

@@ -215,7 +215,6 @@ def _results(comparison: Comparison) -> Iterator[Remark]:
 
 
 def _gaps(step: Prediction) -> str:
-    """Return the measured and the predicted time of a step, and the parts that differ."""
     measured, predicted = step.measured_ms, step.parts_ms
     total = sum(measured.values())
     gaps = {part: ms - predicted[part] for part, ms in measured.items()}

@@ -178,7 +178,6 @@ def _scaling_table(main: Table) -> Table | None:
 
 
 def _parity_table(comparison: Comparison, cards: Cards) -> Table:
-    """Return how the losses of each run differ from its reference's."""
     results = comparison.parity
     runs = [cards[parity.run.folder] for parity in results]
     return values_table(

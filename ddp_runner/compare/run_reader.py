@@ -168,7 +168,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
         if len(whole) == content.count(b"\n") and _are_plain(whole):
             return whole, 0
     texts = content.splitlines()
-    for line in (json_object(text) or {} for text in texts):
+    for line in map(json_object, texts):
         has_numbers = all(isinstance(value, int | float | None) for value in line.values())
         if has_numbers and is_finite(line.get("step")) and is_finite(line.get("time_s")):
             lines.append({key: value if is_finite(value) else None for key, value in line.items()})

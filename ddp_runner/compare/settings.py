@@ -33,12 +33,12 @@ def _sorted_keys(keys: Iterable[str], without: Collection[str]) -> tuple[str, ..
     return tuple(sorted(key for key in {*keys} - {*without} if not key.startswith(groups)))
 
 
-def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
-    """Return the keys in which settings differ, without copies and keys that another key implies.
+def varied_keys(settings: Sequence[Setting]) -> dict[str, list[str]]:
+    """Return the keys in which settings differ, each with the later keys that have its values.
 
-    If a whole group differs, such as `model`, its name is enough: a key inside it is left out
-    unless it differs between settings with the same name, or is a number in all of them. A batch
-    size follows from the other batch size and the world size.
+    Left out are keys that another key implies. If a whole group differs, such as `model`, its name
+    is enough: a key inside it is left out unless it differs between settings with the same name, or
+    is a number in all of them. A batch size follows from the other batch size and the world size.
     """
     keys = dict.fromkeys(chain.from_iterable(settings))
     varied = {key for key in keys if len(_values(settings, key)) > 1}
@@ -53,13 +53,8 @@ def varied_keys(settings: Sequence[Setting]) -> tuple[str, ...]:
         shown -= set(BATCH_SIZES)  # strong or weak scaling: `same_keys` has the constant size
     if all(setting.get("num_devices") == setting.get("world_size") for setting in settings):
         shown.discard("num_devices")
-    return tuple(sorted({*shown, *ALWAYS_SHOWN}, key=_column_order))
-
-
-def with_copies(keys: Sequence[str], settings: Sequence[Setting]) -> dict[str, list[str]]:
-    """Return each key with the later keys that have the same values, such as interpolations."""
     groups = dict[tuple[str, ...], list[str]]()
-    for key in keys:
+    for key in sorted({*shown, *ALWAYS_SHOWN}, key=_column_order):
         groups.setdefault(tuple(repr(item.get(key)) for item in settings), []).append(key)
     return {first: copies for first, *copies in groups.values()}
 

@@ -61,7 +61,7 @@ class AllReduceFit:
 AllReduceFits = Mapping[tuple[str, int], AllReduceFit]  # by backend and world size
 
 
-def fit_all_reduces(runs: Sequence[RecordedRun]) -> AllReduceFits:
+def fit_all_reduces(runs: Sequence[RecordedRun]) -> tuple[AllReduceFit, ...]:
     """Fit the all-reduces that ``task=collectives`` runs have measured."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for run in runs:
@@ -70,14 +70,17 @@ def fit_all_reduces(runs: Sequence[RecordedRun]) -> AllReduceFits:
             if kind == ("all_reduce", "sum", "float32"):
                 point = call["bytes"], call["latency_us"]["median"]
                 points.setdefault(_backend_and_size(run), []).append(point)
-    return {key: fit for key, measured in points.items() if (fit := _fit(*key, measured))}
+    return tuple(fit for key, measured in points.items() if (fit := _fit(*key, measured)))
 
 
-def speedups(settings: Sequence[Measured], fits: AllReduceFits) -> list[dict[str, Scaling]]:
+def speedups(
+    settings: Sequence[Measured], all_reduces: Iterable[AllReduceFit]
+) -> list[dict[str, Scaling]]:
     """Return the scalings of each setting by kind, strong and weak.
 
     Parallel jobs have no scalings: they slow each other down.
     """
+    fits = {(fit.backend, fit.world_size): fit for fit in all_reduces}
     by_kind = {kind: _scalings(settings, fits, key) for kind, key in SCALINGS.items()}
     return [
         {kind: scalings[index] for kind, scalings in by_kind.items() if index in scalings}

@@ -136,7 +136,6 @@ def _num_ranks(config: Config, hardware: Hardware, env: DistEnv | None) -> int:
 
 
 def _num_local_ranks(config: Config, hardware: Hardware, ranks: int) -> int:
-    """Return the number of ranks on each machine."""
     launch, num_nodes = config.launch, config.launch.nnodes
     if num_nodes > 1 and launch.rdzv_endpoint is None:
         raise UserError(

@@ -47,10 +47,10 @@ def unknown_key(key: str, group: str, *, target: Any, known: Set[str]) -> UserEr
     return UserError(f"{group}.{key} is not a keyword of {target}", hint)
 
 
-def source_keywords(name: str) -> Keywords | None:
+def source_keywords(name: str) -> Keywords:
     """Return the keywords of a dotted name, with ANY if it takes any keyword.
 
-    Return None if the source does not show them: it is compiled, decorated or computed.
+    Return only ANY if the source does not show them: it is compiled, decorated or computed.
 
     Raises:
         ImportError: the module does not define the name; the text ends with the fix.
@@ -58,7 +58,7 @@ def source_keywords(name: str) -> Keywords | None:
     try:
         return _name_keywords(name) or {}
     except (_UnknownError, RecursionError, OSError, SyntaxError, ValueError):
-        return None  # the rank that imports it reports the fault
+        return {ANY: Keyword()}  # the rank that imports it reports the fault
 
 
 def source_file(name: str) -> Path | None:

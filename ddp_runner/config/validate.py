@@ -23,7 +23,7 @@ from ddp_runner.config.schema import (
     runner_keys,
 )
 from ddp_runner.config.sections import INFERENCE
-from ddp_runner.config.signatures import ANY, Keyword, Keywords, source_keywords, unknown_key
+from ddp_runner.config.signatures import ANY, Keywords, source_keywords, unknown_key
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import LISTED
 
@@ -64,8 +64,7 @@ def validate_values(config: Config) -> None:
     _validate_required(config)
     _validate_functions(config)
     for key in walk(config):
-        may_be_null = plain_kind(key.kind) is not key.kind
-        if key.value is not None or not may_be_null:
+        if key.value is not None or plain_kind(key.kind) is key.kind:
             validate_value(key.name, key.value, key.rule)
     # The keys of a mode come before its needs, which may be interpolated from them.
     mode = {key: value for key, value in config.parallelism.items() if key != "needs"}
@@ -125,7 +124,7 @@ def _validate_functions(config: Config) -> None:
     if isinstance(step, Mapping):
         _validate_options(step, "train.step")
         step = step.get("_target_")
-    takes_loss = "loss" in (_keywords("train.step", str(step)) or ())
+    takes_loss = "loss" in _keywords("train.step", str(step))
     if takes_loss and loss is None and config.task in ("train", "check"):
         raise UserError(
             f"model.loss is null or deleted, and train.step ({step}) needs it",
@@ -156,10 +155,9 @@ def _validate_required(config: Config) -> None:
         options["model"] = config.model
     for key, settings in options.items():
         target = settings["_target_"]
-        known = source_keywords(target) or {}
         missing = sorted(
             name
-            for name, keyword in known.items()
+            for name, keyword in source_keywords(target).items()
             if keyword.is_required and name not in settings and not PASSED_TO_MODEL.fullmatch(name)
         )
         if missing and not {"_args_", "_partial_"} & {*settings}:
@@ -176,8 +174,6 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
     """
     target = settings["_target_"]
     keywords = _keywords(f"{key}._target_", target)
-    if keywords is None:
-        keywords = {ANY: Keyword()}
     also_read = ALSO_READ.get(key.partition(".")[0], {})
     kinds = {"name": None, **runner_keys(key), **also_read}
     kinds |= {name: keyword.kind for name, keyword in keywords.items()}
@@ -196,7 +192,7 @@ def _validate_keys(settings: Mapping[str, Any], key: str) -> None:
             validate_value(f"{key}.{name}", value, GROUP_KEYS.get(f"{key}.{name}", NOT_NEGATIVE))
 
 
-def _keywords(key: str, name: str) -> Keywords | None:
+def _keywords(key: str, name: str) -> Keywords:
     """Return ``source_keywords`` of a key's value; the error names the key."""
     try:
         return source_keywords(name)

@@ -17,15 +17,7 @@ from ddp_runner.errors import UserError, counted, os_sentence
 from ddp_runner.host.hardware import Hardware
 from ddp_runner.job import COMPLETED, EXIT_FAILED, EXIT_USER_ERROR, Job, Outcome, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.sweep.sweep_dir import (
-    PLAN,
-    TO_RUN,
-    Plan,
-    PlannedJob,
-    change_plan,
-    read_plan,
-    with_fault,
-)
+from ddp_runner.sweep.sweep_dir import PLAN, TO_RUN, PlannedJob, change_plan, read_plan, with_fault
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.run_dir import InUseError, RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
@@ -49,7 +41,7 @@ class SweepJob:
         """How the job stands now; another launcher may have written a fault to the plan."""
         plan = self.sweep / PLAN
         stamp = plan.stat().st_mtime_ns if plan.exists() else 0
-        planned = _cached_plan(self.sweep, stamp).jobs.get(self.planned.job_id, self.planned)
+        planned = _cached_jobs(self.sweep, stamp).get(self.planned.job_id, self.planned)
         return planned.standing(self.sweep)
 
     @property
@@ -109,9 +101,9 @@ class JobBatch:
 
 
 @lru_cache(maxsize=1)
-def _cached_plan(sweep: Path, stamp: int) -> Plan:
-    """Return the plan that was written at `stamp`; thousands of jobs ask for the same plan."""
-    return read_plan(sweep)
+def _cached_jobs(sweep: Path, stamp: int) -> Mapping[str, PlannedJob]:
+    """Return the jobs of the plan written at `stamp`; thousands of jobs ask for the same plan."""
+    return read_plan(sweep).jobs
 
 
 def num_sessions(standing: Standing) -> int:

@@ -43,7 +43,7 @@ class Local:
 
     def __init__(self) -> None:
         self._hardware = detect()
-        self._has_header = False  # a job of this command has shown the header
+        self._headers = chain([True], repeat(False))  # one header for the whole sweep
         self._slots: dict[Connection, SpawnProcess] = {}
 
     def validate(self, config: Config) -> None:
@@ -123,11 +123,10 @@ class Local:
 
     def _execute(self, job: Job) -> Outcome:
         """Run a job. On a terminal, its result replaces the progress line of rank 0."""
-        shows_header, self._has_header = not self._has_header, True
         width = line_width(sys.stdout)
         if not width:
             print(f"\n{job.title}", flush=True)
-        outcome = launch(replace(job, shows_header=shows_header))
+        outcome = launch(replace(job, shows_header=next(self._headers)))
         if width and outcome.status == Status.FAILED:
             print_line(f"{shortened(job.title, width - 8)}  failed")
         return outcome

@@ -44,14 +44,7 @@ NOTE_EVERY = 1000  # jobs between two progress lines; planning them takes some s
 
 # A comparison fits latency and bandwidth over the sizes, so it needs many sizes and few calls.
 ALL_REDUCE = CollectivesConfig(
-    ops=["all_reduce"],
-    reduce_ops=["sum"],
-    dtypes=["float32"],
-    min_bytes=4 * 2**10,
-    max_bytes=64 * 2**20,
-    size_factor=4,
-    warmup_steps=2,
-    steps=20,
+    ops=["all_reduce"], reduce_ops=["sum"], min_bytes=4 * 2**10, size_factor=4, steps=20
 )
 
 

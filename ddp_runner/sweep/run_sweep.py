@@ -20,20 +20,14 @@ from ddp_runner.host.processes import stop_signals_held
 from ddp_runner.host.streams import line_width, wrap_lines
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR, Outcome, Status
 from ddp_runner.launch.launcher import print_error
-from ddp_runner.sweep.jobs import JobBatch
+from ddp_runner.sweep.jobs import JobBatch, failed_outcome
 from ddp_runner.sweep.local import Local
 from ddp_runner.sweep.planner import Draft, Planner, SweepCommand, validate_resumed
 from ddp_runner.sweep.search import Grid, Search
 from ddp_runner.sweep.slurm.executor import Slurm
 from ddp_runner.sweep.slurm.slurm_settings import slurm_settings
 from ddp_runner.sweep.sweep_dir import PLAN, change_plan, read_plan, restarted, sweep_dir
-from ddp_runner.sweep.sweep_table import (
-    aligned,
-    failed_jobs,
-    print_report,
-    read_objective,
-    sweep_table,
-)
+from ddp_runner.sweep.sweep_table import aligned, print_report, read_objective, sweep_table
 from ddp_runner.tracking.start_block import shown_path
 
 DRY_COLUMNS = ("job", "nodes", "ranks", "computes on", "steps")  # of sweep.dry_run=true
@@ -99,14 +93,17 @@ def _chooser(planner: Planner) -> Grid | Search:
 
 def _finish(planner: Planner, outcomes: Sequence[Outcome]) -> int:
     """Print what the user can do next; return the exit code of the worst job."""
-    failed = failed_jobs(planner.folder, among=planner.queued)
+    folder = planner.folder
+    standings = {key: job.standing(folder) for key, job in read_plan(folder).jobs.items()}
+    failed = {key: failed_outcome(one) for key, one in standings.items() if one.has_failed}
+    num_failed = len(planner.queued & failed.keys())
     if any(outcome.status == Status.PREEMPTED for outcome in outcomes):
         print("the same command continues this sweep", flush=True)
-    elif failed and planner.command.common.sweep.retry is None:
-        jobs = counted(len(failed), "failed job")
+    elif num_failed and planner.command.common.sweep.retry is None:
+        jobs = counted(num_failed, "failed job")
         print(f"the same command with sweep.retry=failed runs {jobs} again", flush=True)
     if planner.is_search:  # earlier starts of the search count
-        outcomes = [*outcomes, *failed_jobs(planner.folder)]
+        outcomes = [*outcomes, *failed.values()]
     elif not (outcomes or planner.queued):
         print_error("every job of the sweep is invalid and was skipped; see the reasons above")
         return EXIT_USER_ERROR

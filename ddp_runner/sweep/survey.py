@@ -182,7 +182,7 @@ def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         text = file.read()
     for line in map(json_object, text.splitlines()):  # the seek cuts the first
-        if line and type(line.get("step")) is int and isinstance(line.get("time_s"), int | float):
+        if type(line.get("step")) is int and isinstance(line.get("time_s"), int | float):
             yield line
 
 

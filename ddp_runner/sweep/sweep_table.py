@@ -3,15 +3,14 @@
 import os
 import shlex
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ddp_runner.compare.recorded_run import RecordedRun, best_step, is_finite
 from ddp_runner.errors import UserError, nearest, printable
 from ddp_runner.host.streams import shortened, wrap_lines
-from ddp_runner.job import Outcome, Status
+from ddp_runner.job import Status
 from ddp_runner.metric_names import headlines
-from ddp_runner.sweep.jobs import failed_outcome
 from ddp_runner.sweep.sweep_dir import PlannedJob, read_plan
 from ddp_runner.tracking.alive import Standing
 from ddp_runner.tracking.start_block import shown_path
@@ -38,14 +37,6 @@ def read_objective(run_dir: Path, standing: Standing, *, name: str) -> float | s
     if not is_finite(metrics[name]):
         return f"{run_dir.name}: {name} is not a finite number"
     return float(metrics[name])
-
-
-def failed_jobs(folder: Path, *, among: Container[str] | None = None) -> list[Outcome]:
-    """Return the outcomes of a sweep's failed jobs: of all jobs, or of those with these ids."""
-    jobs = read_plan(folder).jobs.values()
-    chosen = [job for job in jobs if among is None or job.job_id in among]
-    standings = (job.standing(folder) for job in chosen)
-    return [failed_outcome(standing) for standing in standings if standing.has_failed]
 
 
 def sweep_table(folder: Path, *, width: int = 0) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.errors import UserError, os_errors
-from ddp_runner.files import NOFOLLOW, json_object, open_file
+from ddp_runner.files import json_object, open_file
 from ddp_runner.job import Status
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import last_session_start, read_run_record
@@ -91,8 +91,8 @@ class Heartbeat:
 def _write_heartbeat(path: Path, fields: Mapping[str, Any]) -> None:
     """Overwrite the file, and close it each time: NFS may cache what an open file holds."""
     content = json.dumps(fields).encode()[:NUM_BYTES].ljust(NUM_BYTES - 1) + b"\n"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | NOFOLLOW
-    # A full disk must not end the run here; readers see an old beat.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    # A link may lead anywhere. A full disk must not end the run here; readers see an old beat.
     with suppress(OSError), os.fdopen(os.open(path, flags, 0o644), "wb") as file:
         os.utime(file.fileno())  # first: on a full disk the write may fail
         os.write(file.fileno(), content)
@@ -111,7 +111,7 @@ def read_heartbeat(path: Path) -> tuple[dict[str, Any], float | None]:
                 text, mtime = file.read(NUM_BYTES), os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return {}, None
-    return json_object(text) or {}, mtime
+    return json_object(text), mtime
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def _cut_lines(path: Path, first_step: int) -> list[dict[str, Any]]:
         return []
     kept, lines = [], []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        line = json_object(text) or {}
+        line = json_object(text)
         is_whole = type(line.get("step")) is int and isinstance(line.get("time_s"), int | float)
         if is_whole and line["step"] < first_step:
             kept.append(text + "\n")

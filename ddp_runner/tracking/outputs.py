@@ -13,7 +13,7 @@ from pathlib import Path
 from ddp_runner.config.schema import RunConfig, has_own_loop
 from ddp_runner.config.sections import WITHOUT_MODEL
 from ddp_runner.dist_env import prints_errors
-from ddp_runner.errors import listed, os_errors, printable
+from ddp_runner.errors import UserError, listed, os_errors, printable
 from ddp_runner.files import safe_name
 from ddp_runner.host.streams import print_line
 from ddp_runner.tracking.run_dir import RUN_RECORD, RunDir, ensure_space
@@ -91,20 +91,23 @@ def sibling_runs(config: RunConfig, *, names_others: bool = False) -> list[RunDi
     return [RunDir(folder) for folder in folders]
 
 
-def newest_run() -> Path | None:
+def newest_run() -> Path:
     """Return this user's most recently written run below outputs/, including runs of sweeps.
 
     Skip runs without a model of their own, such as evaluations: resume=last means the run itself.
 
     Raises:
-        UserError: the newest run.json is damaged.
+        UserError: there is no such run, or the newest run.json is damaged.
     """
     records = [*OUTPUTS.glob(f"*/{RUN_RECORD}"), *OUTPUTS.glob(f"*/*/{RUN_RECORD}")]
     own_records = _own_records(records, names_others=True)
     for path in sorted(own_records, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         if read_run_record(path.parent).get("task") not in WITHOUT_MODEL:
             return path.parent
-    return None
+    raise UserError(
+        "resume=last finds no run below outputs",
+        "start in the folder that holds it, or give resume=RUN",
+    )
 
 
 def _own_records(records: Iterable[Path], *, names_others: bool) -> list[Path]:

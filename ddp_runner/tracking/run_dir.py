@@ -46,6 +46,7 @@ class RunDir:
     logs = FileIn("logs")
     heartbeat = FileIn(".heartbeat")  # exists while the run lasts; see ``alive``
     failure = FileIn("logs/failure.txt")  # the traceback that ended the run
+    slurm_job = FileIn("slurm.job")  # see ``sweep.slurm.queue``
     lock = FileIn(".lock")
     holder = FileIn(".lock.holder")  # the process that holds the lock
 

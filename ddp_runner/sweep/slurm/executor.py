@@ -23,14 +23,7 @@ from ddp_runner.files import READER_S, locked, replace_file
 from ddp_runner.host.processes import answering
 from ddp_runner.job import Outcome, Status
 from ddp_runner.sweep.jobs import JobBatch, JobHardware, SweepJob
-from ddp_runner.sweep.slurm.queue import (
-    LOGS,
-    RECORD,
-    job_standing,
-    queued_states,
-    run_slurm,
-    submitted_as,
-)
+from ddp_runner.sweep.slurm.queue import LOGS, job_standing, queued_states, run_slurm, submitted_as
 from ddp_runner.sweep.slurm.slurm_settings import Options, SlurmSettings
 from ddp_runner.sweep.slurm.watch import Signals, Watch
 from ddp_runner.tracking.run_dir import RunDir
@@ -171,7 +164,7 @@ class Slurm:
             earlier = read_run_record(job.run_dir, missing_ok=True).get("status")
             if earlier not in (None, Status.COMPLETED):  # the end of an earlier job
                 write_run_record(job.run_dir, status=Status.QUEUED, error=None)
-            replace_file(job.run_dir.path / RECORD, name)
+            replace_file(job.run_dir.slurm_job, name)
         script = self._folder / LOGS / f"{array}.sbatch"
         self.write_sbatch_file(script, jobs, options)
         environ = {

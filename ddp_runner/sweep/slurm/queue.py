@@ -22,8 +22,7 @@ from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import RunError, read_run_record, write_run_record
 
 LIMIT_S = 60.0  # time limit of a Slurm command
-RECORD = "slurm.job"  # file in a run folder
-NAME = re.compile(r"[\w.-]+_\d+", re.ASCII)  # its content
+NAME = re.compile(r"[\w.-]+_\d+", re.ASCII)  # the content of slurm.job
 LOGS = "slurm"  # folder in the sweep's: the jobs' output, and the submitted scripts
 WAITING = {
     *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"),
@@ -91,7 +90,7 @@ def submitted_as(run_dir: Path) -> str | None:
     Raises:
         UserError: the file is damaged; its job may still run.
     """
-    path = run_dir / RECORD
+    path = RunDir(run_dir).slurm_job
     if not path.exists():
         return None
     name = path.read_text(encoding="utf-8", errors="replace")
@@ -151,4 +150,4 @@ def note_end(run_dir: Path, ended: Standing) -> None:
     if ended.record != read_run_record(run_dir, missing_ok=True):
         error = ended.record["error"]
         write_run_record(run_dir, status=Status(ended.status), finished_at=time.time(), error=error)
-    (run_dir / RECORD).unlink(missing_ok=True)
+    RunDir(run_dir).slurm_job.unlink(missing_ok=True)

@@ -120,7 +120,6 @@ class Watch:
             self._cancel(f"enough jobs have failed: cancelling {len(self._waiting)} more")
 
     def _note(self, job_id: str, ended: Standing) -> None:
-        """Note the end of a job in its folder and in the outcomes."""
         del self._waiting[job_id]
         job = self._batch.jobs[job_id]
         run_dir = job.run_dir.path

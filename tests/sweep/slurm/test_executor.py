@@ -19,7 +19,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.sweep.jobs import JobBatch, SweepJob
 from ddp_runner.sweep.slurm import queue as slurm_queue
 from ddp_runner.sweep.slurm.executor import Slurm, rank_arguments
-from ddp_runner.sweep.slurm.queue import RECORD, submitted_as
+from ddp_runner.sweep.slurm.queue import submitted_as
 from ddp_runner.tracking.run_dir import RunDir
 from ddp_runner.tracking.run_record import write_run_record
 
@@ -36,7 +36,7 @@ def test_a_start_submits_only_what_is_neither_there_nor_done(
     """One job is in the queue, one was completed meanwhile, one was cancelled."""
     sweep, submitted = batch.jobs["a"].sweep, list[str]()
     for index, name in enumerate("abc"):
-        (sweep / name / RECORD).write_text(f"x_{index}")
+        (sweep / name / "slurm.job").write_text(f"x_{index}")
     write_run_record(sweep / "b", status="completed")
     write_run_record(sweep / "c", status="preempted")
 
@@ -68,7 +68,7 @@ def test_a_failed_job_is_submitted_again_only_if_asked(
     """It failed while nobody watched."""
     sweep, submitted = batch.jobs["a"].sweep, list[str]()
     one = replace(batch, jobs={"a": batch.jobs["a"]})
-    (sweep / "a" / RECORD).write_text("x_0")
+    (sweep / "a" / "slurm.job").write_text("x_0")
     error = {"rank": 0, "kind": "crash", "sentence": "why"}
     write_run_record(sweep / "a", status="failed", error=error)
 

@@ -9,14 +9,7 @@ from fake_slurm import SETTINGS, program, three_jobs
 
 from ddp_runner.errors import UserError
 from ddp_runner.sweep.slurm.executor import Slurm
-from ddp_runner.sweep.slurm.queue import (
-    RECORD,
-    cancel,
-    job_standing,
-    note_end,
-    queued_states,
-    submitted_as,
-)
+from ddp_runner.sweep.slurm.queue import cancel, job_standing, note_end, queued_states, submitted_as
 from ddp_runner.tracking.run_record import read_run_record, write_run_record
 
 
@@ -137,7 +130,7 @@ def test_an_end_is_noted_once_and_never_changes_what_a_run_has_said(tmp_path: Pa
     """Its folder then names no job, so the next start of the sweep looks at run.json alone."""
     error = {"rank": 1, "kind": "crash", "sentence": "why"}
     write_run_record(tmp_path, status="failed", error=error, finished_at=1.0)
-    (tmp_path / RECORD).write_text("x_0")
+    (tmp_path / "slurm.job").write_text("x_0")
     note_end(tmp_path, job_standing(tmp_path, name="x_0", state="FAILED", sweep=tmp_path))
     assert read_run_record(tmp_path) == {"status": "failed", "error": error, "finished_at": 1.0}
     assert submitted_as(tmp_path) is None
