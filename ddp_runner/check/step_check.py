@@ -207,12 +207,13 @@ class StepCheck:
         noisy = copy.deepcopy(model)
         for parameter, source in zip(noisy.parameters(), model.parameters(), strict=True):
             parameter.grad = None if source.grad is None else noise(source.grad)
-        config, num_steps = self._state.work.config, self._state.final_step
-        per_epoch = self._state.batches.steps_per_epoch
+        state, config = self._state, self._state.work.config
+        steps_per_epoch = state.batches.steps_per_epoch
         for one in (model, noisy):
             optimizer = build_optimizer(config, one)
-            # It sets the learning rate of the first step.
-            build_schedule(config, optimizer, total_steps=num_steps, steps_per_epoch=per_epoch)
+            build_schedule(  # it sets the learning rate of the first step
+                config, optimizer, total_steps=state.final_step, steps_per_epoch=steps_per_epoch
+            )
             optimizer.step()
         with_errors = dict(noisy.named_parameters())
         for name, found, parameter in self._whole(gradients=False):
@@ -251,12 +252,11 @@ class StepCheck:
         numbers = {self._state.batches.num_shares, self._state.work.env.world_size} - {1}
         stage, fault = first_fault(found, order, numbers=numbers) or ("", "")
         unused = [*dict.fromkeys(chain.from_iterable(one[2] for one in by_rank))]
+        hook = self._state.work.config.parallelism.get("comm_hook")
         if stage == Stage.GRADIENT and unused:
             fault += f"; the loss does not depend on {listed(unused)}"
             fault += "; write parallelism.find_unused_parameters=true"
-        elif stage == Stage.GRADIENT and isinstance(
-            hook := self._state.work.config.parallelism.get("comm_hook"), Mapping
-        ):
+        elif stage == Stage.GRADIENT and isinstance(hook, Mapping):
             fault += f"; the comm_hook {hook['_target_']} sent them"
         elif stage in (Stage.GRADIENT, Stage.LOSS) and self._state.work.layout.has_stages:
             fault += "; do embed, the blocks and head compute what forward computes?"
