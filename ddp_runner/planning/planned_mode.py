@@ -72,9 +72,7 @@ class PlannedMode:
             trained: list[Tensor] = [value for value in module.parameters() if value.requires_grad]
             trained.reverse()
             limit = int((self.mode.bucket_cap_mb or MIN_BUCKET_MB) * 2**20)
-            assigned, _ = dist._compute_bucket_assignment_by_size(
-                trained, [limit], [False] * len(trained)
-            )
+            assigned, _ = dist._compute_bucket_assignment_by_size(trained, [limit])
             for numbers in assigned:
                 parameters = [trained[number] for number in numbers]
                 _fill_bucket(module, parameters, DTYPES.get(str(self.mode.comm_hook)))
