@@ -97,9 +97,8 @@ def _learn_shapes(stages: Stages, whole: nn.Module, pattern: str, device: torch.
         with _disable_current_modes():
             with NumberlessTensors():
                 whole.to_empty(device=device)
-                args, kwargs = tree_map_only(
-                    Tensor, partial(spec_of, device=device), (args, kwargs)
-                )
+                on_device = partial(spec_of, device=device)
+                args, kwargs = tree_map_only(Tensor, on_device, (args, kwargs))
                 for stage in range(len(copies)):
                     found.append(hidden := model.compute(stage, hidden, args, kwargs))
             stages.hidden |= dict(enumerate(map(spec_of, found)))
