@@ -270,5 +270,7 @@ def finish(run: Run) -> Status:
     if run._log is None:
         run.restore()
     status = Status.PREEMPTED if run._is_stopped else Status.COMPLETED
-    run._at().finish(status, step=run._step)
+    records, epochs = run._at().records, [loader.epoch for loader in run._loaders]
+    records.wait()
+    records.logger.finish(status, step=run._step, epoch=max(epochs, default=0))
     return status
