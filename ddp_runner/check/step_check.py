@@ -155,10 +155,9 @@ class StepCheck:
 
     def _whole(self, *, gradients: bool) -> Iterator[tuple[str, Tensor | None, nn.Parameter]]:
         """Yield the whole parameters, or their gradients, beside one process's parameters."""
-        named = dict(self._state.module.named_parameters())
         tensors: dict[str, Tensor | None] = {
             name: parameter.grad if gradients else parameter.detach()
-            for name, parameter in named.items()
+            for name, parameter in self._state.module.named_parameters()
             if parameter.requires_grad
         }
         tensors = with_other_stages(self._state.module, tensors)
@@ -177,12 +176,12 @@ class StepCheck:
             total = expected.results[Stage.GRADIENT, name][0]
             self.distances[Stage.GRADIENT, name].add(found, total, own=expected.own[name])
             parameter.grad = None if found is None else found.to(parameter.device, copy=True)
-        parameters = [value for value in expected.model.parameters() if value.grad is not None]
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad *= expected.token_factor
+        parameters = [*expected.model.parameters()]
+        gradients = [value.grad for value in parameters if value.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(expected.token_factor)
         if config.clip_norm is not None:
-            exact = norm(*(value.grad for value in parameters if value.grad is not None))
+            exact = norm(*gradients)
             self._norm = float(nn.utils.clip_grad_norm_(parameters, config.clip_norm))
             self._norm_error = abs(self._norm / (exact or 1.0) - 1)
         if config.clip_value is not None:
@@ -208,8 +207,14 @@ class StepCheck:
         noisy = copy.deepcopy(model)
         for parameter, source in zip(noisy.parameters(), model.parameters(), strict=True):
             parameter.grad = None if source.grad is None else noise(source.grad)
+        state, config = self._state, self._state.work.config
+        steps_per_epoch = state.batches.steps_per_epoch
         for one in (model, noisy):
-            self._update(one)
+            optimizer = build_optimizer(config, one)
+            build_schedule(  # it sets the learning rate of the first step
+                config, optimizer, total_steps=state.final_step, steps_per_epoch=steps_per_epoch
+            )
+            optimizer.step()
         with_errors = dict(noisy.named_parameters())
         for name, found, parameter in self._whole(gradients=False):
             assert found is not None
@@ -217,15 +222,6 @@ class StepCheck:
             error = norm(wide(with_errors[name]) - wide(parameter))
             self.distances[Stage.UPDATE, name] = distance = Distance(max(least, error))
             distance.add(wide(found) - wide(before[name]), wide(parameter) - wide(before[name]))
-
-    def _update(self, model: nn.Module) -> None:
-        state, config = self._state, self._state.work.config
-        optimizer = build_optimizer(config, model)
-        steps_per_epoch = state.batches.steps_per_epoch
-        build_schedule(  # it sets the learning rate of the first step
-            config, optimizer, total_steps=state.final_step, steps_per_epoch=steps_per_epoch
-        )
-        optimizer.step()
 
     def verdict(self) -> Verdict:
         """Return what is first wrong, the same on all ranks. Collective: every rank must call."""
@@ -256,12 +252,11 @@ class StepCheck:
         numbers = {self._state.batches.num_shares, self._state.work.env.world_size} - {1}
         stage, fault = first_fault(found, order, numbers=numbers) or ("", "")
         unused = [*dict.fromkeys(chain.from_iterable(one[2] for one in by_rank))]
+        hook = self._state.work.config.parallelism.get("comm_hook")
         if stage == Stage.GRADIENT and unused:
             fault += f"; the loss does not depend on {listed(unused)}"
             fault += "; write parallelism.find_unused_parameters=true"
-        elif stage == Stage.GRADIENT and isinstance(
-            hook := self._state.work.config.parallelism.get("comm_hook"), Mapping
-        ):
+        elif stage == Stage.GRADIENT and isinstance(hook, Mapping):
             fault += f"; the comm_hook {hook['_target_']} sent them"
         elif stage in (Stage.GRADIENT, Stage.LOSS) and self._state.work.layout.has_stages:
             fault += "; do embed, the blocks and head compute what forward computes?"

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.tensor_files import read_tensors, write_tensors
 from ddp_runner.errors import UserError, any_error, listed, os_errors
-from ddp_runner.files import replacing
+from ddp_runner.files import json_safe, replacing
 from ddp_runner.parallelism.shards import StoredTensor, shard_like, whole_state
 
 Tensors = Mapping[str, Tensor | StoredTensor]
@@ -77,7 +77,7 @@ def export_weights(
     """
     facts = {
         name: str(value)
-        for name, value in metrics.items()
+        for name, value in json_safe(metrics).items()
         if value is not None and not name.startswith("perf/")  # they differ between equal runs
     }
     facts |= {"weights": "ema"} if is_average else {}

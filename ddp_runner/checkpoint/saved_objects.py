@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,6 @@ from ddp_runner.errors import UserError, listed, typed
 from ddp_runner.parallelism.shards import first_not_finite, has_stages, is_shard, map_leaves
 
 PARTS = {"task", "step", "num_shares", "objects", "by_rank"}
-
-
-class Restored(NamedTuple):
-    """The checkpoint that a run continues from."""
-
-    step: int  # steps taken
-    metrics: dict[str, float]  # metrics of this step
 
 
 @dataclass(frozen=True)
@@ -123,11 +116,11 @@ class Saver:
         is_resumed: bool,
         log: Callable[[str], None],
         before: Callable[[], object] = object,
-    ) -> "Restored | None":
+    ) -> tuple[int, dict[str, float]] | None:
         """Load a folder's newest valid checkpoint into the objects; update a dict in place.
 
-        The folder need not exist; then the result is None. `is_resumed`: the user asked to resume a
-        run. `before` is called before anything is loaded from a checkpoint.
+        Return the steps taken and the metrics of the last; None without a checkpoint, or folder.
+        `is_resumed`: the user asked to resume a run. `before` is called before anything is loaded.
 
         Raises:
             UserError: the checkpoint does not fit, or every checkpoint is damaged. All ranks raise.
@@ -151,7 +144,7 @@ class Saver:
         log(f"resumed from {path}, step {content['step']}")
         metrics = from_rank_zero(lambda: read_manifest(path).metrics)
         finite = {name: value for name, value in metrics.items() if value is not None}
-        return Restored(int(content["step"]), finite)
+        return int(content["step"]), finite
 
     def _validate(self, content: Any, path: Path) -> None:
         """Reject a checkpoint of another task, with other objects, or not from ``snapshot``."""

@@ -28,14 +28,7 @@ class Shards:
     def __init__(self, rank: int, num_ranks: int, wire: Wire | None = None) -> None:
         self.rank, self._num_ranks = rank, num_ranks
         self._wire = wire
-        self.has_failed = (
-            False  # then wait no longer for ranks that write nothing: they may be gone
-        )
-
-    @property
-    def _is_ending(self) -> bool:
-        is_asked = self._wire is not None and (self._wire.stop or self._wire.has_signal)
-        return is_asked or self.has_failed
+        self.has_failed = False  # if so, a rank that writes nothing may be gone
 
     def write(self, folder: Path, *, parts: Mapping[str, Part]) -> dict[str, FileFacts]:
         """Write this rank's file and its note; on rank 0, wait for the files of all ranks.
@@ -49,9 +42,8 @@ class Shards:
         """
         name = f"shard-{self.rank + 1:05d}-of-{self._num_ranks:05d}.safetensors"
         if self.rank > 0:
-            note: dict[str, Any]
             try:
-                note = {name: write_parts(folder / name, parts)}
+                note: dict[str, Any] = {name: write_parts(folder / name, parts)}
             except Exception as error:  # rank 0 raises it, for all
                 (folder / name).unlink(missing_ok=True)  # a full disk then has room for the note
                 reason = error.strerror if isinstance(error, OSError) else None
@@ -72,7 +64,8 @@ class Shards:
         path, size, deadline = folder / NOTE.format(rank), -1, 0.0
         while not path.exists():
             time.sleep(POLL_S)
-            if not self._is_ending:
+            is_asked = self._wire is not None and (self._wire.stop or self._wire.has_signal)
+            if not (is_asked or self.has_failed):
                 continue
             written = sum(file.stat().st_size for file in folder.glob("shard-*"))
             if written != size:

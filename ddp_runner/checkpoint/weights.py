@@ -177,16 +177,18 @@ def starting_weights(
     source = config.model.get("weights")
     if source is None or newest_first(checkpoints):
         return None
-    path = Path(source)
+    path, run_dir = Path(source), RunDir(Path(source))
     with os_errors(f"model.weights ({path}) cannot be read", fix="make it readable, or change it"):
-        is_foreign = (path / WEIGHTS_INDEX).exists() or (
-            RunDir(path).export.exists() and not RunDir(path).config.exists()
-        )
+        has_export_alone = run_dir.export.exists() and not run_dir.config.exists()
+        is_foreign = has_export_alone or (path / WEIGHTS_INDEX).exists()
         is_run = not (path.is_file() or is_foreign or (path / MANIFEST).exists())
     if is_run:
-        settings = _settings(RunDir(path).config)
         instead = f"model.weights={path}/checkpoints/step-XXXXXXXX"
-        weights = find_weights(RunDir(path), "best", settings=settings, instead=instead, log=log)
+        rule = f"{run_dir.config} does not say which checkpoint is best"
+        with any_error(rule, "write model.weights=RUN/checkpoints/step-XXXXXXXX"):
+            section = read_yaml(run_dir.config)["checkpoint"]  # of any version
+            settings = CheckpointConfig(monitor=section["monitor"], mode=section["mode"])
+        weights = find_weights(run_dir, "best", settings=settings, instead=instead, log=log)
     else:
         weights = Weights(_read(path), 0, path)
     table = config.model.get("weight_names") or {}
@@ -208,14 +210,6 @@ def load_weights(module: nn.Module, weights: Weights | None) -> None:
             named = f"model.weights ({weights.path})"
             tensors = fitting_tensors(module, weights.tensors, named=named)
         send_module(module, tensors, group=None)
-
-
-def _settings(config: Path) -> CheckpointConfig:
-    """Return the checkpoint settings of a run's frozen config, which may be of any version."""
-    rule = f"{config} does not say which checkpoint is best"
-    with any_error(rule, "write model.weights=RUN/checkpoints/step-XXXXXXXX"):
-        section = read_yaml(config)["checkpoint"]
-        return CheckpointConfig(monitor=section["monitor"], mode=section["mode"])
 
 
 def _renamed(tensors: Tensors, table: Mapping[str, str | None]) -> Tensors:

@@ -39,13 +39,13 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
         "calls": f"{config.steps} timed of each, after {config.warmup_steps} to warm up",
     }
     log_facts(session, facts, explains=True)
-    absent, messages = dict[Variant, str](), list[tuple[Variant, int]]()
+    absent, messages = list[dict[str, str | None]](), list[tuple[Variant, int]]()
     for variant in variants(config):
         reason = unsupported_reason(variant, device=device)
         if reason is None:
             messages += [(variant, size) for size in (sizes if variant.dtype else [0])]
         else:
-            absent[variant] = reason
+            absent.append({**asdict(variant), "reason": reason})
             session.log(f"{variant} unsupported by {backend}: {reason}")
     # Steps are bytes here: a sweep's dashboard would show curves of its calibration (job 0).
     logger = task_logger(session, shows_curves=job.number > 0)
@@ -70,9 +70,7 @@ def run_collectives(session: Session, stop_requested: Callable[[], bool]) -> Sta
             step=max((measurement.bytes for measurement in measurements), default=0),
             epoch=0,
             collectives=[asdict(measurement) for measurement in measurements],
-            not_in_backend=[
-                {**asdict(variant), "reason": reason} for variant, reason in absent.items()
-            ],
+            not_in_backend=absent,
         )
     return status
 

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -83,8 +83,7 @@ class LoaderSplit(Loading, NumberedSplit):
         )
 
 
-@dataclass(frozen=True)
-class _Order:
+class _Order(NamedTuple):
     seed: int
     epoch: int
     indices: Sequence[int]

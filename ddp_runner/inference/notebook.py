@@ -96,6 +96,4 @@ def _row(run: "RecordedRun") -> dict[str, Any]:
         for name, value in run.record.items()
         if value is None or isinstance(value, str | int | float)
     }
-    metrics = run.record.get("metrics")
-    results = metrics if isinstance(metrics, dict) else {}
-    return {"status": None, **plain, **run.config, **results, "reason": run.reason}
+    return {"status": None, **plain, **run.config, **run.final, "reason": run.reason}

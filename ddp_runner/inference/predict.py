@@ -103,9 +103,8 @@ def _num_rounds(model: TrainedModel, split: Split) -> int:
     """Return the number of rounds for a split; 0 for a stream, where it is unknown."""
     work = model.work
     if split.num_samples is not None:
-        return math.ceil(
-            split.num_samples / (work.config.batch.eval_size * work.layout.eval_share[1])
-        )
+        round_size = work.config.batch.eval_size * work.layout.eval_share[1]
+        return math.ceil(split.num_samples / round_size)
     if work.env.world_size > 1 or getattr(split, "num_workers", 0) > 1:
         raise UserError(
             f"dataset={work.dataset.name} is a stream, and only a single reader keeps its order",

@@ -141,12 +141,11 @@ def _next_logits(model: nn.Module, tokens: Tensor, vocab_size: int) -> Tensor:
     fix = "task=sample takes a language model, such as model=gpt"
     with shapes_on_failure("the model cannot take tokens,", tokens, fix=fix):
         outputs = model(tokens)
-    expected = (*tokens.shape, vocab_size)
     fits = isinstance(outputs, Tensor) and outputs.shape[:-1] == tokens.shape
     if not fits or outputs.shape[-1] < vocab_size:
         raise UserError(
             f"the model returns {shape_of(outputs)} for tokens {tuple(tokens.shape)}, not logits "
-            f"{expected}",
+            f"{(*tokens.shape, vocab_size)}",
             fix,
         )
     logits: Tensor = outputs[0, -1, :vocab_size].double().cpu()

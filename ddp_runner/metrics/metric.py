@@ -169,8 +169,12 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 def packed(metric: Metric) -> bytes:
     """Return a metric, or the states of a torchmetrics metric, in bytes."""
+    states = [
+        {name: getattr(part, name) for name in (*part._reductions, "_update_count")}
+        for part in _torchmetrics(metric)
+    ]
     buffer = BytesIO()
-    torch.save([_state(part) for part in _torchmetrics(metric)] or metric, buffer)
+    torch.save(states or metric, buffer)
     return buffer.getvalue()
 
 
@@ -216,11 +220,6 @@ def _torchmetrics(metric: Any) -> list[Any]:
     if not (is_collection or hasattr(metric, "_reductions")):
         return []
     return [module for module in metric.modules() if hasattr(module, "_reductions")]
-
-
-def _state(metric: Any) -> dict[str, Any]:
-    state = {name: getattr(metric, name) for name in metric._reductions}
-    return {**state, "_update_count": metric._update_count}
 
 
 def _merge(metric: Any, states: Sequence[dict[str, Any]]) -> None:

@@ -158,6 +158,8 @@ class Perplexity(_Mean):
 class MAE(_Mean):
     """The mean absolute error over all values. Outputs and targets have the same shape."""
 
+    _loss = staticmethod(torch.abs)
+
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the errors of a batch; a ``UserError`` if the shapes differ."""
         if outputs.shape != targets.shape:  # torch would broadcast them
@@ -170,16 +172,12 @@ class MAE(_Mean):
         self.total += self._loss(outputs.to(dtype) - targets.to(dtype)).sum()
         self.count += targets.numel()
 
-    def _loss(self, errors: Tensor) -> Tensor:
-        return errors.abs()
-
 
 class RMSE(MAE):
     """The square root of the mean squared error over all values."""
 
+    _loss = staticmethod(torch.square)
+
     def compute(self) -> float:
         """Return the root of the mean; NaN without a sample."""
         return math.sqrt(super().compute())
-
-    def _loss(self, errors: Tensor) -> Tensor:
-        return errors.square()

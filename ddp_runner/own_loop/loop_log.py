@@ -11,7 +11,6 @@ from torch import Tensor
 from ddp_runner.data.trees import shape_of
 from ddp_runner.device import peak_memory_gib
 from ddp_runner.errors import UserError
-from ddp_runner.job import Status
 from ddp_runner.metric_names import LINE_FIELDS
 from ddp_runner.own_loop.rank_batches import Loader
 from ddp_runner.rank.records import Records
@@ -78,12 +77,6 @@ class LoopLog:
     def step_done(self, step: int) -> None:
         """Report a completed step; the first step ends the start-up."""
         self.records.logger.step_done(step=step, epoch=self._epoch)
-
-    def finish(self, status: Status, *, step: int) -> None:
-        """Wait for the last checkpoint, and write the run's status."""
-        self.records.wait()
-        epoch = max((loader.epoch for loader in self._loaders), default=0)
-        self.records.logger.finish(status, step=step, epoch=epoch)
 
     @property
     def _epoch(self) -> int:

@@ -171,7 +171,7 @@ class Run:
         self._saver = build_saver(session, self._objects)
         is_resumed = self.config.resume is not None
         checkpoint = self._saver.restore(folder, is_resumed=is_resumed, log=session.log)
-        step = checkpoint and checkpoint.step
+        step = None if checkpoint is None else checkpoint[0]
         self._step = step or 0
         seed_all(self.seed, "own loop", self._step, self._layout.share)
         report_start(session, step=self._step)
@@ -270,5 +270,7 @@ def finish(run: Run) -> Status:
     if run._log is None:
         run.restore()
     status = Status.PREEMPTED if run._is_stopped else Status.COMPLETED
-    run._at().finish(status, step=run._step)
+    records, epochs = run._at().records, [loader.epoch for loader in run._loaders]
+    records.wait()
+    records.logger.finish(status, step=run._step, epoch=max(epochs, default=0))
     return status

@@ -27,7 +27,7 @@ from ddp_runner.parallelism.mode import Layout, one_share_for
 from ddp_runner.parallelism.modules import blocks_of, initialise
 from ddp_runner.parallelism.single import Single
 from ddp_runner.parallelism.tensor_parallel import split_layers
-from ddp_runner.parallelism.tree import Tree, TreeReduceScatter, new_buffer
+from ddp_runner.parallelism.tree import Tree, TreeReduceScatter
 
 
 class GlooReduceScatter:
@@ -36,7 +36,7 @@ class GlooReduceScatter:
     It computes FSDP2's sums and means; other operations use torch's reduce-scatter.
     """
 
-    allocate = staticmethod(new_buffer)
+    allocate = staticmethod(torch.empty)  # as FSDP2 asks for buffers
 
     def __call__(
         self,

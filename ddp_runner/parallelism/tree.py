@@ -43,11 +43,6 @@ def add_leaf(stack: list[Leaf], leaf: Leaf, *, index: int) -> None:
     stack.append(leaf)
 
 
-def new_buffer(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an empty buffer, as FSDP2 asks of what reduces its gradients."""
-    return torch.empty(size, dtype=dtype, device=device)
-
-
 def fold(rows: Tensor) -> Tensor:
     """Return the sum of the rows (ranks, n), a power of two of them, in the tree: a vector (n,)."""
     while len(rows) > 1:
@@ -128,7 +123,7 @@ class TreeReduceScatter:
     `replicas` are the ranks with the same shard (HSDP); None: each shard exists once.
     """
 
-    allocate = staticmethod(new_buffer)
+    allocate = staticmethod(torch.empty)  # as FSDP2 asks for buffers
 
     def __init__(self, tree: Tree, replicas: dist.ProcessGroup | None) -> None:
         self._tree, self._replicas, self._stack = tree, replicas, list[Leaf]()

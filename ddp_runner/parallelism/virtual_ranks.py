@@ -19,7 +19,7 @@ from ddp_runner.distributed import broadcast_tensors
 from ddp_runner.errors import UserError
 from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.mode import Engine, Layout, Mode, Sums
-from ddp_runner.parallelism.shards import is_shard
+from ddp_runner.parallelism.shards import has_shards, is_shard
 from ddp_runner.parallelism.tree import Leaf, Tree, TreeReducer, add_leaf
 from ddp_runner.seeds import seed_all
 
@@ -70,8 +70,7 @@ class VirtualRanks:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the mode's context under FSDP2; no other mode reduces in a backward here."""
-        splits = any(map(is_shard, model.parameters()))
-        return self.mode.no_sync(model) if splits else nullcontext()
+        return self.mode.no_sync(model) if has_shards(model) else nullcontext()
 
     def engine(self, state: Any, local: Engine[Any, Any]) -> "TreeEngine":
         """Return the engine that adds the parts."""

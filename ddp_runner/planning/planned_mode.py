@@ -72,9 +72,7 @@ class PlannedMode:
             trained: list[Tensor] = [value for value in module.parameters() if value.requires_grad]
             trained.reverse()
             limit = int((self.mode.bucket_cap_mb or MIN_BUCKET_MB) * 2**20)
-            assigned, _ = dist._compute_bucket_assignment_by_size(
-                trained, [limit], [False] * len(trained)
-            )
+            assigned, _ = dist._compute_bucket_assignment_by_size(trained, [limit])
             for numbers in assigned:
                 parameters = [trained[number] for number in numbers]
                 _fill_bucket(module, parameters, DTYPES.get(str(self.mode.comm_hook)))
@@ -99,9 +97,8 @@ def _learn_shapes(stages: Stages, whole: nn.Module, pattern: str, device: torch.
         with _disable_current_modes():
             with NumberlessTensors():
                 whole.to_empty(device=device)
-                args, kwargs = tree_map_only(
-                    Tensor, partial(spec_of, device=device), (args, kwargs)
-                )
+                on_device = partial(spec_of, device=device)
+                args, kwargs = tree_map_only(Tensor, on_device, (args, kwargs))
                 for stage in range(len(copies)):
                     found.append(hidden := model.compute(stage, hidden, args, kwargs))
             stages.hidden |= dict(enumerate(map(spec_of, found)))

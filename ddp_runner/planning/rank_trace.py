@@ -78,8 +78,7 @@ def trace_rank(config: RunConfig, *, rank: int, log: Callable[[str], None]) -> R
     mode = make_mode(config)
     dataset, size = planned_dataset(config, log=log), config.world_size
     env = DistEnv(rank, local_rank=0, world_size=size, local_world_size=1)
-    with fake_ranks(size, rank=rank), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels on the CPU
+    with fake_ranks(size, rank=rank), warnings.catch_warnings(action="ignore"):  # of CPU kernels
         work = build_work(config, env, PlannedMode(mode), devices=(CPU,), dataset=dataset)
         try:
             return traced(work, tensors=NumberlessTensors())

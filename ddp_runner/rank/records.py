@@ -12,7 +12,6 @@ from ddp_runner.checkpoint.model_file import export_weights
 from ddp_runner.checkpoint.shard_notes import Shards
 from ddp_runner.checkpoint.writer import CheckpointWriter
 from ddp_runner.errors import UserError, listed
-from ddp_runner.files import json_safe
 from ddp_runner.rank.rank_log import log_to_file
 from ddp_runner.rank.session import Session
 from ddp_runner.tracking.run_dir import RunDir
@@ -49,22 +48,15 @@ def task_logger(session: Session, **keywords: Any) -> Logger:
 
 
 def export_model(
-    run_dir: RunDir,
-    specs: Mapping[str, Tensor],
-    tensors: Iterable[Tensor],
-    *,
-    step: int,
-    metrics: Mapping[str, float | None],
-    is_average: bool = False,
+    run_dir: RunDir, specs: Mapping[str, Tensor], tensors: Iterable[Tensor], **facts: Any
 ) -> None:
-    """Write rank 0's tensors to model.safetensors; see ``export_weights``.
+    """Write rank 0's tensors to model.safetensors; for the facts see ``export_weights``.
 
     Collective if they are gathered one by one, as by ``whole_tensors``.
     """
     try:
         if dist.get_rank() == 0:
-            path, facts = run_dir.export, {"step": step, "metrics": json_safe(metrics)}
-            digest = export_weights(path, specs, tensors, is_average=is_average, **facts)
+            digest = export_weights(run_dir.export, specs, tensors, **facts)
             write_run_record(run_dir, export_sha256=digest)
     finally:
         deque(tensors, maxlen=0)  # the other ranks wait for the rest

@@ -86,9 +86,8 @@ def open_session(job: Job, env: DistEnv) -> Iterator[Session]:
     """
     mode, devices = _open_mode(job.config, env)
     with ExitStack() as stack:
-        stack.enter_context(
-            process_group(env, backend=job.config.backend, init_method=_init_method(job, env))
-        )
+        group = process_group(env, backend=job.config.backend, init_method=_init_method(job, env))
+        stack.enter_context(group)
         if env.num_nodes > 1 and (adopted := with_config_of_rank_zero(job)) is not job:
             job = adopted
             mode, devices = _open_mode(job.config, env)

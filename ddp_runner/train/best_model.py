@@ -81,23 +81,17 @@ def export_best(
     if not work.env.is_rank_zero:
         return
     if settings.export:
-        _try_programs(state, run_dir, log=log)
+        try:
+            arguments, samples = work.dataset.model_arguments, state.first().data
+            files = export_programs(work, run_dir, arguments=arguments, samples=samples)
+            log(f"exported {', '.join(path.name for path in files)}")
+        except UserError as error:  # many models cannot be traced, and the training is complete
+            add_warning(run_dir, str(error))
+            log(f"warning: {error}")
     if settings.monitor is not None:
         score = json_safe(metrics.get(settings.monitor))
         value = "not finite" if score is None else f"{score:.4f}"
         log(f"best by {settings.monitor}: {value} at step {step}, in {run_dir.export.name}")
-
-
-def _try_programs(state: TrainState, run_dir: RunDir, *, log: Callable[[str], None]) -> None:
-    """Export the programs of ``checkpoint.export``, or warn: many models cannot be traced."""
-    arguments = state.work.dataset.model_arguments
-    try:
-        samples = state.first().data
-        files = export_programs(state.work, run_dir, arguments=arguments, samples=samples)
-        log(f"exported {', '.join(path.name for path in files)}")
-    except UserError as error:  # the training is complete
-        add_warning(run_dir, str(error))
-        log(f"warning: {error}")
 
 
 def _best_model(

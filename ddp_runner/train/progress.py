@@ -57,8 +57,7 @@ def count_evaluation(
     if progress.watched != watched:  # a resumed run may watch another metric
         progress.watched, progress.best, progress.bad_evaluations = watched, None, 0
     sign = 1.0 if settings.mode == "max" else -1.0
-    best = progress.best
-    is_better = best is None or sign * (value - best) > settings.min_delta
+    is_better = progress.best is None or sign * (value - progress.best) > settings.min_delta
     if math.isfinite(value) and is_better:
         progress.best, progress.bad_evaluations = value, 0
     else:

@@ -38,9 +38,9 @@ def restore(state: TrainState, folder: Path, *, log: Callable[[str], None]) -> i
     )
     if checkpoint is None:
         return None
-    state.progress.metrics = checkpoint.metrics
+    step, state.progress.metrics = checkpoint
     _set_rates(state)
-    return checkpoint.step
+    return step
 
 
 def rehearse(state: TrainState) -> None:

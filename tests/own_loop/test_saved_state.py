@@ -66,7 +66,7 @@ def load(given: dict[str, Any], ours: Any) -> int | None:
     """Load the newest checkpoint; return its step."""
     folder = ours.run_dir.checkpoints
     found = build_saver(ours, given).restore(folder, is_resumed=True, log=ours.log)
-    return found and found.step
+    return found and found[0]
 
 
 def saved_and_restored(env: DistEnv, folder: Path) -> tuple[Any, ...]:
