@@ -96,4 +96,6 @@ def _row(run: "RecordedRun") -> dict[str, Any]:
         for name, value in run.record.items()
         if value is None or isinstance(value, str | int | float)
     }
-    return {"status": None, **plain, **run.config, **run.final, "reason": run.reason}
+    metrics = run.record.get("metrics")
+    results = metrics if isinstance(metrics, dict) else {}
+    return {"status": None, **plain, **run.config, **results, "reason": run.reason}
