@@ -5,7 +5,6 @@ world size and every mode of parallelism takes the same steps. The same holds fo
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.job import Status
 from ddp_runner.metric_names import StepPart
 from ddp_runner.parallelism.mode import Engine, Sums
-from ddp_runner.seeds import derive, seed_all
+from ddp_runner.seeds import seed_all
 from ddp_runner.tracking.run_logger import Logger
 from ddp_runner.train.buffers import share_changing
 from ddp_runner.train.clipping import has_gradient, scale_and_clip, step_unless_overflowed
@@ -29,8 +28,6 @@ from ddp_runner.train.progress import count_evaluation
 from ddp_runner.train.state import TrainState, forward
 from ddp_runner.train.step_metrics import ensure_tried, reduce_step_metrics
 from ddp_runner.train.torch_errors import explain
-
-SEEDED_AHEAD = 64  # steps
 
 
 def train(
@@ -165,15 +162,7 @@ def take_step(state: TrainState, batch: StepBatch) -> Sums:
 
 def seed_step(state: TrainState) -> None:
     """Seed the next step's random numbers. Ranks that compute one share together draw the same."""
-    block, index = divmod(state.step, SEEDED_AHEAD)
-    seed_all(_seeds(state.work.config.seed, block, state.work.layout.share)[index])
-
-
-@lru_cache(maxsize=1)
-def _seeds(seed: int, block: int, share: int) -> list[int]:
-    """Return the seeds of some steps: a short step has lost the code from its caches each time."""
-    steps = range(block * SEEDED_AHEAD, (block + 1) * SEEDED_AHEAD)
-    return [derive(seed, "step", step, share) for step in steps]
+    seed_all(state.work.config.seed, "step", state.step, state.work.layout.share)
 
 
 def accumulate_gradients(state: TrainState, batch: StepBatch) -> Sums:
