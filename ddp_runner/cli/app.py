@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ddp_runner.cli.mistakes import first_mistake
+from ddp_runner.cli.mistakes import validate_words
 from ddp_runner.dist_env import RANKS, mistake_is_noted, note_mistake
 from ddp_runner.errors import UserError
 from ddp_runner.host.processes import handled_signals, start_fork_server, stop_fork_server
@@ -37,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if mistake_is_noted():
         sys.exit(EXIT_USER_ERROR)
     try:
-        if mistake := first_mistake(arguments):
-            raise UserError(mistake)
+        validate_words(arguments)
         if not any(word.lstrip("+~").startswith(NO_EARLY_RANKS) for word in arguments) and (
             {"COMP_LINE", *RANKS}.isdisjoint(os.environ)
         ):

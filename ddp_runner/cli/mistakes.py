@@ -8,7 +8,7 @@ from shlex import quote
 from ddp_runner.config.fields import walk
 from ddp_runner.config.schema import CONFIG_DIR, Config
 from ddp_runner.config.signatures import CLOSE
-from ddp_runner.errors import nearest
+from ddp_runner.errors import UserError, nearest
 
 # Words of other programs for the last part of a key.
 SAME_MEANING = (
@@ -21,32 +21,29 @@ SAME_MEANING = (
     {"clip_norm", "max_norm", "grad_clip", "gradient_clip_val"},
     {"seed", "random_seed"},
 )
-NO_NAMES = ("null", "true", "false")  # values of YAML, where the name of an option belongs
 
 
-def first_mistake(words: Sequence[str]) -> str | None:
-    """Return the sentence about a key or an option that is wrong whatever the config is.
+def validate_words(words: Sequence[str]) -> None:
+    """Raise a UserError for a key or an option that is wrong whatever the config is.
 
-    None: Hydra finds no mistake either, or finds it later, as where the user has own groups.
+    All else is left to Hydra, also where the user may have groups of their own.
     """
     others = ("-", "resume=", "hydra.searchpath=", "+hydra.searchpath=")
     if any(word.startswith(others) for word in {*words} - {"-m", "--multirun"}):
-        return None
+        return
     groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
-    names = [item.name for item in walk(Config())]
-    sections = {name.partition(".")[0] for name in names if "." in name}
+    names, sections = [item.name for item in walk(Config())], {*groups, *vars(Config())}
+    sections -= {name.partition(".")[0] for name in names if "." in name}  # with any keys
     for key, is_set, value in (word.partition("=") for word in words):
-        if key in groups and re.fullmatch(r"[a-z]\w*", value) and value not in NO_NAMES:
+        is_name = re.fullmatch(r"[a-z]\w*", value) and value not in ("null", "true", "false")
+        if key in groups and is_name:
             options = sorted(path.stem for path in (CONFIG_DIR / key).glob("*.yaml"))
             if value not in options:
-                return missing_option(key, value, options, has_own=False)
-        if not is_set or not re.fullmatch(r"[a-z]\w*(\.\w+)*", key):
-            continue
-        section, is_key = key.partition(".")[0], any(_contains(key, name) for name in names)
-        is_open = section in {*groups, *vars(Config())} - sections
-        if not (is_key or is_open) and (match := nearest_key(key, names)):
-            return f"{key} is not a key of the config; did you mean {match}?"
-    return None
+                raise UserError(missing_option(key, value, options, has_own=False))
+        is_plain = is_set and re.fullmatch(r"[a-z]\w*(\.\w+)*", key)
+        is_key = key.partition(".")[0] in sections or any(_contains(key, name) for name in names)
+        if is_plain and not is_key and (match := nearest_key(key, names)):
+            raise UserError(f"{key} is not a key of the config", f"did you mean {match}?")
 
 
 def _contains(key: str, name: str) -> bool:

@@ -11,7 +11,7 @@ from entry import answer_in_process
 import ddp_runner.cli.app
 import ddp_runner.cli.command
 import ddp_runner.cli.start_runs
-from ddp_runner.cli.mistakes import first_mistake
+from ddp_runner.cli.mistakes import validate_words
 from ddp_runner.dist_env import RANKS
 from ddp_runner.errors import UserError
 
@@ -95,14 +95,14 @@ def test_what_is_told_without_hydra_is_what_hydra_tells(
     words = "trian.epochs=3 train.epoch=3 world_sise=2 model=gppt metrics=acuracy"
     for word in words.split():
         answers = list[str]()
-        for shortcut in (first_mistake, lambda _: None):
-            monkeypatch.setattr(ddp_runner.cli.app, "first_mistake", shortcut)
+        for shortcut in (validate_words, lambda _: None):
+            monkeypatch.setattr(ddp_runner.cli.app, "validate_words", shortcut)
             answer = answer_in_process(
                 "-m", word, folder=tmp_path, monkeypatch=monkeypatch, capsys=capsys
             )
             answers.append(answer.stderr)
         assert answers[0] == answers[1] != ""
-        assert first_mistake([f"--config-dir={tmp_path}", word]) is None
+        validate_words([f"--config-dir={tmp_path}", word])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_is_told_without_hydra_is_what_hydra_tells(
 )
 def test_what_may_be_right_is_left_to_hydra(words: str) -> None:
     """Among them are mistakes: Hydra knows them."""
-    assert first_mistake(words.split()) is None
+    validate_words(words.split())
 
 
 @pytest.mark.parametrize(
