@@ -32,11 +32,11 @@ def validate_words(words: Sequence[str]) -> None:
     if any(word.startswith(others) for word in {*words} - {"-m", "--multirun"}):
         return
     groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
-    names, sections = [item.name for item in walk(Config())], {*groups, *vars(Config())}
-    sections -= {name.partition(".")[0] for name in names if "." in name}  # with any keys
+    names = [*(item.name for item in walk(Config())), "optimizer.lr"]  # which every optimizer has
+    typed = {name.partition(".")[0] for name in names[:-1] if "." in name}
+    sections = {*groups, *vars(Config())} - typed  # with any keys
     for key, is_set, value in (word.partition("=") for word in words):
-        is_name = re.fullmatch(r"[a-z]\w*", value) and value not in ("null", "true", "false")
-        if key in groups and is_name:
+        if key in groups and re.fullmatch(r"(?!(null|true|false)$)[a-z]\w*", value):
             options = sorted(path.stem for path in (CONFIG_DIR / key).glob("*.yaml"))
             if value not in options:
                 raise UserError(missing_option(key, value, options, has_own=False))

@@ -92,7 +92,7 @@ def test_what_is_told_without_hydra_is_what_hydra_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first answer is a shortcut, and a config of the user's own takes the long way."""
-    words = "trian.epochs=3 train.epoch=3 world_sise=2 model=gppt metrics=acuracy"
+    words = "trian.epochs=3 train.epoch=3 world_sise=2 model=gppt metrics=acuracy lr=1 train.lr=1"
     for word in words.split():
         answers = list[str]()
         for shortcut in (validate_words, lambda _: None):
