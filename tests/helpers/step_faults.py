@@ -340,7 +340,7 @@ FAULTS: dict[str, StepFault] = {
         other_seed, each(("ddp", "fsdp", "hsdp"), "the first wrong module is "), DROPOUT
     ),
     "dropped micro-batch": StepFault(
-        of_batch(lambda _, batch: replace(batch, micro_batches=batch.micro_batches[1:])),
+        of_batch(lambda _, batch: batch._replace(micro_batches=batch.micro_batches[1:])),
         each(ALL, "first wrong module is tokens"),
     ),
     "sample twice": StepFault(of_batch(first_twice), each(ALL, "module is tokens: its output")),
