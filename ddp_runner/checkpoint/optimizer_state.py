@@ -143,7 +143,8 @@ def _continued(
 
 def is_scheduler(value: Any) -> TypeGuard[Scheduler]:
     """Return whether a value has a state and schedules an optimizer."""
-    return isinstance(value, Scheduler) and isinstance(value.optimizer, Optimizer)
+    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return has_state and isinstance(getattr(value, "optimizer", None), Optimizer)
 
 
 def scheduler_state(scheduler: Scheduler) -> dict[str, Any]:
