@@ -14,7 +14,7 @@ from ddp_runner.errors import UserError
 from ddp_runner.host.hardware import FOR_CPU
 
 T = TypeVar("T")
-VOTE_S, MOST_STEPS = 0.25, 64  # from one vote on stopping to the next, at most
+VOTE_S, MOST_STEPS = 0.25, 16  # from one vote on stopping to the next, at most
 
 
 def loop_group(*, takes_part: bool) -> dist.ProcessGroup | None:

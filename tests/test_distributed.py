@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from operator import le
+from operator import le, lt
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -200,6 +200,23 @@ def test_short_steps_share_a_vote() -> None:
     assert num_steps / MOST_STEPS <= quiet[0] == quiet[1] <= num_steps / 2
     first, second = run_ranks(partial(stop_steps, num_steps=num_steps, vote_s=0.04), 2, {1: 50})
     assert 50 <= first == second <= 50 + MOST_STEPS + 1
+
+
+def test_steps_that_get_slow_wait_for_few_votes() -> None:
+    """A stop is heard within two rounds of votes, however long the steps have become."""
+    assert run_ranks(slowing_steps, 2) == [True, True]
+
+
+def slowing_steps(env: DistEnv) -> bool:
+    """Return whether a wish is heard within two rounds after 200 steps of almost no time."""
+    distributed.VOTE_S = 0.25
+    vote, asked = StopVote(), 200
+    for step in range(1, 3 * asked):
+        time.sleep(0.02 if step > asked else 0.0)
+        dist.all_reduce(torch.ones(3))
+        if vote.agreed(partial(lt, asked, step)):
+            return step - asked <= 2 * MOST_STEPS + 1
+    raise AssertionError("the wish was not heard")
 
 
 def votes_of(env: DistEnv, num_steps: int, vote_s: float) -> int:

@@ -15,7 +15,7 @@ from ddp_runner.host.streams import keep_streams, print_line
 from ddp_runner.job import EXIT_COMPLETED, EXIT_USER_ERROR
 from ddp_runner.tracking.run_record import versions
 
-# Words of commands that start no ranks, or not here, or with variables that Hydra has to read.
+# Words of commands that start no ranks, or not here, or as only Hydra or a resumed run can tell.
 NO_EARLY_RANKS = ("-", "resume=", "hydra/", "hydra.job", "hydra.mode", "launch.")
 
 
@@ -48,10 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stop_fork_server()  # else it would import torch first, and keep stderr open
         if "COMP_LINE" in os.environ:  # a message would be pasted into the completed line
             sys.exit(EXIT_USER_ERROR)
-        explained: UserError | None
-        if isinstance(error, UserError):
-            explained = error
-        else:
+        explained = error if isinstance(error, UserError) else None
+        if explained is None:
             from ddp_runner.cli.messages import user_error  # it imports Hydra
 
             explained = user_error(error, arguments)

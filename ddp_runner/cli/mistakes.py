@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 
 from ddp_runner.config.fields import walk
-from ddp_runner.config.schema import CONFIG_DIR, Config
+from ddp_runner.config.schema import CONFIG_DIR, RUNNER_KEYS, Config
 from ddp_runner.config.signatures import CLOSE
 from ddp_runner.errors import UserError, nearest
 
@@ -28,27 +28,25 @@ def validate_words(words: Sequence[str]) -> None:
 
     All else is left to Hydra, also where the user may have groups of their own.
     """
-    others = ("-", "resume=", "hydra.searchpath=", "+hydra.searchpath=")
-    if any(word.startswith(others) for word in {*words} - {"-m", "--multirun"}):
+    others = ("-", "resume=", "hydra.searchpath=")
+    if any(word.lstrip("+").startswith(others) for word in {*words} - {"-m", "--multirun"}):
         return
-    groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
+    groups = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} - {"hydra"}
     names = [*(item.name for item in walk(Config())), "optimizer.lr"]  # which every optimizer has
     typed = {name.partition(".")[0] for name in names[:-1] if "." in name}
-    sections = {*groups, *vars(Config())} - typed  # with any keys
+    sections = {"hydra", *groups, *vars(Config())} - typed  # with any keys
+    of_groups = {name for keys in RUNNER_KEYS.values() for name in keys}  # weights: whose?
     for key, is_set, value in (word.partition("=") for word in words):
         if key in groups and re.fullmatch(r"(?!(null|true|false)$)[a-z]\w*", value):
             options = sorted(path.stem for path in (CONFIG_DIR / key).glob("*.yaml"))
             if value not in options:
                 raise UserError(missing_option(key, value, options, has_own=False))
-        is_plain = is_set and re.fullmatch(r"[a-z]\w*(\.\w+)*", key)
-        is_key = key.partition(".")[0] in sections or any(_contains(key, name) for name in names)
+        is_plain = is_set and re.fullmatch(r"[a-z]\w*(\.\w+)*", key) and key not in of_groups
+        is_key = key.partition(".")[0] in sections or any(
+            f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in names
+        )
         if is_plain and not is_key and (match := nearest_key(key, names)):
             raise UserError(f"{key} is not a key of the config", f"did you mean {match}?")
-
-
-def _contains(key: str, name: str) -> bool:
-    """Return whether a key is a section of the other, or is the other."""
-    return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
 
 
 def missing_option(group: str, option: str, options: Sequence[str], *, has_own: bool) -> str:

@@ -111,7 +111,7 @@ class Jobs:
         return job
 
     def plan(self, composed: DictConfig, hardware_for: Callable[[Config], JobHardware]) -> Job:
-        """Return the job that was composed last; see ``plan``."""
+        """Return the job that was composed last; see ``cli.plan.plan``."""
         shape = self._latest
         assert shape is not None
         assert shape.composed is composed

@@ -174,7 +174,8 @@ def stat(values: Iterable[float | None]) -> Stat | None:
     present = [value for value in values if value is not None]
     if not present:
         return None
-    mean, count = statistics.fmean(present), len(present)
+    count, is_equal = len(present), min(present) == max(present)
+    mean = present[0] if is_equal else statistics.fmean(present)  # which is rounded
     squares = math.fsum((value - mean) ** 2 for value in present)  # statistics.stdev is slow
     return Stat(mean, math.sqrt(squares / (count - 1)) if count > 1 else None, count)
 

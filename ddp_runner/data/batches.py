@@ -138,10 +138,10 @@ class NumberedBatches(Batches):
                 self._step(plans, loaded, count=count, number=number)
                 for number, (plans, count) in zip(numbers, planned, strict=True)
             )
-            while batches := [*islice(steps, most_ahead)]:
-                for batch in batches:
-                    self._advance(is_last=batch.is_last)
-                    yield batch
+            while batches := [*islice(steps, most_ahead)][::-1]:
+                while batches:  # none is kept for longer than its step
+                    self._advance(is_last=batches[-1].is_last)
+                    yield batches.pop()
 
     @cached_property
     def num_samples(self) -> int:

@@ -57,7 +57,8 @@ class Dataset:
 
         `randoms` (batch, num_randoms) are for the augmentation; None: do not augment.
         """
-        is_there = device.type == "cpu"  # where every batch is loaded
+        # On the CPU, where it was loaded. Other trees are rebuilt: a user's step may change them.
+        is_there = device.type == "cpu" and type(data) is tuple and {*map(type, data)} <= {Tensor}
         if self.mean is None:
             return data if is_there else to_device(data, device)
         inputs, targets = data

@@ -13,7 +13,7 @@ from ddp_runner.errors import UserError
 
 IGNORED = -100  # a target that torch's losses leave out by default
 MOST_GPU_DATA = 2 * 2**30  # bytes; a split up to this size moves to the GPU as a whole
-MOST_AHEAD, BYTES_AHEAD = 64, 2**18  # batches that are loaded in one go, and their inputs' bytes
+MOST_AHEAD, BYTES_AHEAD = 64, 2**18  # batches that are loaded in one go, and their bytes
 NUM_FIRST = 2  # samples of an example batch; torch.compile would specialise on a size of 1
 
 
@@ -163,8 +163,8 @@ class TensorSplit(NumberedSplit):
 
     def most_ahead(self, batch_size: int) -> int:
         """See ``NumberedSplit``."""
-        sample_bytes = max(1, self.inputs.nbytes // max(1, len(self.inputs)))
-        return min(MOST_AHEAD, max(1, BYTES_AHEAD // (sample_bytes * batch_size)))
+        sample_bytes = (self.inputs.nbytes + self.targets.nbytes) // max(1, len(self.inputs))
+        return min(MOST_AHEAD, max(1, BYTES_AHEAD // max(1, sample_bytes * batch_size)))
 
     def near(self, device: torch.device) -> "TensorSplit":
         """See ``NumberedSplit``."""

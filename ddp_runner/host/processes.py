@@ -119,9 +119,11 @@ def start_fork_server() -> None:
 def stop_fork_server() -> None:
     """Kill the server if it runs; none of its ranks may run."""
     if _SERVER._forkserver_pid is not None:
-        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended; it has no socket yet
+        # It has ended, or has no socket yet, or whoever started us ignores the end of children.
+        with suppress(ProcessLookupError, FileNotFoundError, ChildProcessError):
             os.kill(_SERVER._forkserver_pid, signal.SIGKILL)
             _SERVER._stop()  # waits for its end: until then multiprocessing believes that it runs
+        _SERVER._forkserver_pid = None
 
 
 def _start_resource_tracker() -> None:

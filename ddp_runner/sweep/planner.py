@@ -192,6 +192,8 @@ class Planner:
             if self.is_search and job.number:  # numbered from 0, as in Optuna's tools
                 label = f"trial {job.number - 1}"
             title = f"{label}: {shown_path(Path(planned.folder))}"
+            if self.is_stopped:  # the next start freezes what is queued
+                break
             run_dir = self.folder / planned.folder
             run_dir.mkdir(exist_ok=True)
             titled = replace(job, run_dir=run_dir, title=title)

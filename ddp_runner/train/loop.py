@@ -52,8 +52,8 @@ def train(
     timer.restart()
     if progress.owes_evaluation:  # the run was stopped after a step, before its evaluation
         _evaluate_and_save(state, vote, save=save, logger=logger)
-    steps, has_ended = iter(batches), state.has_ended
-    while not has_ended:
+    steps = iter(batches)
+    while not state.has_ended:
         batch = next(steps)
         timer.mark(StepPart.DATA)
         # The last group has the optimizer's own rate; the groups of params.groups come first.
@@ -81,32 +81,28 @@ def train(
         elif state.engine.may_stop(vote.agreed(stop_requested)):
             save()
             return Status.PREEMPTED
-        has_ended = _evaluate_and_save(state, vote, save=save, logger=logger)
+        _evaluate_and_save(state, vote, save=save, logger=logger)
     vote.settle()
     return Status.COMPLETED
 
 
 def _evaluate_and_save(
     state: TrainState, vote: StopVote, *, save: Callable[[], None], logger: Logger
-) -> bool:
-    """Evaluate and save if that is due after the step just taken; return whether the run ends.
-
-    Collective: every rank must call.
-    """
+) -> None:
+    """Evaluate and save if that is due after the step just taken. Collective: every rank."""
     is_evaluated, epoch_ended = state.progress.owes_evaluation, state.batches.step == 0
     if is_evaluated or epoch_ended:
         vote.settle()  # before loader processes are forked
     if is_evaluated:
         _evaluate(state, logger)
-    has_ended = state.has_ended  # the evaluation may end the run early
-    if is_saved := has_ended or _checkpoint_is_due(state):
+    # The evaluation may end the run early.
+    if is_saved := state.has_ended or _checkpoint_is_due(state):
         save()
     if is_evaluated or epoch_ended:
         state.model.train()
     if is_evaluated or is_saved or epoch_ended:
         state.timer.restart()
     state.timer.mark(None)
-    return has_ended
 
 
 def _checkpoint_is_due(state: TrainState) -> bool:

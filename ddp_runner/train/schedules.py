@@ -27,14 +27,10 @@ class Schedule:
 
     scheduler: Scheduler
     monitor: str | None = None  # the metric, for schedulers such as ReduceLROnPlateau
-    is_constant: bool = False  # ``constant`` without a warm-up
 
     def step(self) -> None:
         """Advance after an optimizer step, unless the schedule follows a metric."""
-        if self.is_constant:  # torch would set equal rates, in a fiftieth of a short step
-            counts: Any = self.scheduler
-            counts.last_epoch, counts._step_count = counts.last_epoch + 1, counts._step_count + 1
-        elif self.monitor is None:
+        if self.monitor is None:
             self.scheduler.step()
 
     def step_on_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -60,8 +56,7 @@ def build_schedule(
     settings = {key: value for key, value in config.scheduler.items() if key not in lengths}
     monitor = settings.pop("monitor", None)
     allowed = config.allowed_targets
-    build = find(settings["_target_"], key="scheduler._target_", allowed=allowed)
-    accepted = keywords(build)
+    accepted = keywords(find(settings["_target_"], key="scheduler._target_", allowed=allowed))
     arguments: dict[str, Any] = _known_lengths(config, lengths, accepted)
     if monitor is not None and "monitor" in accepted:  # a parameter of the scheduler itself
         arguments["monitor"], monitor = monitor, None
@@ -77,8 +72,7 @@ def build_schedule(
             "metric",
             "leave it out",
         )
-    is_constant = build is constant and not settings.get("warmup_steps")
-    return Schedule(scheduler, is_constant=is_constant)
+    return Schedule(scheduler)
 
 
 def _known_lengths(

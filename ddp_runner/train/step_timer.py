@@ -58,7 +58,7 @@ class StepTimer:
     def restart(self) -> None:
         """Restart the interval, but keep the exchanges since the last lap."""
         self._started, self._steps, self._samples = time.perf_counter(), 0, 0
-        self._is_measuring, self._num_measured = True, 0
+        self._is_measuring, self._num_measured, self._data_s = True, 0, 0.0
         self.mark(None, restarts=True)
 
     def forget(self) -> None:
@@ -78,6 +78,11 @@ class StepTimer:
 
         COMM ends the exchange of a step; WAIT is the wait for other ranks before it.
         """
+        now = time.perf_counter()
+        if part is None:
+            self._ready_at = now
+        elif part is StepPart.DATA:  # few steps wait for data, perhaps none that is measured
+            self._data_s += now - self._ready_at
         if not self._is_measuring:
             return
         if self._on_gpu:
@@ -93,7 +98,6 @@ class StepTimer:
             if len(self._events) > MOST_EVENTS:
                 self._read_events(MOST_EVENTS // 2)
             return
-        now = time.perf_counter()
         self._count(part, 1000 * (now - self._last), restarts=restarts)
         self._last = now
 
@@ -112,8 +116,6 @@ class StepTimer:
         self._num_steps += 1
         self._num_measured += self._is_measuring
         self._is_measuring = self._steps % self._every == 0
-        if self._every > 1:
-            self.mark(None)
         if self._num_steps == UNMEASURED_STEPS:
             self._warm_since = time.perf_counter()
 
@@ -126,12 +128,14 @@ class StepTimer:
         """Return the measurements since the last lap or restart; begin a new interval."""
         self._read_events(len(self._events))
         elapsed_s = time.perf_counter() - self._started
+        data = {StepPart.DATA: 1000 * self._data_s / self._steps} if self._every > 1 else {}
         lap = Lap(
             metrics={
                 "perf/samples_per_s": self._samples / elapsed_s,
                 "perf/step_time_ms": 1000 * elapsed_s / self._steps,
             },
-            parts={part: ms / self._num_measured for part, ms in self._parts_ms.items() if part},
+            parts={part: ms / self._num_measured for part, ms in self._parts_ms.items() if part}
+            | data,
             exchanges=tuple(self._exchanges),
         )
         self._exchanges.clear()

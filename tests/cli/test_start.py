@@ -93,7 +93,7 @@ def test_what_is_told_without_hydra_is_what_hydra_tells(
 ) -> None:
     """The first answer is a shortcut, and a config of the user's own takes the long way."""
     words = "trian.epochs=3 train.epoch=3 world_sise=2 model=gppt metrics=acuracy lr=1 train.lr=1"
-    for word in words.split():
+    for word in (*words.split(), "weights=1", "hydra=1"):
         answers = list[str]()
         for shortcut in (validate_words, lambda _: None):
             monkeypatch.setattr(ddp_runner.cli.app, "validate_words", shortcut)
@@ -103,6 +103,7 @@ def test_what_is_told_without_hydra_is_what_hydra_tells(
             answers.append(answer.stderr)
         assert answers[0] == answers[1] != ""
         validate_words([f"--config-dir={tmp_path}", word])
+        validate_words([f"++hydra.searchpath=[{tmp_path}]", word])
 
 
 @pytest.mark.parametrize(

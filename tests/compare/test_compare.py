@@ -12,7 +12,7 @@ from generated_runs import SINGLE, lines_of, write_run
 from ddp_runner.compare.analysis import Comparison, ComparisonRow, compare
 from ddp_runner.compare.formats import as_text
 from ddp_runner.compare.plots import figures
-from ddp_runner.compare.recorded_run import Stat, Target
+from ddp_runner.compare.recorded_run import Stat, Target, stat
 from ddp_runner.compare.run_reader import read_run, read_runs
 from ddp_runner.config.identity import leaves
 from ddp_runner.errors import UserError
@@ -506,3 +506,11 @@ def test_configs_that_share_blocks_are_read_as_yaml_reads_them(tmp_path: Path) -
         write_run(folder)
         RunDir(folder).config.write_text(text)
         assert read_run(folder).config == dict(leaves(yaml.safe_load(text), whole_lists=True))
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 1e-300, 3.0])
+def test_equal_values_have_no_deviation(value: float) -> None:
+    """Three times 0.1 is not 0.3, so the mean of equal values must not be computed."""
+    assert stat([value] * 3) == Stat(value, 0.0, 3)
+    assert stat([value]) == Stat(value, None, 1)
+    assert stat([1.0, 2.0, None]) == Stat(1.5, pytest.approx(0.5**0.5), 2)

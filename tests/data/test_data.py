@@ -7,6 +7,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -460,3 +462,14 @@ def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, cache: 
     cache.write_text("a file")
     with pytest.raises(UserError, match="DDP_RUNNER_CACHE"):
         load_dataset(Counting("c"), data_root=tmp_path, log=print)
+
+
+def test_a_step_may_change_the_batch_that_it_gets() -> None:
+    """As in `labels = batch.pop("labels")`: the same samples are tried several times."""
+    loaded = {"x": torch.ones(2), "labels": torch.zeros(2), "more": [torch.ones(2)]}
+    dataset = cast(Any, SimpleNamespace(mean=None))
+    of_user: Any = Dataset.prepare(dataset, loaded, torch.device("cpu"))
+    of_user.pop("labels")
+    of_user["more"].clear()
+    assert loaded.keys() == {"x", "labels", "more"}
+    assert len(loaded["more"]) == 1

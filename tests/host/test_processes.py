@@ -132,6 +132,19 @@ def stop_and_start() -> None:
     os._exit(42)
 
 
+def test_a_server_ends_where_the_end_of_children_is_ignored() -> None:
+    """As below `trap '' CHLD`: nobody can wait for it, and another one can start."""
+    code = (
+        "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        "from ddp_runner.host import processes; "
+        "[(processes.start_fork_server(), processes.stop_fork_server()) for _ in range(2)]; "
+        "print('ended')"
+    )
+    command = [sys.executable, "-c", code]
+    end = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (end.stdout, end.stderr) == ("ended\n", "")
+
+
 def test_a_stopped_server_is_replaced() -> None:
     """By one with the variables that the command has set since."""
     process = get_context("spawn").Process(target=stop_and_start)

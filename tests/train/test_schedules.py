@@ -91,25 +91,6 @@ def test_a_scheduler_of_torch_works_as_it_is(name: str, keys: dict[str, Any]) ->
         expected.step()
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_a_constant_rate_has_the_rates_and_the_state_of_torchs_scheduler(warmup_steps: int) -> None:
-    """A step without a change is only counted."""
-    config = compose_config(*TOY, f"+scheduler.warmup_steps={warmup_steps}")
-    optimizer, reference = new_optimizer(), new_optimizer()
-    schedule = build_schedule(config, optimizer, total_steps=NUM_STEPS, steps_per_epoch=4)
-    expected = lr_scheduler.LambdaLR(
-        reference, lambda step: min(1, (step + 1) / (warmup_steps + 1))
-    )
-    assert schedule.is_constant == (warmup_steps == 0)
-    for _ in range(NUM_STEPS):
-        for one in (optimizer, reference):
-            one.step()
-        schedule.step()
-        expected.step()
-        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-        assert schedule.scheduler.state_dict() == expected.state_dict()
-
-
 @pytest.mark.parametrize(
     ("words", "halfway"),
     [

@@ -107,6 +107,27 @@ def test_parts_are_those_of_the_mean_step() -> None:
     assert set(pace.lap().parts) == {"optimizer"}
 
 
+@pytest.mark.parametrize("late", [0, 3, 7])
+def test_each_wait_for_data_counts_where_few_steps_are_measured(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight workers deliver eight batches at once: every eighth step waits, perhaps unmeasured."""
+    clock = Clock()
+    monkeypatch.setattr(step_timer, "time", clock)
+    pace = StepTimer(torch.device("cpu"))
+    pace.choose_steps(1.0)
+    for step in range(32):
+        pace.mark(None)
+        clock.seconds += 0.008 if step % 8 == late else 0.0
+        pace.mark(StepPart.DATA)
+        clock.seconds += 0.002
+        pace.mark(StepPart.FORWARD)
+        pace.add(samples=1)
+    lap = pace.lap()
+    assert lap.parts == {"data": pytest.approx(1.0), "forward": pytest.approx(2.0)}
+    assert lap.metrics["perf/step_time_ms"] == pytest.approx(3.0)
+
+
 @dataclass
 class Clock:
     """A clock that a test moves on."""
