@@ -66,8 +66,7 @@ class Sums:
     The losses are added up when somebody reads ``loss``: few steps are logged.
     """
 
-    # Scalars, and the factors that make them parts of the mean over the global batch.
-    losses: list[tuple[Tensor, float | Tensor]]
+    losses: list[Tensor]  # of the micro-batches: parts of the mean over the global batch, scalars
     # Tokens of the global batch on this rank: the loop turns means over samples into means over
     # tokens. None when the loss counts samples.
     tokens: Tensor | None
@@ -77,7 +76,7 @@ class Sums:
     @property
     def loss(self) -> Tensor:
         """Part of the mean over the global batch, a scalar."""
-        return sum((loss * factor for loss, factor in self.losses), start=torch.zeros(()))
+        return sum(self.losses, start=torch.zeros(()))
 
 
 class Engine(ABC, Generic[StateT, BatchT]):

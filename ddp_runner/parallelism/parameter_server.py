@@ -153,7 +153,7 @@ class Server(Engine[Any, Any]):
         state.timer.mark(StepPart.COLLECT)
         has_tokens = state.work.config.batch.count == "tokens"
         num_tokens = tokens * batch.global_count if has_tokens else None
-        return Sums([(loss, 1.0)], num_tokens, dict(zip(self._scalars, scalars, strict=True)))
+        return Sums([loss], num_tokens, dict(zip(self._scalars, scalars, strict=True)))
 
     def may_stop(self, is_asked: bool) -> bool:
         """Return whether to stop now: if requested, once no trainer has a batch."""

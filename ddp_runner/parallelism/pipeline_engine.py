@@ -218,7 +218,7 @@ class PipelineEngine(Engine[Any, Any]):
         dist.broadcast(packed, group=group, group_src=last)
         loss, tokens, *scalars = packed.to(sums.loss.dtype)
         by_name = dict(zip(sums.scalars, scalars, strict=True))
-        return Sums([(loss, 1.0)], None if sums.tokens is None else tokens, by_name)
+        return Sums([loss], None if sums.tokens is None else tokens, by_name)
 
 
 class _Computation(nn.Module):

@@ -128,7 +128,7 @@ class TreeEngine(Engine[Any, Any]):
         if layout.share:  # the loop adds the sums of all ranks
             loss, tokens, *others = torch.zeros_like(means[-1])
         scalars = dict(zip(sums.scalars, others, strict=False))
-        return Sums([(loss, 1.0)], None if sums.tokens is None else tokens.float(), scalars)
+        return Sums([loss], None if sums.tokens is None else tokens.float(), scalars)
 
     def _parts(self, state: Any, batch: Any) -> Iterator[Any]:
         """Yield this rank's parts of a batch, each at its place in the tree."""

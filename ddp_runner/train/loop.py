@@ -140,7 +140,7 @@ def take_step(state: TrainState, batch: StepBatch) -> Sums:
     factor = None
     if sums.tokens is not None:
         factor = token_factor(sums.tokens, batch, group=work.data_group)
-        sums.losses = [(sums.loss, factor)]
+        sums.losses = [sums.loss * factor]
         sums.scalars = {name: value * factor for name, value in sums.scalars.items()}
     sums.grad_norm = scale_and_clip(state, factor)
     try:
@@ -218,7 +218,8 @@ def micro_loss(
             "compute it, and the model's outputs, without no_grad, detach or item",
         )
     share = micro_batch.weight / count
-    sums.losses.append((step.loss_sum.detach(), share))
+    # A product at once: a compiled step may return the same memory again.
+    sums.losses.append(step.loss_sum.detach() * share)
     for name, value in step.scalars.items():
         ensure_tried(name, state)
         sums.scalars[name] = sums.scalars.get(name, 0) + value.detach() * share
